@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.image_steps import ImageStepOptions, image_recipe, mae_workload
 from benchmarks.rounds import alternate, print_pairs, print_ratios
 from benchmarks.steps import counted_flops, endless, whole_step
-from trp_scale.config.components import settings_of
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.config.registry import settings_of
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 BASES: dict[str, tuple[Literal["absolute", "relative"], Literal["rounded", "relaxed"]]] = {
     "MAE+ absolute": ("absolute", "rounded"),

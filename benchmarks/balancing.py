@@ -23,10 +23,10 @@ from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.steps import Precision, StepOptions, Workload, counted_flops, endless, whole_step
 from benchmarks.text_steps import LENGTH, small_bert, text_workload
 from trp_scale.config import RefusedError
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.config.settings import Settings
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 BALANCING: dict[str, tuple[Settings, str]] = {
     "uniform": (settings_of("balancer", "uniform"), "T"),

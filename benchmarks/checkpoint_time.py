@@ -33,8 +33,8 @@ from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig, TextModelConfig
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 NONE, BLOCKING, BEHIND = "none", "blocking", "asynchronous"
 

@@ -19,11 +19,11 @@ from rich.console import Console, RenderableType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.observe.metrics import read_metrics, worst_task
-from trp_scale.observe.progress import LiveDisplay
-from trp_scale.observe.records import RunInfo, StepRecord, TaskRecord
-from trp_scale.observe.report import read_summary
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.config.loader import load_recipe
+from trp_scale.training.metrics import read_metrics, worst_task
+from trp_scale.training.progress import LiveDisplay
+from trp_scale.training.records import RunInfo, StepRecord, TaskRecord
+from trp_scale.training.report import read_summary
 
 WIDTH, CHARACTER, LINE, MARGIN = 100, 8.4, 19.0, 14.0
 """Columns of the terminal; pixels of a character, of a line, and around them."""

@@ -32,11 +32,11 @@ from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.arguments import parse_finetune
-from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.settings import GlueTaskConfig
-from trp_scale.downstream.glue.task import GlueTask
-from trp_scale.downstream.task import DownstreamTask, build_task
+from trp_scale.finetuning.arguments import parse_finetune
+from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.finetuning.glue.task import GlueTask
+from trp_scale.finetuning.task import DownstreamTask, build_task
 from trp_scale.training.pretrain import Run, unguarded
 
 WARM_UP = 5

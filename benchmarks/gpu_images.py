@@ -20,9 +20,9 @@ from benchmarks.mae_step_time import our_step, peer_step
 from benchmarks.peer import set_training
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.steps import Precision, Workload, endless
-from trp_scale.config.components import settings_of
-from trp_scale.observe.throughput import mae_step_flops
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.config.registry import settings_of
+from trp_scale.models.flops import mae_step_flops
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 MODELS: dict[str, tuple[str, EncoderSize, tuple[int, ...]]] = {
     "MAE ViT-B/16": ("mae_vit_b", "base", (128, 256, 512)),

@@ -17,7 +17,7 @@ from benchmarks.gpu_setting import Setting, training
 from benchmarks.gpu_ways import TEXT, WAYS, Way, set_way, workload
 from benchmarks.image_steps import mae_workload, mm_mae_workload
 from benchmarks.steps import Workload
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 
 STEPS, SHOWN, NAME = 3, 12, 70
 MODELS = (TEXT, "MAE ViT-B/16", "AdPE ViT-B/16, relative positions", "MM-MAE ViT-B/16")

@@ -15,8 +15,8 @@ from benchmarks.gpu_sizes import best_size, use_of_peak
 from benchmarks.image_steps import CLASSES, MM_MAE, EncoderSize, image_recipe, mm_mae_workload
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.steps import Precision, Workload, endless
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
-from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 
 ROWS = (64, 128, 256)
 """Images of a micro-batch that are tried."""

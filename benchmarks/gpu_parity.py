@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_setting import ENGINES, Setting, lacking, text, training
 from benchmarks.steps import Notes, Precision, Workload
-from trp_scale.adversary.positions import PositionAdversary
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
+from trp_scale.methods.adversary.positions import PositionAdversary
 
 STEPS, FEW_STEPS, LR = 5, 2, 1e-3
 EXACT = settings_of("balancer", "minimax", estimate="exact")

@@ -15,14 +15,14 @@ import torch
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import small_bert, text_workload
 from trp_scale.config import TextModelConfig
-from trp_scale.config.components import settings_of
 from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES: dict[str, int | None] = {

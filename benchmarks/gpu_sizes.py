@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu_items import MEGABYTE, Missing, Value, release_memory
 from benchmarks.gpu_setting import NEEDS_GPU, Setting
 from benchmarks.rounds import alternate
-from trp_scale.observe.throughput import peak_flops
+from trp_scale.models.flops import peak_flops
 from trp_scale.training.loop import Trainer
 
 WORTH_GOING_ON = 1.02

@@ -19,9 +19,9 @@ from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import our_step, peer_step
 from benchmarks.steps import trainer_of
 from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
-from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.models.flops import bert_step_flops
+from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 TOKENS_TRIED = (8_192, 16_384, 32_768, 65_536, 131_072)
 """Tokens of a micro-batch in the search; rows = tokens / length."""

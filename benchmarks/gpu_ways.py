@@ -20,10 +20,10 @@ from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engine
 from benchmarks.rounds import alternate
 from benchmarks.steps import SameWindow, Workload
 from benchmarks.text_steps import VOCABULARY, ending_early, without_list
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch
-from trp_scale.masks.flops import multilevel_step_flops
-from trp_scale.observe.throughput import bert_step_flops, mae_step_flops
+from trp_scale.methods.learned_masks.flops import multilevel_step_flops
+from trp_scale.models.flops import bert_step_flops, mae_step_flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,17 +40,17 @@ from benchmarks.image_steps import mae_workload, mm_mae_workload
 from benchmarks.step_counts import CPU
 from benchmarks.steps import Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
-from trp_scale.config.components import settings_of
+from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import launches
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 ROWS = 4
 MODELS = ("pos_bert_tiny", "mae_plus_tiny", "adpe_tiny", "mm_mae_tiny")

@@ -50,11 +50,11 @@ from trp_scale.data.images import rows as image_rows
 from trp_scale.data.images.png import write_png
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
-from trp_scale.preparation.sharding.writing import new_tar, report_path
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.mae import batch as mae_batch
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.mae import batch as mae_batch
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.sharding.job.writing import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

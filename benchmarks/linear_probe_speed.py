@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_pairs, print_ratios
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.probe.arguments import Method, parse_probe
-from trp_scale.downstream.probe.image_probe import Measured, Probe
+from trp_scale.evaluation.probe.arguments import Method, parse_probe
+from trp_scale.evaluation.probe.image_probe import Measured, Probe
 
 SCIKIT_LEARN = "scikit-learn alone"
 

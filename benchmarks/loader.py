@@ -36,10 +36,10 @@ from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_j
 from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import rows as text_rows
 from trp_scale.data.text.groups import GROUPS, WORD_START
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.pos_bert import batch as text_batch
-from trp_scale.upstreams.pos_bert import masking, sentence_pairs
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.pos_bert import batch as text_batch
+from trp_scale.pretraining.pos_bert import masking, sentence_pairs
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

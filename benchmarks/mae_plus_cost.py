@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.image_steps import EncoderSize, ImageStepOptions, image_recipe, mae_workload
 from benchmarks.rounds import alternate, print_pairs, print_ratios
 from benchmarks.steps import counted_flops, endless, whole_step
-from trp_scale.observe.throughput import mae_step_flops
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.models.flops import mae_step_flops
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 
 @dataclass(kw_only=True)

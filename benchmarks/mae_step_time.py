@@ -28,9 +28,9 @@ from benchmarks.steps import Precision, endless
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.patches import unpatchify
-from trp_scale.upstreams.mae.export import vitmae_config
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.weights import published_name, to_vitmae
+from trp_scale.pretraining.mae.export import vitmae_config
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.weights import published_name, to_vitmae
 
 
 @dataclass(kw_only=True)

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.steps import micro_batches
 from benchmarks.text_steps import LENGTH, text_workload
 from trp_scale.config import BatchConfig, OptimizerConfig, TextModelConfig
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 ROWS, STEPS = 2, 3
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.steps import StepOptions, Workload, endless, whole_step
 from benchmarks.text_steps import LENGTH, small_bert, text_workload
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.config.settings import Settings
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 BALANCING = {
     "uniform": settings_of("balancer", "uniform"),

@@ -2,7 +2,7 @@
 
     python benchmarks/mlo_cost.py [--rows 8] [--rounds 7]
 
-Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/masks/flops.py for ours,
+Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/methods/learned_masks/flops.py for ours,
 torch's own count for the reference, which differentiates automatically through the encoder's last step
 (benchmarks/mlo_unrolled.py). Operations that launch work (benchmarks/step_counts.py) and time are of ViT-Ti with a
 decoder of the same proportions, in alternating rounds, of whole cycles, divided by their steps; the arithmetic of that
@@ -33,13 +33,13 @@ from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_counts import CountsOperations
 from benchmarks.steps import counted_flops, endless
 from trp_scale.config import split_patches
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.core import pieces
-from trp_scale.masks.flops import multilevel_step_flops
-from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.observe.throughput import mae_step_flops
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.methods.learned_masks.flops import multilevel_step_flops
+from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.models.flops import mae_step_flops
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 PLAIN = "plain MAE"
 OURS: dict[str, tuple[int, int, int]] = {

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.memory import LAYOUTS, ZERO3, on_ranks, peak_bytes, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
-from trp_scale.config.components import settings_of
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 ROWS, CYCLES = 1, 2
 

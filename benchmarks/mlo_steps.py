@@ -13,9 +13,9 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.masks.settings import LearnedMasksSettings
+from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
+from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.mae.settings import MaeConfig
 
 CLASSES = 1000
 """Of D_tr and D_val: ImageNet-1k's."""

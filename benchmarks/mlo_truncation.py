@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from trp_scale.config.run_flags import parse
 from trp_scale.distributed.environment import Environment
-from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.masks import Hypergradient, Masker, patch_weights
-from trp_scale.recipes.arguments import parse
+from trp_scale.methods.learned_masks.hook import LearnedMasks
+from trp_scale.methods.learned_masks.masks import Hypergradient, Masker, patch_weights
 from trp_scale.training.pretrain import Run, unguarded
 
 

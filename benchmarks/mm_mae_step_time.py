@@ -4,7 +4,7 @@
 
 ViT-Ti/16 (12 x 192) on 224 px with 98 visible patches of three modalities, decoders of 2 x 256 with 8 heads, 133
 classes; a whole step of the loop on random images, and a large matrix product of the same precision, in turn. Model
-FLOPs are those of trp_scale/upstreams/mm_mae/upstream.py; torch's own count is beside it.
+FLOPs are those of trp_scale/pretraining/mm_mae/upstream.py; torch's own count is beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.image_steps import CLASSES, MM_MAE, ImageStepOptions, image_recipe, mm_mae_workload
 from benchmarks.rounds import Measured, alternate
 from benchmarks.steps import Precision, counted_flops, endless, whole_step
-from trp_scale.config.components import settings_of
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
-from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
+from trp_scale.config.registry import settings_of
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 
 
 @dataclass(kw_only=True)

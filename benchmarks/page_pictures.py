@@ -21,9 +21,9 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.errors import RefusedError
-from trp_scale.pages.document import page_text
-from trp_scale.pages.record import read_run
-from trp_scale.pages.run import run_page
+from trp_scale.reporting.document import page_text
+from trp_scale.reporting.record import read_run
+from trp_scale.reporting.run import run_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

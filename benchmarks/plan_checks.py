@@ -28,14 +28,14 @@ from benchmarks import wire
 from benchmarks.gpu_setting import ENGINES
 from benchmarks.text_steps import LENGTH, VOCABULARY
 from trp_scale.config import Config
+from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.layouts import Layout, memory, traffic
 from trp_scale.planning.plan import Given, best, layouts, megatron_layout
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.micro_size import WORKSPACE
-from trp_scale.upstreams.base import DataFacts
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 Part = Literal["traffic", "memory", "published"]
 SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"

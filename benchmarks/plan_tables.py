@@ -17,12 +17,12 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import PretrainConfig
+from trp_scale.config.loader import known_recipes, load_recipe
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.tables import curve
-from trp_scale.recipes.loader import known_recipes, load_recipe
-from trp_scale.upstreams.base import DataFacts
+from trp_scale.pretraining.base import DataFacts
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs/scaling.md"
 BEGIN, END = "<!-- python benchmarks/plan_tables.py --write -->", "<!-- end of the tables -->"

@@ -17,15 +17,15 @@ from benchmarks.image_steps import mae_objective
 from benchmarks.mlo_steps import plain_engines
 from benchmarks.steps import loop_over
 from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.config.components import settings_of
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
-from trp_scale.masks.hook import LearnedMasks
+from trp_scale.methods.learned_masks.hook import LearnedMasks
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.settings import MaeConfig
 
 GRID, PATCH = 4, 4
 PATCHES, VALUES = GRID**2, 3 * PATCH**2

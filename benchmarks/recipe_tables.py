@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import PretrainConfig
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.listing import data, summary
+from trp_scale.config.loader import known_recipes, load_recipe
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.tables import GIB, table
-from trp_scale.recipes.listing import data, summary
-from trp_scale.recipes.loader import known_recipes, load_recipe
-from trp_scale.upstreams.base import DataFacts
+from trp_scale.pretraining.base import DataFacts
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs/recipes.md"
 BEGIN, END = "<!-- python benchmarks/recipe_tables.py --write -->", "<!-- end of the tables -->"

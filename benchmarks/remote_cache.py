@@ -41,12 +41,12 @@ from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import write_json
 from trp_scale.data.plan import Member, TrainPlan
-from trp_scale.data.remote.cache import CacheUse
-from trp_scale.data.remote.mirror import local_directory
-from trp_scale.preparation.binary_index import write_dataset_index
-from trp_scale.preparation.sharding.writing import new_tar, report_path
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.data.stores.mirror import local_directory
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.sharding.binary_index import write_dataset_index
+from trp_scale.sharding.job.writing import new_tar, report_path
+from trp_scale.storage.cache import CacheUse
 
 BUCKET = "benchmark"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}

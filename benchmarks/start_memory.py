@@ -42,9 +42,9 @@ from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import without_content
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 VOCABULARY, LENGTH, MASKED = 8192, 32, 5
 Then = Literal["nothing", "forward", "step"]

@@ -43,15 +43,15 @@ from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_worklo
 from benchmarks.steps import Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
 from trp_scale.config import TextModelConfig
-from trp_scale.config.components import settings_of
+from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.training.agreement import Agreed
 from trp_scale.training.micro_size import storage
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 CPU = torch.device("cpu")
 PHASES = ("forward", "backward", "update")

@@ -26,8 +26,8 @@ from benchmarks.steps import Precision, StepOptions, Workload, endless
 from benchmarks.text_steps import LENGTH, VOCABULARY, small_bert, text_workload
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.upstreams.pos_bert.model import bert_config, to_transformers
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.model import bert_config, to_transformers
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 
 @dataclass(kw_only=True)

@@ -19,10 +19,10 @@ from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.observe.observer import Observer
-from trp_scale.observe.records import StepRecord
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.training.observer import Observer
+from trp_scale.training.records import StepRecord
 
 Precision = Literal["bf16", "fp32"]
 Run = TypeVar("Run", bound=Config)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, pair_ratio
 from trp_scale.data.index import read_json
-from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
+from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,10 @@ from benchmarks.steps import Workload
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.upstreams.pos_bert.batch import kept_places
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 VOCABULARY, LENGTH, MASKED = 30522, 128, 19
 

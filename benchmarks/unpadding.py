@@ -24,15 +24,15 @@ from benchmarks.rounds import alternate, print_pairs, print_ratios
 from benchmarks.steps import SameWindow, StepOptions, endless, loop_over
 from benchmarks.text_steps import small_bert, without_list
 from trp_scale.config import TextModelConfig
+from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 KINDS = ("padded", "padding left out")
 

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, pair_ratio
 from trp_scale.config import Config
+from trp_scale.config.loader import load_recipe
 from trp_scale.data.index import write_json
-from trp_scale.preparation.binary_index import write_dataset_index
-from trp_scale.preparation.sharding.writing import new_tar, report_path
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.sharding.binary_index import write_dataset_index
+from trp_scale.sharding.job.writing import new_tar, report_path
 
 
 @dataclass(kw_only=True)

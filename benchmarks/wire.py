@@ -39,12 +39,12 @@ from benchmarks.image_steps import mae_workload, random_images
 from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
 from benchmarks.text_steps import LENGTH, random_batch, text_workload
 from trp_scale.config import TextModelConfig
-from trp_scale.config.components import settings_of
+from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import settings_of
 from trp_scale.distributed.environment import Environment
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 PORT = 29621
 ACCUMULATIONS = (1, 4)

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, BertModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.settings import GlueTaskConfig
-from trp_scale.upstreams.pos_bert.model import bert_config
+from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.pretraining.pos_bert.model import bert_config
 
 
 @dataclass(kw_only=True)

@@ -7,10 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
-from trp_scale.data.index import DataError
-from trp_scale.downstream.glue.examples import FORMATS
-from trp_scale.downstream.glue.folders import find_folder, read_glue
-from trp_scale.errors import RefusedError
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.finetuning.glue.examples import FORMATS
+from trp_scale.finetuning.glue.folders import find_folder, read_glue
 
 SENTENCES = 20
 """Of a document: alone, a sentence would be a row of mostly nothing."""

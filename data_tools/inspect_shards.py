@@ -1,6 +1,6 @@
 """Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
 
-from trp_scale.cli import console
+from trp_scale.cli.main import console
 
 if __name__ == "__main__":
     console("inspect")

@@ -7,7 +7,7 @@
 --help shows all flags.
 """
 
-from trp_scale.cli import console
+from trp_scale.cli.main import console
 
 if __name__ == "__main__":
     console("doctor")

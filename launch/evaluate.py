@@ -7,7 +7,7 @@
 --help shows the flags that most runs need, --help-all every flag.
 """
 
-from trp_scale.cli import console
+from trp_scale.cli.main import console
 
 if __name__ == "__main__":
     console("evaluate")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from trp_scale.recipes.arguments import parse
+from trp_scale.config.run_flags import parse
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = "launch/pretrain.py"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trp_scale.config import components
-from trp_scale.recipes.registered import registered_recipes
+from trp_scale.config import registry as components
+from trp_scale.config.recipes import registered_recipes
 
 DOCUMENTS = [Path(__file__).parents[1] / name for name in ("docs/extending.md", "docs/api.md")]
 FILE = re.compile(r'^```python title="(\S+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
-from trp_scale.preparation.text.corpus import embedded_documents
-from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
+from trp_scale.sharding.text.corpus import embedded_documents
+from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 
 
 def small_text_dataset(

@@ -72,7 +72,7 @@ def flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
 
 def pretrain_here(arguments: list[str]) -> int:
     """Run in this process; on shared ranks the process group is already there."""
-    from trp_scale.recipes.arguments import parse
+    from trp_scale.config.run_flags import parse
     from trp_scale.training.pretrain import pretrain
 
     return pretrain(parse(arguments)).status

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.commands import PRETRAIN
 from tests.runs import SMALL
-from trp_scale import cli
-from trp_scale.recipes.loader import flat, load_recipe, to_dict
+from trp_scale.cli import main as cli
+from trp_scale.config.loader import flat, load_recipe, to_dict
 
 SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
 SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}

@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.settings import changed
-from trp_scale.config import (
-    BatchConfig,
-    Config,
-    OptimizerConfig,
-    TextModelConfig,
-    TrainingConfig,
-)
-from trp_scale.config.components import settings_of
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig, TrainingConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext, build_hooks
@@ -27,12 +21,12 @@ from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import without_content
+from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.pos_bert.batch import kept_places
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 VOCABULARY = 90
 LENGTH = 16

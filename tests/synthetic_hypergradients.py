@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
-from tests.unit.masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
+from tests.unit.methods.learned_masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
 from trp_scale.config import Config
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import whole_tensors
-from trp_scale.masks.head import HeadLevel, LossGradients
-from trp_scale.masks.hypergradient import ValidationLoss
-from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.methods.learned_masks.head import HeadLevel, LossGradients
+from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
+from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 Path = Literal["encoder", "head", "both"]
 """How the encoder acts on L_val: encoder = through the validation images' features, head = through the head's step."""

@@ -11,27 +11,20 @@ from torch import Tensor
 
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
-from trp_scale.config import (
-    BatchConfig,
-    Config,
-    CropsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
-from trp_scale.config.components import settings_of
+from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 
 CROPS, SIDE, PATCH = 2, 16, 4
 PATCHES = (SIDE // PATCH) ** 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
 from trp_scale.config import Config
-from trp_scale.config.components import find
+from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
@@ -20,12 +20,12 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.joint import JointObjective
+from trp_scale.methods.learned_masks.hook import LearnedMasks
+from trp_scale.methods.learned_masks.joint import JointObjective
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
-from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 
 CLASSES = 3
 D_TR, D_VAL = 1000, 2000

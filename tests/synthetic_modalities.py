@@ -22,20 +22,20 @@ from trp_scale.config import (
     OptimizerConfig,
     TrainingConfig,
 )
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
-from trp_scale.modalities.depth import NOT_MEASURED, standardised
-from trp_scale.modalities.semseg import VOID
 from trp_scale.models.patches import patchify
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, ModalitiesConfig
+from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardised
+from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.training.agreement import StepAgreement
-from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig, ModalitiesConfig
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2

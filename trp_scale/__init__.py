@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trp_scale.api import Run, known_recipes, load, pretrain, shard_images, shard_text
-    from trp_scale.balancing.base import TaskBalancer
     from trp_scale.config import PretrainConfig
-    from trp_scale.config.components import component
     from trp_scale.config.metric_plots import MetricPlot, describe_metrics
+    from trp_scale.config.recipes import recipe
+    from trp_scale.config.registry import component
     from trp_scale.config.settings import Section, Settings, setting
     from trp_scale.core.batch import Batch, StepStats, TaskLosses
     from trp_scale.core.hooks import Balancer, Hook, StepContext
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trp_scale.core.run import RunContext
     from trp_scale.data.images.maps import MapFormat
     from trp_scale.errors import RefusedError
-    from trp_scale.modalities.base import Modality
-    from trp_scale.recipes.registered import recipe
+    from trp_scale.methods.balancing.base import TaskBalancer
+    from trp_scale.pretraining.modalities.base import Modality
 
 __version__ = "0.2.0"
 
@@ -65,7 +65,7 @@ _HOME = {
     "Hook": "trp_scale.core.hooks",
     "MapFormat": "trp_scale.data.images.maps",
     "MetricPlot": "trp_scale.config.metric_plots",
-    "Modality": "trp_scale.modalities.base",
+    "Modality": "trp_scale.pretraining.modalities.base",
     "PretrainConfig": "trp_scale.config",
     "RefusedError": "trp_scale.errors",
     "Run": "trp_scale.api",
@@ -75,14 +75,14 @@ _HOME = {
     "Shards": "trp_scale.core.pieces",
     "StepContext": "trp_scale.core.hooks",
     "StepStats": "trp_scale.core.batch",
-    "TaskBalancer": "trp_scale.balancing.base",
+    "TaskBalancer": "trp_scale.methods.balancing.base",
     "TaskLosses": "trp_scale.core.batch",
-    "component": "trp_scale.config.components",
+    "component": "trp_scale.config.registry",
     "describe_metrics": "trp_scale.config.metric_plots",
     "known_recipes": "trp_scale.api",
     "load": "trp_scale.api",
     "pretrain": "trp_scale.api",
-    "recipe": "trp_scale.recipes.registered",
+    "recipe": "trp_scale.config.recipes",
     "setting": "trp_scale.config.settings",
     "shard_images": "trp_scale.api",
     "shard_text": "trp_scale.api",

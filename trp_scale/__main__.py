@@ -1,6 +1,6 @@
 """`python -m trp_scale`: the command `trp-scale`."""
 
-from trp_scale.cli import console
+from trp_scale.cli.main import console
 
 if __name__ == "__main__":
     console()

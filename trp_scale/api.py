@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trp_scale.command_line import refuse_old_names
-from trp_scale.config.components import MAIN, load_module, registered_as
+from trp_scale.config.flags import refuse_old_names
+from trp_scale.config.listing import summaries
+from trp_scale.config.loader import read_section, setting_name
+from trp_scale.config.registry import MAIN, load_module, registered_as
+from trp_scale.config.run_flags import Arguments, EngineName, arguments_of
 from trp_scale.config.settings import Settings
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.errors import RefusedError
-from trp_scale.recipes.arguments import Arguments, EngineName, arguments_of
-from trp_scale.recipes.listing import summaries
-from trp_scale.recipes.loader import read_section, setting_name
 
 if TYPE_CHECKING:
-    from trp_scale.downstream.loaded_encoder import Encoder
+    from trp_scale.evaluation.loaded_encoder import Encoder
 
 StrPath = str | os.PathLike[str]
 
@@ -131,7 +131,7 @@ def load(
     """
     for name in _paths(module):
         load_module(name)
-    from trp_scale.downstream.loaded_encoder import load_encoder
+    from trp_scale.evaluation.loaded_encoder import load_encoder
 
     return load_encoder(os.fspath(run) + (AVERAGE if weights == "average" else ""), image_size)
 
@@ -149,8 +149,8 @@ def shard_text(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **sett
         RefusedError: settings, input or directory that cannot be used, or a tagger whose data is missing.
     """
     _refuse_in_worker("shard_text")
-    from trp_scale.preparation.text.shard import ShardTextConfig
-    from trp_scale.preparation.text.shard import shard_text as shard
+    from trp_scale.sharding.text.shard import ShardTextConfig
+    from trp_scale.sharding.text.shard import shard_text as shard
 
     return shard(read_section(ShardTextConfig, _sharding(output, inputs, settings), "trp_scale.shard_text"))
 
@@ -169,8 +169,8 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
         RefusedError: settings, input or directory that cannot be used.
     """
     _refuse_in_worker("shard_images")
-    from trp_scale.preparation.images.settings import ShardImagesConfig
-    from trp_scale.preparation.images.shard import shard_images as shard
+    from trp_scale.sharding.images.settings import ShardImagesConfig
+    from trp_scale.sharding.images.shard import shard_images as shard
 
     given = _sharding(output, inputs, settings)
     for name in given.get("module", ()):

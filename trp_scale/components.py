@@ -1,22 +1,21 @@
 """The package's own components: importing their settings registers them. This is the one list of its rooms."""
 
-from trp_scale import averaging, monitoring
-from trp_scale.adversary import settings as adversary
-from trp_scale.balancing import settings as balancing
-from trp_scale.downstream import online
-from trp_scale.downstream.classification import settings as classification
-from trp_scale.downstream.dense import settings as dense
-from trp_scale.downstream.detection import settings as detection
-from trp_scale.downstream.glue import settings as glue
-from trp_scale.masks import settings as masks
-from trp_scale.modalities import settings as modalities
-from trp_scale.upstreams.mae import settings as mae
-from trp_scale.upstreams.mm_mae import settings as mm_mae
-from trp_scale.upstreams.pos_bert import settings as pos_bert
+from trp_scale.evaluation.online import settings as online
+from trp_scale.finetuning.classification import settings as classification
+from trp_scale.finetuning.dense import settings as dense
+from trp_scale.finetuning.detection import settings as detection
+from trp_scale.finetuning.glue import settings as glue
+from trp_scale.methods import settings as measurements
+from trp_scale.methods.adversary import settings as adversary
+from trp_scale.methods.balancing import settings as balancing
+from trp_scale.methods.learned_masks import settings as masks
+from trp_scale.pretraining.mae import settings as mae
+from trp_scale.pretraining.mm_mae import settings as mm_mae
+from trp_scale.pretraining.modalities import settings as modalities
+from trp_scale.pretraining.pos_bert import settings as pos_bert
 
 __all__ = [
     "adversary",
-    "averaging",
     "balancing",
     "classification",
     "dense",
@@ -24,9 +23,9 @@ __all__ = [
     "glue",
     "mae",
     "masks",
+    "measurements",
     "mm_mae",
     "modalities",
-    "monitoring",
     "online",
     "pos_bert",
 ]

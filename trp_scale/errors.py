@@ -27,6 +27,20 @@ class RefusedError(ValueError):
     status: ExitStatus = ExitStatus.REFUSED
 
 
+class DataError(RefusedError):
+    """Stored data is missing, damaged or of another format; the message names the file and the place."""
+
+
+class UnreadableError(DataError):
+    """More rows of a job that is under way cannot be read than it allows: its storage or machine is at fault."""
+
+    status = ExitStatus.FAILED
+
+
+class CheckpointError(RefusedError):
+    """A checkpoint cannot be read or used; the message names the file or tensor and what was expected."""
+
+
 LONGEST_QUOTE = 200
 """Characters of a value that a message quotes; a file may hold one of any size."""
 

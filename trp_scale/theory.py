@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from trp_scale.balancing.minimax import softmax_weights, theorem_alpha
 from trp_scale.errors import RefusedError
+from trp_scale.methods.balancing.minimax import softmax_weights, theorem_alpha
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A point [D] -> the losses of the tasks [T] and their gradients [T, D]."""

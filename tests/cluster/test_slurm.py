@@ -16,10 +16,10 @@ import pytest
 from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, SMALL, environment, essence, flags, lines
-from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
-from tests.unit.preparation.sharding.test_parts import content, text_command
-from trp_scale.documents.json_files import read_object
-from trp_scale.documents.yaml_files import write_yaml
+from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
+from tests.unit.sharding.job.test_parts import content, text_command
+from trp_scale.config.json_files import read_object
+from trp_scale.config.yaml_files import write_yaml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 

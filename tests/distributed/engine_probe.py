@@ -13,8 +13,8 @@ from tests.synthetic import VOCABULARY, Layout, SyntheticSource, data_group, mak
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import ALONE
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 
 LR = 1e-3
 

@@ -14,8 +14,8 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import ALONE
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 
 LR = 1e-2
 OPTIMIZER = {"clipping": 0.5, "eps": 1e-3}

@@ -14,9 +14,9 @@ from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
+from trp_scale.errors import CheckpointError
 
 STEPS = 2
 """Steps on each layout."""

@@ -19,9 +19,9 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from tests.unit.data.loaded import damage, table_of
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.data.index import DataError
 from trp_scale.data.plan import Member, TrainPlan
 from trp_scale.data.split import held_out
+from trp_scale.errors import DataError
 
 EPOCH = {"batch__global_size": 32, "batch__micro_size": 16, "data__verify": True, "optimizer__schedule": "constant"}
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
-from trp_scale.distributed import doctor
-from trp_scale.distributed.doctor import Finding
+from trp_scale.diagnostics import machine as doctor
+from trp_scale.diagnostics.machine import Finding
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.launchers import RankInfo

@@ -17,10 +17,10 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
 from trp_scale.config import OptimizerConfig
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.engines.build import build_second_engine
-from trp_scale.masks.masking_network import FlattenedMasking
+from trp_scale.methods.learned_masks.masking_network import FlattenedMasking
 
 NAME = "masking_network"
 OF_THE_FIRST: dict[str, Any] = {

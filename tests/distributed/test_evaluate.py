@@ -9,12 +9,12 @@ import pytest
 
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
-from tests.unit.downstream.test_evaluate import reddish, tuned_run
-from tests.unit.downstream.test_finetune_dense import flags as dense_flags
-from tests.unit.downstream.test_pretrained_losses import trained
-from trp_scale import cli
-from trp_scale.downstream.probe.features import _read
-from trp_scale.downstream.results import read_results
+from tests.unit.evaluation.test_evaluate import reddish, tuned_run
+from tests.unit.evaluation.test_pretrained_losses import trained
+from tests.unit.finetuning.dense.test_task import flags as dense_flags
+from trp_scale.cli import main as cli
+from trp_scale.evaluation.probe.features import _read
+from trp_scale.reporting.results import read_results
 
 
 def command(words: list[str]) -> int:

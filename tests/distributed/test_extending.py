@@ -20,13 +20,14 @@ from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, image_flags, lines, pretrain_here
 from tests.unit.data.images.source_images import stored
-from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.config import RefusedError, components
-from trp_scale.downstream.results import read_results
-from trp_scale.observe.report import report
-from trp_scale.recipes.arguments import parse
+from trp_scale.cli import main as cli
+from trp_scale.config import RefusedError
+from trp_scale.config import registry as components
+from trp_scale.config.run_flags import parse
+from trp_scale.reporting.results import read_results
+from trp_scale.training.report import report
 
 LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120, "mae_bands.py": 120}
 """Lines of each file, at most."""

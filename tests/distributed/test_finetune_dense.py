@@ -13,9 +13,9 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.downstream.arguments import parse_finetune
-from trp_scale.downstream.finetune import finetune
-from trp_scale.downstream.results import read_results
+from trp_scale.finetuning.arguments import parse_finetune
+from trp_scale.finetuning.finetune import finetune
+from trp_scale.reporting.results import read_results
 
 SMALL: dict[str, Any] = {
     "from": "scratch",

@@ -12,9 +12,9 @@ import pytest
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, lines
-from tests.unit.downstream.detection.small_sets import small_scenes
-from trp_scale import cli
+from tests.unit.finetuning.detection.small_sets import small_scenes
 from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.cli import main as cli
 
 SMALL: dict[str, Any] = {
     "model.layers": 2,

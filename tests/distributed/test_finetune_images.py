@@ -15,10 +15,10 @@ from tests.distributed.launched import descendants, finetune_until_killed, wait_
 from tests.fixtures import small_image_dataset
 from tests.ranks import Ranks
 from tests.runs import essence, lines, start
-from tests.unit.downstream.test_finetune import tuning_flags
-from trp_scale import cli
+from tests.unit.finetuning.test_finetune import tuning_flags
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.cli import main as cli
 
 STRONG: dict[str, Any] = {
     "augmentation.magnitude": 9,

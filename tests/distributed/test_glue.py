@@ -12,7 +12,7 @@ from tests.distributed.launched import finetune_until_killed
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, lines
-from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
+from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 
 DEV = 21
 """Rows to measure on: not a multiple of two ranks' micro-batches of 4, so that filler rows end the last ones."""

@@ -13,16 +13,15 @@ from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
-from trp_scale.averaging import WeightAverageSettings
-from trp_scale.averaging.weight_average import WeightAverage
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import WEIGHT_AVERAGE
-from trp_scale.monitoring import GradientNoiseScaleSettings
-from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
+from trp_scale.methods.gradient_noise_scale import GradientNoiseScale
+from trp_scale.methods.settings import GradientNoiseScaleSettings, WeightAverageSettings
+from trp_scale.methods.weight_average import WeightAverage
 
 STEPS = 2
 """On each engine."""

@@ -15,10 +15,10 @@ from tests.ranks import Ranks
 from tests.runs import flags, pretrain_here
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import newest_complete
+from trp_scale.config.run_flags import parse
 from trp_scale.distributed.environment import Environment
-from trp_scale.recipes.arguments import parse
+from trp_scale.pretraining.base import build_upstream
 from trp_scale.training import micro_size
-from trp_scale.upstreams.base import build_upstream
 
 
 def chosen(words: list[str], rows: tuple[int, int]) -> tuple[int, str]:

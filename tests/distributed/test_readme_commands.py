@@ -26,9 +26,9 @@ from tests.ranks import Ranks, free_port
 from tests.readme import COMMANDS, TOUR
 from tests.runs import environment
 from tests.small_commands import LONGER, STEPS, made_small, run_here
-from tests.unit.downstream.glue.standard_files import write_glue
-from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
-from trp_scale.preparation.text.corpus import embedded_documents
+from tests.unit.finetuning.glue.standard_files import write_glue
+from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
+from trp_scale.sharding.text.corpus import embedded_documents
 
 PATCHED = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400", "WANDB_SILENT": "true"}
 """Plain lines, no path broken across them."""
@@ -41,7 +41,7 @@ def why_not_run(command: Command) -> str | None:
         "source": "activates the environment that the tests already run in",
     }
     if command.words[:2] == ("trp-scale", "watch"):
-        return "serves until it is interrupted: tests/unit/pages/test_watch.py"
+        return "serves until it is interrupted: tests/unit/reporting/test_watch.py"
     if command.words[:2] == ("trp-scale", "study"):
         return "many runs, each a process: tests/distributed/test_study.py runs a small one"
     if "--hostfile" in command.words:

@@ -17,14 +17,14 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 from trp_scale.config import RefusedError
+from trp_scale.config.loader import load_recipe
+from trp_scale.config.run_flags import parse
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
-from trp_scale.observe.report import report
-from trp_scale.recipes.arguments import parse
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.agreement import require_same_settings
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.training.report import report
 
 STEPS = 6
 TASKS = [*GROUPS, "next_sentence"]

@@ -16,11 +16,11 @@ from tests.synthetic import Layout
 from tests.unit.data.loaded import table_of
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.config.run_flags import parse
 from trp_scale.data.split import held_out
-from trp_scale.recipes.arguments import parse
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 
 CHANGES: dict[str, Any] = {
     "model__dropout": 0.1,

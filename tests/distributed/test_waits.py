@@ -17,15 +17,14 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
 from tests.synthetic_images import image_config, image_trainer
 from tests.synthetic_modalities import modality_config, modality_trainer
-from trp_scale.averaging import WeightAverageSettings
-from trp_scale.averaging.weight_average import WeightAverage
 from trp_scale.config import ReliabilityConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hooks
-from trp_scale.monitoring import GradientNoiseScaleSettings
-from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
-from trp_scale.observe.records import StepRecord
+from trp_scale.methods.gradient_noise_scale import GradientNoiseScale
+from trp_scale.methods.settings import GradientNoiseScaleSettings, WeightAverageSettings
+from trp_scale.methods.weight_average import WeightAverage
 from trp_scale.training.agreement import Agreed
+from trp_scale.training.records import StepRecord
 from trp_scale.training.spikes import SpikeWatch
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")

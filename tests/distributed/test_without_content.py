@@ -18,9 +18,9 @@ from tests.synthetic_images import image_config
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import initial_tensor, without_content
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 
 MMAP_THRESHOLD = -3
 """Of glibc's mallopt."""

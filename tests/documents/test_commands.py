@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import Command, check, check_flags, parse_line
 from tests.documents.pages import blocks, pages, read
-from trp_scale.cli import COMMANDS
+from trp_scale.cli.main import COMMANDS
 
 WITH_MODULES = ("extending.md", "own_modalities.md")
 """Pages whose commands give --module a file that the page shows: tests/distributed/test_extending.py runs them."""

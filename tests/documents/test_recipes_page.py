@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.recipe_tables import BEGIN, DOCUMENT, END, fine_tuning_row, is_tiny, planned_row
 from trp_scale.config import PretrainConfig
-from trp_scale.recipes.listing import summary
-from trp_scale.recipes.loader import known_recipes
+from trp_scale.config.listing import summary
+from trp_scale.config.loader import known_recipes
 
 PRE_TRAINING = known_recipes(PretrainConfig)
 PLANNED = [name for name in PRE_TRAINING if not is_tiny(name)]

@@ -11,13 +11,13 @@ import pytest
 
 from tests.documents.pages import blocks, read
 from tests.runs import flags, image_flags, lines, pretrain_here
-from trp_scale import cli
-from trp_scale.adversary.pixels import PixelAdversary
-from trp_scale.adversary.positions import PositionAdversary
-from trp_scale.config.components import names as registered_names
-from trp_scale.downstream.online.probes import OnlineProbes
-from trp_scale.masks.hook import LearnedMasks
-from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
+from trp_scale.cli import main as cli
+from trp_scale.config.registry import names as registered_names
+from trp_scale.evaluation.online.probes import OnlineProbes
+from trp_scale.methods.adversary.pixels import PixelAdversary
+from trp_scale.methods.adversary.positions import PositionAdversary
+from trp_scale.methods.gradient_noise_scale import GradientNoiseScale
+from trp_scale.methods.learned_masks.hook import LearnedMasks
 
 PAGE = "run_directory.md"
 TEXT = {"validation__every": 2, "training__steps": 4, "optimizer__warmup_steps": 1}

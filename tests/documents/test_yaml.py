@@ -12,7 +12,7 @@ import pytest
 from tests.documents.pages import Block, blocks, pages, read
 from tests.extending import FILE
 from trp_scale.config import PretrainConfig
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.config.loader import load_recipe
 from trp_scale.studies.study import load_study
 
 BLOCKS = [block for page in pages() for block in blocks(page) if block.language == "yaml"]

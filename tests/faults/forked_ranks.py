@@ -42,7 +42,7 @@ PLACES = {
     "forward": "trp_scale.core.hooks:StepContext.losses_of",
     "backward": "trp_scale.engines.fsdp:FsdpEngine.backward",
     "step": "trp_scale.engines.plain:PlainEngine.step",
-    "hook": "trp_scale.balancing.global_losses:GlobalLossBalancer.before_step",
+    "hook": "trp_scale.methods.balancing.global_losses:GlobalLossBalancer.before_step",
     "validation": "trp_scale.training.pretrain:validate",
     "checkpoint": "trp_scale.checkpoint.tensor_file:ChecksumWriter.write",
     "rename": "pathlib:Path.rename",
@@ -110,9 +110,6 @@ class ForkedRanks:
 
 def _serve() -> None:
     """Fork the ranks of each line of standard input; answer with their statuses."""
-    import trp_scale.engines.fsdp
-    import trp_scale.training.pretrain
-    import trp_scale.upstreams.pos_bert.model  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
@@ -165,7 +162,7 @@ def _be_a_rank(rank: int, port: int, *, arguments: list[str], log: str, given: d
         if given is not None and given["rank"] == rank:
             _await_call(Signal(**given))
         sys.argv = ["pretrain", *arguments]
-        from trp_scale.cli import console
+        from trp_scale.cli.main import console
 
         console("pretrain")
     except SystemExit as left:

@@ -17,29 +17,28 @@ from tests.faults.readers import Case, Reader, Target, repaired, whole
 from tests.faults.run_files import _tensor_header, _with_tensor_header
 from tests.unit.data.images.foreign_tars import encoded, three_tars
 from tests.unit.data.images.source_images import class_map, depth_map, jpeg, pixels, png
-from tests.unit.downstream.detection.small_sets import coco_document, write_coco, write_voc
+from tests.unit.finetuning.detection.small_sets import coco_document, write_coco, write_voc
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import ModelConfig
-from trp_scale.data.index import DataError
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, special_tokens, train_word_piece
-from trp_scale.distributed import hostfile
-from trp_scale.downstream.detection.annotations import check_images
-from trp_scale.downstream.detection.batch import read_image
-from trp_scale.downstream.detection.files import read_coco, read_voc
-from trp_scale.downstream.glue.batch import load_tokenizer
-from trp_scale.downstream.glue.examples import FORMATS
-from trp_scale.downstream.glue.folders import read_splits, read_tsv
-from trp_scale.downstream.own_images import read_square
-from trp_scale.errors import RefusedError
-from trp_scale.modalities import modalities
-from trp_scale.modalities.settings import DepthFileSettings
-from trp_scale.preparation.images.files import list_tars
-from trp_scale.preparation.images.foreign_tar import MemberChoice, read_label, read_tar
-from trp_scale.preparation.images.reencode import EncodeSettings, encode_sample
-from trp_scale.preparation.images.samples import Loaded, UnusableError
-from trp_scale.preparation.images.tar_places import find_tars
-from trp_scale.preparation.text.corpus import plan_corpus
-from trp_scale.preparation.text.documents import ReadSettings, read_portion
+from trp_scale.diagnostics import hostfile
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.evaluation.figures.own_images import read_square
+from trp_scale.finetuning.detection.annotations import check_images
+from trp_scale.finetuning.detection.batch import read_image
+from trp_scale.finetuning.detection.files import read_coco, read_voc
+from trp_scale.finetuning.glue.batch import load_tokenizer
+from trp_scale.finetuning.glue.examples import FORMATS
+from trp_scale.finetuning.glue.folders import read_splits, read_tsv
+from trp_scale.pretraining.modalities import modalities
+from trp_scale.pretraining.modalities.settings import DepthFileSettings
+from trp_scale.sharding.images.files import list_tars
+from trp_scale.sharding.images.foreign_tar import MemberChoice, read_label, read_tar
+from trp_scale.sharding.images.reencode import EncodeSettings, encode_sample
+from trp_scale.sharding.images.samples import Loaded, UnusableError
+from trp_scale.sharding.images.tar_places import find_tars
+from trp_scale.sharding.text.corpus import plan_corpus
+from trp_scale.sharding.text.documents import ReadSettings, read_portion
 
 DOCUMENTS = ["The first text is here.\n", "A second one, a little longer than that.\n", "And a third."]
 
@@ -125,7 +124,7 @@ def encode(directory: Path) -> Case:
     image = Image.fromarray(pixels())
     forms = {"JPEG": jpeg(), **{form: encoded(image, form) for form in ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")}}
     found = {name: kind.format for name, kind in modalities().items() if kind.format is not None}
-    from trp_scale.modalities.base import MapFiles
+    from trp_scale.pretraining.modalities.base import MapFiles
 
     files = {
         form.suffix: MapFiles(name=name, format=form, description={})

@@ -19,14 +19,23 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, save_ste
 from trp_scale.checkpoint.document import DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.resume import check_settings, cut_metrics, select
-from trp_scale.checkpoint.run_directory import incompleteness
+from trp_scale.checkpoint.run_directory import METRICS_FILE, incompleteness
 from trp_scale.checkpoint.tensor_file import CHUNK
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
+from trp_scale.config.listing import summary
+from trp_scale.config.loader import dump, load_recipe, to_dict
+from trp_scale.config.run_flags import require_modules
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.comparison import compare_results
-from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.probe.features import _read as read_features
-from trp_scale.downstream.results import (
+from trp_scale.engines import ds_config
+from trp_scale.errors import RefusedError
+from trp_scale.evaluation.probe.features import _read as read_features
+from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.pretraining.mae.weights import stored_positions
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.reporting.document import page_text
+from trp_scale.reporting.paired_tests import compare_results
+from trp_scale.reporting.record import read_run
+from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,
     Results,
@@ -36,19 +45,9 @@ from trp_scale.downstream.results import (
     read_seed,
     write_json,
 )
-from trp_scale.engines import ds_config
-from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import METRICS_FILE
-from trp_scale.observe.report import SUMMARY_FILE, report
-from trp_scale.pages.document import page_text
-from trp_scale.pages.record import read_run
-from trp_scale.pages.run import run_page
-from trp_scale.recipes.arguments import require_modules
-from trp_scale.recipes.listing import summary
-from trp_scale.recipes.loader import dump, load_recipe, to_dict
+from trp_scale.reporting.run import run_page
+from trp_scale.training.report import SUMMARY_FILE, report
 from trp_scale.training.rundir import ENVIRONMENT_FILE, _earlier
-from trp_scale.upstreams.mae.weights import stored_positions
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": ()}
 
@@ -370,13 +369,13 @@ def _timm(place: Path) -> None:
 
 
 def _glue() -> FinetuneConfig:
-    from trp_scale.downstream.glue.settings import GlueTaskConfig
+    from trp_scale.finetuning.glue.settings import GlueTaskConfig
 
     return GlueTaskConfig()
 
 
 def _classification() -> FinetuneConfig:
-    from trp_scale.downstream.classification.settings import ClassificationTaskConfig
+    from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 
     return ClassificationTaskConfig()
 

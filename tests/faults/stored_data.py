@@ -32,23 +32,23 @@ from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.png import write_png
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.images.rows import decode_image, decode_scaled, jpeg_size
-from trp_scale.data.index import DataError, index_path, write_json
-from trp_scale.data.remote.cache import cache_root
-from trp_scale.data.remote.mirror import MARKER, find_mirror
-from trp_scale.data.remote.places import PLACES, find_places
+from trp_scale.data.index import index_path, write_json
 from trp_scale.data.shard_reader import ShardReader, parse_npy
+from trp_scale.data.stores.external import PLACES, find_places
+from trp_scale.data.stores.mirror import MARKER, find_mirror
 from trp_scale.data.text.dataset import open_text_dataset
-from trp_scale.errors import RefusedError
-from trp_scale.preparation.binary_index import write_dataset_index
-from trp_scale.preparation.images.display import stored_images
-from trp_scale.preparation.images.index_tars import IndexTars, index_tars, settings_of
-from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.images.shard import shard_images
-from trp_scale.preparation.merge import merge
-from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, LabelReport, digest_of_images
-from trp_scale.preparation.sharding.writing import report_path
-from trp_scale.preparation.verify import verify_dataset
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.pretraining.base import open_sources
+from trp_scale.sharding.binary_index import write_dataset_index
+from trp_scale.sharding.images.display import stored_images
+from trp_scale.sharding.images.index_tars import IndexTars, index_tars, settings_of
+from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.images.shard import shard_images
+from trp_scale.sharding.job.writing import report_path
+from trp_scale.sharding.merge import merge
+from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, LabelReport, digest_of_images
+from trp_scale.sharding.verify import verify_dataset
+from trp_scale.storage.cache import cache_root
 
 
 def text_data(directory: Path) -> Path:

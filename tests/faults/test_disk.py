@@ -20,13 +20,13 @@ import pytest
 
 from tests.distributed.test_resume import run_and_listen, same_run
 from tests.runs import flags, lines, pretrain_here
-from trp_scale import cli
 from trp_scale.checkpoint import writer
-from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
+from trp_scale.checkpoint.run_directory import METRICS_FILE, checkpoints, incompleteness
 from trp_scale.checkpoint.tensor_file import ChecksumWriter
+from trp_scale.cli import main as cli
 from trp_scale.exit_status import ExitStatus
-from trp_scale.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trp_scale.training.loop import Trainer
+from trp_scale.training.metrics import MetricsWriter, read_metrics
 
 CHANGES = {"training__steps": 12, "checkpoint__every": 2, "checkpoint__keep": 2, "model__dropout": 0.1}
 
@@ -208,7 +208,7 @@ def test_no_room_for_the_summary_and_the_report_at_the_end(
 ) -> None:
     """All is in the checkpoint and in the metrics, from which `trp-scale report` makes the table."""
     run_dir = small_disk / "run"
-    with mock.patch("trp_scale.observe.observer.Observer._summarise") as summarise:
+    with mock.patch("trp_scale.training.observer.Observer._summarise") as summarise:
         summarise.side_effect = lambda *_: (fill(small_disk), {"steps": 2})[1]
         status = pretrain_here(flags(text_dataset, run_dir, training__steps=2))
     assert status == 0

@@ -14,16 +14,15 @@ import torch
 
 from tests.faulty_server import directory, faulty_server
 from tests.runs import flags, pretrain_here
-from trp_scale import cli
 from trp_scale.checkpoint.agreement import together
 from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.cli import main as cli
 from trp_scale.core.batch import Batch
-from trp_scale.data.index import DataError, UnreadableError
-from trp_scale.data.remote.transfer import RemoteError, RemoteSetupError
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import Lease
-from trp_scale.errors import RefusedError, as_told
+from trp_scale.errors import DataError, RefusedError, UnreadableError, as_told
 from trp_scale.exit_status import ExitStatus
+from trp_scale.storage.transfer import RemoteError, RemoteSetupError
 from trp_scale.training.agreement import StepAgreement
 
 

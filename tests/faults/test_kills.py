@@ -21,8 +21,8 @@ from tests.grids import always
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, incompleteness
+from trp_scale.diagnostics.run_directory import examine_run
 from trp_scale.distributed.stop import NOTICES
-from trp_scale.training.examine_run import examine_run
 
 SETTINGS: dict[str, Any] = {
     "engine": "fsdp",

@@ -22,10 +22,10 @@ from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.core.batch import Batch
 from trp_scale.data import fetch
 from trp_scale.data.fetch import Fetcher, MicroBatches, StoppedWaitingError
-from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import TrainSource
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 class Positions:

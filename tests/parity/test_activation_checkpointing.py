@@ -21,13 +21,13 @@ from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.config import RefusedError
+from trp_scale.config.run_flags import parse
 from trp_scale.core.engine import EngineError
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import compiled
-from trp_scale.recipes.arguments import parse
+from trp_scale.pretraining.base import build_upstream
 from trp_scale.training.micro_size import counted
-from trp_scale.upstreams.base import build_upstream
 
 WAYS = ("selective", "full")
 RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {

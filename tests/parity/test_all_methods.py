@@ -19,10 +19,10 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
 from tests.synthetic_images import by_projection
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.adversary.positions import PositionAdversary
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.core.batch import StepStats
+from trp_scale.methods.adversary.positions import PositionAdversary
 
 STEPS = 6
 ZERO2 = Layout(engine="deepspeed", stage=2, micro_size=2)

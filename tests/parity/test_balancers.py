@@ -15,8 +15,8 @@ from tests.parity.compare import RELATIVE, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result, small_config, trainer_for
-from trp_scale.balancing.gradnorm import TaskGradients
 from trp_scale.core.engine import Engine
+from trp_scale.methods.balancing.gradnorm import TaskGradients
 
 STEPS = 5
 """Adverbs are absent from the first two; with intervals of two steps DWA's weights follow losses in the last."""

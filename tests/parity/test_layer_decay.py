@@ -17,12 +17,12 @@ from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, SilentO
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
 from trp_scale.config import OptimizerConfig, TrainingConfig
-from trp_scale.config.components import settings_of
+from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
-from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.engines.build import build_engine
+from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
 from trp_scale.training.agreement import StepAgreement
 
 

@@ -15,8 +15,8 @@ from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
 from trp_scale.config import PatchSplit
-from trp_scale.masks import masks
-from trp_scale.masks.masks import Selection, select
+from trp_scale.methods.learned_masks import masks
+from trp_scale.methods.learned_masks.masks import Selection, select
 
 Changes = dict[str, dict[str, Any]]
 

@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, make_engine, run, small_config
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine, EngineError
-from trp_scale.upstreams.pos_bert.model import Layer
+from trp_scale.pretraining.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 

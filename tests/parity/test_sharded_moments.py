@@ -21,14 +21,14 @@ from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
 from tests.synthetic_masks import run_masks
-from trp_scale.averaging import WeightAverageSettings
-from trp_scale.averaging.weight_average import WeightAverage
 from trp_scale.checkpoint import manager
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.distributed.groups import Group
+from trp_scale.methods.settings import WeightAverageSettings
+from trp_scale.methods.weight_average import WeightAverage
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 

@@ -36,7 +36,7 @@ from trp_scale.checkpoint import manager
 from trp_scale.core.engine import EngineError
 from trp_scale.core.seeds import drawn_apart
 from trp_scale.models.tensor_plan import Cut
-from trp_scale.upstreams.pos_bert.model import Layer
+from trp_scale.pretraining.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 

@@ -17,11 +17,11 @@ from transformers import BertModel
 import trp_scale as trp
 from tests.extending import forgetting, write_files
 from tests.runs import SMALL, environment, essence, flags, lines
-from tests.unit.averaging.test_weights_average import write_pair
 from tests.unit.checkpoint import test_export as text
-from trp_scale import cli
+from tests.unit.methods.test_weights_average import write_pair
 from trp_scale.checkpoint.export import export
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.cli import main as cli
+from trp_scale.config.loader import load_recipe
 from trp_scale.training.rundir import CONFIG_FILE
 
 
@@ -146,7 +146,7 @@ def test_the_script_of_the_document_runs_and_its_run_goes_on(text_dataset: Path,
 
 
 def load_recipe_with(module: Path, recipe: Path) -> Any:
-    from trp_scale.config.components import load_module
+    from trp_scale.config.registry import load_module
 
     with pytest.raises(trp.RefusedError, match="settings of a run with --module experiment"):
         load_recipe(recipe)

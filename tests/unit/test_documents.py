@@ -14,13 +14,16 @@ import pytest
 import yaml
 
 import trp_scale
-from trp_scale.config.components import registered, runs
+from trp_scale.config.registry import registered, runs
 
 ROOT = Path(__file__).parents[2]
 TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
 """Folders of the tree; what a text names elsewhere (data/, runs/) is a user's."""
 OWN = tuple(
-    map(Path, ("tests/unit/test_documents.py", "tests/unit/downstream/test_compare.py", "tests/documents/test_site.py"))
+    map(
+        Path,
+        ("tests/unit/test_documents.py", "tests/unit/reporting/test_paired_tests.py", "tests/documents/test_site.py"),
+    )
 )
 """Their texts name documents that are not there: examples, and what a command writes."""
 TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh", ".sbatch", ""}
@@ -211,7 +214,7 @@ def test_a_document_that_is_missing_is_seen(text: str, missing: list[str]) -> No
     ("text", "missing"),
     [
         ("as hooks/base.py says", ["hooks/base.py"]),
-        ("(core/hooks.py, trp_scale/cli.py, json/decoder.py)", []),
+        ("(core/hooks.py, trp_scale/cli/main.py, json/decoder.py)", []),
         ("minimax.py, *.py, {place}/minimax.py", []),
     ],
 )
@@ -226,9 +229,9 @@ def test_a_document_beside_the_text_is_found() -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("`trp_scale/balancing/nothing.py`", ["trp_scale/balancing/nothing.py"]),
+        ("`trp_scale/methods/balancing/nothing.py`", ["trp_scale/methods/balancing/nothing.py"]),
         ("python benchmarks/nothing.py --data data/nothing", ["benchmarks/nothing.py"]),
-        ("trp_scale/cli.py, docs/, tests/unit", []),
+        ("trp_scale/cli/main.py, docs/, tests/unit", []),
         ("/elsewhere/trp_scale/nothing.py", []),
     ],
 )
@@ -264,7 +267,7 @@ def test_a_test_that_is_missing_is_seen() -> None:
 
 
 def test_a_name_that_its_file_does_not_have_is_seen() -> None:
-    text = "`softmax_weights` and `nothing_of_the_kind` in `trp_scale/balancing/minimax.py`"
+    text = "`softmax_weights` and `nothing_of_the_kind` in `trp_scale/methods/balancing/minimax.py`"
     assert missing_names(text) == ["nothing_of_the_kind"]
 
 

@@ -16,40 +16,30 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("exit_status", "outlet"),
+    ("exit_status", "console"),
     ("errors",),
-    ("documents",),
     ("config",),
-    ("command_line",),
     ("distributed",),
+    ("storage",),
     ("core",),
-    ("data", "models", "observe"),
+    ("data", "models"),
     ("engines",),
     ("checkpoint",),
-    ("balancing", "adversary", "masks", "averaging", "monitoring", "modalities"),
-    ("upstreams", "theory"),
+    ("methods",),
+    ("pretraining",),
     ("training",),
-    ("preparation", "downstream", "planning"),
-    ("components", "studies", "pages"),
-    ("commands", "api"),
+    ("reporting",),
+    ("finetuning",),
+    ("evaluation",),
+    ("sharding", "planning", "diagnostics"),
+    ("components", "studies"),
+    ("theory",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
-"""The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in
+"""The core, which knows no kind, then the rooms that hold one subject each. A room imports itself and rooms above it in
 this list, nothing below and nothing beside it."""
-
-RECIPES_ARE_READ_BY = {
-    "checkpoint",
-    "upstreams",
-    "training",
-    "downstream",
-    "planning",
-    "studies",
-    "pages",
-    "commands",
-    "api",
-    "cli",
-}
 
 ONLY_WHEN_ASKED = (
     *("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset", "plotly"),
@@ -63,10 +53,6 @@ def allowed(importer: str, imported: str) -> bool:
     """Whether the part `importer` may import the part `imported`."""
     if importer == imported:
         return True
-    if importer == "recipes":
-        return imported in ("exit_status", "errors", "documents", "config", "command_line")
-    if imported == "recipes":
-        return importer in RECIPES_ARE_READ_BY
     level = {part: number for number, layer in enumerate(LAYERS) for part in layer}
     return level[imported] < level[importer]
 
@@ -191,7 +177,7 @@ def test_a_circle_is_seen(first: str, found: bool) -> None:
 
 def test_every_part_has_its_layer() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts - {"__init__", "recipes"} <= {part for layer in LAYERS for part in layer}
+    assert parts - {"__init__"} <= {part for layer in LAYERS for part in layer}
 
 
 @pytest.mark.parametrize(
@@ -202,13 +188,13 @@ def test_every_part_has_its_layer() -> None:
         ("trp_scale/models/bert.py", "from ..data import index"),
         ("trp_scale/data/plan.py", "def f():\n    import trp_scale.training.loop"),
         ("trp_scale/config/__init__.py", "import trp_scale.core.batch"),
-        ("trp_scale/core/hooks.py", "from trp_scale.balancing.minimax import Minimax"),
-        ("trp_scale/training/loop.py", "import trp_scale.preparation.verify"),
-        ("trp_scale/training/loop.py", "from trp_scale.downstream import results"),
-        ("trp_scale/recipes/loader.py", "from trp_scale.core.batch import Batch"),
-        ("trp_scale/engines/plain.py", "from trp_scale.recipes.loader import dump"),
+        ("trp_scale/core/hooks.py", "from trp_scale.methods.balancing.minimax import Minimax"),
+        ("trp_scale/training/loop.py", "import trp_scale.sharding.verify"),
+        ("trp_scale/training/loop.py", "from trp_scale.finetuning import results"),
+        ("trp_scale/config/loader.py", "from trp_scale.core.batch import Batch"),
+        ("trp_scale/engines/plain.py", "from trp_scale.checkpoint.format import read_full_state"),
         ("trp_scale/checkpoint/format.py", "from trp_scale.training.loop import Trainer"),
-        ("trp_scale/cli.py", "import launch.pretrain"),
+        ("trp_scale/cli/main.py", "import launch.pretrain"),
     ],
 )
 def test_a_wrong_import_is_seen(path: str, source: str) -> None:
@@ -255,16 +241,16 @@ def test_extras_and_deepspeed_are_imported_only_when_asked() -> None:
 
 def test_text_goes_without_the_libraries_of_images() -> None:
     modules = (
-        "preparation.text.shard",
+        "sharding.text.shard",
         "training.pretrain",
-        "upstreams.pos_bert.upstream",
-        "upstreams.pos_bert.export",
-        "downstream.finetune",
-        "downstream.glue.task",
-        "downstream.probe.command",
-        "downstream.probe.sentences",
-        "downstream.online.labelled_sentences",
-        "downstream.evaluate",
+        "pretraining.pos_bert.upstream",
+        "pretraining.pos_bert.export",
+        "finetuning.finetune",
+        "finetuning.glue.task",
+        "evaluation.probe.command",
+        "evaluation.probe.sentences",
+        "evaluation.online.labelled_sentences",
+        "evaluation.evaluate",
         "planning.command",
     )
     imports = "; ".join(f"import trp_scale.{module}" for module in modules)
@@ -291,7 +277,7 @@ def test_a_package_of_an_extra_that_is_missing_is_named(
     (tmp_path / "data" / "embedded").symlink_to(text_dataset)
     if "pretrain" in command:
         (tmp_path / "scenes").symlink_to(image_dataset)
-    code = f"import sys; sys.modules[{package!r}] = None; from trp_scale.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys; sys.modules[{package!r}] = None; import trp_scale.cli.main as c; sys.exit(c.main())"
     done = subprocess.run(
         [sys.executable, "-c", code, *command.split()],
         cwd=tmp_path,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trp_scale import cli
+from trp_scale.cli import main as cli
 from trp_scale.theory import Findings
 
 STEPS = 1000

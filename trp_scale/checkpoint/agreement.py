@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import as_told
+from trp_scale.errors import CheckpointError, as_told
 from trp_scale.exit_status import ExitStatus
 
 T = TypeVar("T")

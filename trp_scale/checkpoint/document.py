@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trp_scale.checkpoint.durable import json_text, write_text
-from trp_scale.checkpoint.tensor_file import CHUNK, DTYPES, CheckpointError, FileEntry, reading_tensors
-from trp_scale.documents.fields import LARGEST, Fields, Positive, Whole, record
-from trp_scale.documents.json_files import read_object
-from trp_scale.errors import quoted, shortened
+from trp_scale.checkpoint.tensor_file import CHUNK, DTYPES, FileEntry, reading_tensors
+from trp_scale.config.json_files import read_object
+from trp_scale.config.schema import LARGEST, Fields, Positive, Whole, record
+from trp_scale.errors import CheckpointError, quoted, shortened
+from trp_scale.storage.files import json_text, write_text
 
 FORMAT = 2
 DOCUMENT_NAME = "checkpoint.json"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece, Shards
+from trp_scale.errors import CheckpointError
 
 STEPS = "optimizer_steps"
 

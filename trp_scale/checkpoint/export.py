@@ -14,14 +14,13 @@ from safetensors import SafetensorError
 
 from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
-from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.format import STATE_OF
-from trp_scale.checkpoint.run_directory import newest_complete
+from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
 from trp_scale.config import RefusedError
-from trp_scale.config.components import find, named
+from trp_scale.config.json_files import read_object
+from trp_scale.config.registry import find, named
 from trp_scale.config.upstream import Weights
-from trp_scale.documents.json_files import read_object
-from trp_scale.observe.metrics import name_seed_runs
+from trp_scale.storage.files import sync_directory
 
 
 @dataclass(frozen=True, kw_only=True)

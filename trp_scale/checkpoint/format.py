@@ -33,7 +33,6 @@ from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read
 from trp_scale.checkpoint.engine_group import other_engines
 from trp_scale.checkpoint.tensor_file import (
     DTYPES,
-    CheckpointError,
     FileEntry,
     Header,
     check_sound,
@@ -44,7 +43,7 @@ from trp_scale.checkpoint.tensor_file import (
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import shortened
+from trp_scale.errors import CheckpointError, shortened
 
 _NUMBER = r"[0-9]{1,18}"
 _KEY = re.compile(rf"(\w+):(.+)(?:@({_NUMBER}):({_NUMBER})|#\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])")

@@ -18,8 +18,8 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
+from trp_scale.config.json_files import read_object
 from trp_scale.config.upstream import ModelConfig
-from trp_scale.documents.json_files import read_object
 from trp_scale.errors import said_by, shortened
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, give
 from trp_scale.models.outline import ModelOutline

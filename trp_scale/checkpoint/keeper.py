@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
-from trp_scale.checkpoint.mirror import Mirror
 from trp_scale.checkpoint.run_directory import Kept, incompleteness, retain
 from trp_scale.checkpoint.tensor_file import damage
+from trp_scale.checkpoint.upload import Mirror
 from trp_scale.distributed.stop import signal_came_at
 
 AT_END_SECONDS = 600.0

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.checkpoint.agreement import RankError, on_rank_zero, together
-from trp_scale.checkpoint.document import (
-    HOOKS_NAME,
-    CheckpointDocument,
-    read_document,
-    read_hooks_state,
-    split_state,
-)
+from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document, read_hooks_state, split_state
 from trp_scale.checkpoint.engine_group import check_same_engines
 from trp_scale.checkpoint.format import (
     StoredPiece,
@@ -44,10 +38,11 @@ from trp_scale.checkpoint.run_directory import (
     retain,
     temporary_path,
 )
-from trp_scale.checkpoint.tensor_file import CheckpointError, FileEntry, Header, dtype_name, write_tensor_file
+from trp_scale.checkpoint.tensor_file import FileEntry, Header, dtype_name, write_tensor_file
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,23 @@ from typing import Any
 
 from trp_scale.checkpoint.agreement import on_rank_zero, together
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
-from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.run_directory import CHECKPOINTS, Found, checkpoints, remove_leftovers, set_aside_later
-from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
+from trp_scale.checkpoint.run_directory import (
+    CHECKPOINTS,
+    METRICS_FILE,
+    PICTURES,
+    Found,
+    checkpoints,
+    remove_leftovers,
+    set_aside_later,
+)
+from trp_scale.checkpoint.tensor_file import check_sound
 from trp_scale.config import WITHOUT_END, Config, RefusedError
+from trp_scale.config.json_files import json_lines, parse_json
+from trp_scale.config.loader import flat, from_dict, to_dict
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import LEASE
-from trp_scale.documents.json_files import json_lines, parse_json
-from trp_scale.errors import listed_problems, quoted, shortened
-from trp_scale.observe.metrics import METRICS_FILE
-from trp_scale.observe.picture_files import PICTURES
-from trp_scale.recipes.loader import flat, from_dict, to_dict
+from trp_scale.errors import CheckpointError, listed_problems, quoted, shortened
+from trp_scale.storage.files import sync_directory
 
 
 @dataclass(frozen=True, kw_only=True)

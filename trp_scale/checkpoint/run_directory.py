@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.tensor_file import CheckpointError, wrong_size
+from trp_scale.checkpoint.tensor_file import wrong_size
 from trp_scale.distributed.groups import Group
-from trp_scale.observe.metrics import SET_ASIDE
+from trp_scale.errors import CheckpointError
+from trp_scale.storage.files import sync_directory
+
+METRICS_FILE = "metrics.jsonl"
+
+SET_ASIDE = "set_aside_"
+"""Before the names of what a run that went on from an earlier step had left of later ones: checkpoints, pictures."""
+
+PICTURES = "pictures"
+"""Folder of a run directory whose PNG files are shown on its page, and go to Weights & Biases and TensorBoard."""
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
@@ -199,3 +207,9 @@ def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary)
     temporary.rename(target)
+
+
+def name_seed_runs(directory: Path) -> str:
+    """Return the words that name the runs in a directory of `trp-scale finetune`; empty if there are none."""
+    paths = sorted(str(path.parent) for path in directory.glob("*/seed_*/config.yaml"))
+    return f"; fine-tuned runs are in it, give one: {', '.join(paths[:10])}" if paths else ""

@@ -22,13 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.documents.fields import FileName, Whole
-from trp_scale.errors import said_by
-
-
-class CheckpointError(RefusedError):
-    """A checkpoint cannot be read or used; the message names the file or tensor and what was expected."""
-
+from trp_scale.config.schema import FileName, Whole
+from trp_scale.errors import CheckpointError, said_by
 
 CHUNK = 16 * 2**20
 """Bytes covered by one checksum: small enough to say where a file is damaged, large enough to keep the list short."""

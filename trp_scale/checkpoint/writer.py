@@ -32,13 +32,14 @@ from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
 from trp_scale.checkpoint.host_copy import SHARE_OF_MEMORY, HostCopy, available_memory
 from trp_scale.checkpoint.keeper import Keeper, polite
 from trp_scale.checkpoint.manager import Content, Part, finish, owned, write_part
-from trp_scale.checkpoint.mirror import open_url
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
-from trp_scale.checkpoint.tensor_file import CheckpointError, stored_bytes
+from trp_scale.checkpoint.tensor_file import stored_bytes
+from trp_scale.checkpoint.upload import open_url
 from trp_scale.config import CheckpointConfig
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import CheckpointError
 
 PAUSE_AT_END = 5.0
 """Seconds before the last checkpoint of a run is tried again."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro.conf
 
-from trp_scale.config.components import Component, default_settings, find, listed_roles, names, unknown_component
+from trp_scale.config.registry import Component, default_settings, find, listed_roles, names, unknown_component
 from trp_scale.config.settings import Section, near_divisors, setting
 from trp_scale.config.upstream import (
     MOST_PATCHES,

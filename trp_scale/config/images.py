@@ -17,7 +17,7 @@ from trp_scale.config import (
     RelativeVisionConfig,
     split_patches,
 )
-from trp_scale.config.components import default_settings
+from trp_scale.config.registry import default_settings
 from trp_scale.config.settings import setting
 
 

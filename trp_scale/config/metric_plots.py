@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trp_scale.config.components import names
+from trp_scale.config.registry import names
 from trp_scale.errors import RefusedError
 
 

@@ -90,7 +90,7 @@ class Batch:
 
     Attributes:
         fields: model inputs and labels by name; each tensor's first dimension is rows, [R, ...], but of text
-            whose short rows share sequences (downstream/glue/batch.py).
+            whose short rows share sequences (finetuning/glue/batch.py).
         keys: row keys, [R] int64, stable names of the rows in their data set.
         start: position of the first row in its source's global order.
         epoch: epoch of the first row.

@@ -22,7 +22,7 @@ STATE_NAMES = ("exp_avg", "exp_avg_sq")
 """Optimizer moments that are part of a checkpoint, beside the weights."""
 
 WEIGHT_AVERAGE = "weight_average"
-"""The state of a parameter that can stand in for its weight, where a hook keeps one (averaging/weight_average.py)."""
+"""The state of a parameter that can stand in for its weight, where a hook keeps one (methods/weight_average.py)."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from typing import IO, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.index import BINARY_INDEX, DataError, index_path
-from trp_scale.data.remote.tars import find_store
-from trp_scale.data.temporary import temporary_beside
-from trp_scale.documents.fields import Fields, FileName, Positive, Whole, is_plain_name
-from trp_scale.documents.json_files import LARGEST_INDEX, parse_json
-from trp_scale.errors import quoted
+from trp_scale.config.json_files import LARGEST_INDEX, parse_json
+from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_name
+from trp_scale.data.index import BINARY_INDEX, index_path
+from trp_scale.data.stores.tars import find_store
+from trp_scale.errors import DataError, quoted
+from trp_scale.storage.temporary import temporary_beside
 
 NAME = BINARY_INDEX
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.config.schema import is_plain_name
 from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
-from trp_scale.data.remote.tars import StoredPart, find_store, reads_parts
-from trp_scale.documents.fields import is_plain_name
-from trp_scale.errors import quoted, shortened
+from trp_scale.data.index import ShardIndex, index_path, read_index
+from trp_scale.data.stores.tars import StoredPart, find_store, reads_parts
+from trp_scale.errors import DataError, quoted, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class BlockTable:
         return digest.hexdigest()
 
     def stored_part(self, block: int) -> StoredPart:
-        """The tar that holds a block, or the part of it that the cache holds (data/remote/tars.py: `reads_parts`).
+        """The tar that holds a block, or the part of it that the cache holds (data/stores/tars.py: `reads_parts`).
 
         Raises:
             DataError: the index is damaged: the block lies outside its tar.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trp_scale.data.index import DataError, read_fields
-from trp_scale.documents.fields import is_plain_name
-from trp_scale.documents.json_files import read_object
-from trp_scale.errors import quoted, said_by
+from trp_scale.config.json_files import read_object
+from trp_scale.config.schema import is_plain_name
+from trp_scale.data.index import read_fields
+from trp_scale.errors import DataError, quoted, said_by
 
 
 def is_dataset_directory(path: Path) -> bool:

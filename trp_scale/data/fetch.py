@@ -24,12 +24,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import Share, StoredTars, TarsAhead, tars_ahead
-from trp_scale.data.index import UnreadableError
 from trp_scale.data.plan import Addresses, Blocks, Plan
-from trp_scale.data.remote.cache import use_of_caches
+from trp_scale.data.stores.prefetch import Share, StoredTars, TarsAhead, tars_ahead
 from trp_scale.distributed.stop import STOP_SIGNALS
-from trp_scale.errors import RefusedError
+from trp_scale.errors import RefusedError, UnreadableError
+from trp_scale.storage.cache import use_of_caches
 
 logger = logging.getLogger(__name__)
 

@@ -14,27 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.data.temporary import temporary_beside
-from trp_scale.documents.fields import Fields, Whole, record
-from trp_scale.documents.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
-from trp_scale.errors import RefusedError, quoted, shortened
-from trp_scale.exit_status import ExitStatus
+from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
+from trp_scale.config.schema import Fields, Whole, record
+from trp_scale.errors import DataError, RefusedError, quoted, shortened
+from trp_scale.storage.temporary import temporary_beside
 
 BINARY_INDEX = "index.bin"
 """One index of all tars of a folder (binary_index.py), beside them."""
 
 INDEX_FORMAT = 2
 """2: with the class of each image."""
-
-
-class DataError(RefusedError):
-    """Stored data is missing, damaged or of another format; the message names the file and the place."""
-
-
-class UnreadableError(DataError):
-    """More rows of a job that is under way cannot be read than it allows: its storage or machine is at fault."""
-
-    status = ExitStatus.FAILED
 
 
 MOST_OF_A_REASON = 300

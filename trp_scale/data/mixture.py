@@ -18,10 +18,10 @@ import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
-from trp_scale.data.index import DataError
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.remote.mirror import local_directory
-from trp_scale.data.remote.transfer import is_url
+from trp_scale.data.stores.mirror import local_directory
+from trp_scale.errors import DataError
+from trp_scale.storage.transfer import is_url
 
 LONGEST_CYCLE = 1 << 16
 

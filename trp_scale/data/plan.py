@@ -26,7 +26,7 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, mix, name_hash, permutation, stream
 from trp_scale.data.mixture import Mixture
-from trp_scale.data.node_arrays import NodeArray, key_of, node_array
+from trp_scale.storage.shared_arrays import NodeArray, key_of, node_array
 
 _GROUPS_KEPT = 4
 

@@ -14,10 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from trp_scale.config.components import names
+from trp_scale.config.registry import names
 from trp_scale.data.dataset_directory import is_dataset_directory
-from trp_scale.data.index import DataError
-from trp_scale.errors import escape_name, shortened
+from trp_scale.errors import DataError, escape_name, shortened
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")

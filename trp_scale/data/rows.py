@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Blocks, Member
 from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.stores.prefetch import StoredTars
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import numpy.lib.format as npy
 import numpy.typing as npt
 
 from trp_scale.data.blocks import BlockTable
-from trp_scale.data.index import DataError
-from trp_scale.data.remote.tars import StoredPart, drop_cached, open_tar
-from trp_scale.errors import RefusedError
+from trp_scale.data.stores.tars import StoredPart, drop_cached, open_tar
+from trp_scale.errors import DataError, RefusedError
 
 _LONGEST_HEADER = 4096
 

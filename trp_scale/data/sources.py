@@ -11,15 +11,15 @@ from typing import Any, Literal, TypeVar, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.mixture import MemberPath, parse_paths, shares_said
 from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
-from trp_scale.data.remote.cache import CacheUse
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
+from trp_scale.data.stores.prefetch import StoredTars
 from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.launchers import ranks_of_node
+from trp_scale.storage.cache import CacheUse
 
 Run = TypeVar("Run", bound=Config)
 

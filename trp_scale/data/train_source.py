@@ -12,11 +12,11 @@ from typing import Protocol
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import Share, StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
 from trp_scale.data.plan import ByBlock, Plan
-from trp_scale.data.remote.cache import CacheUse
+from trp_scale.data.stores.prefetch import Share, StoredTars
 from trp_scale.distributed.launchers import NodeRanks
+from trp_scale.storage.cache import CacheUse
 
 GLOBAL_BATCH = ("batch.global_size", "batch.micro_size")
 """Settings of the two sizes, of the batches that the weights learn from."""

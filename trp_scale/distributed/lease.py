@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trp_scale.documents.json_files import read_object
+from trp_scale.config.json_files import read_object
 from trp_scale.errors import RefusedError
 
 LEASE = "lease.json"

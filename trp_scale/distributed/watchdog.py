@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from trp_scale.documents.json_files import read_object
+from trp_scale.config.json_files import read_object
 from trp_scale.errors import RefusedError
 from trp_scale.exit_status import ExitStatus
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trp_scale.config import Config, RefusedError, nearest
+from trp_scale.config.json_files import parse_json, read_content
 from trp_scale.config.settings import near_divisors
-from trp_scale.documents.json_files import parse_json, read_content
 from trp_scale.errors import MOST_PROBLEMS, listed_problems, quoted, shortened
 
 Document = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from trp_scale.config import PretrainConfig, RefusedError
-from trp_scale.recipes.arguments import Arguments, parse_run
-from trp_scale.recipes.checks import check
+from trp_scale.config.checks import check
+from trp_scale.config.run_flags import Arguments, parse_run
 
 NO_DATA = "(none)"
 """Stands for --data.path where a plan is made without data."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from trp_scale.command_line import speaks
 from trp_scale.config import RefusedError
+from trp_scale.config.flags import speaks
+from trp_scale.config.run_flags import Arguments
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.launchers import discover
 from trp_scale.engines import ds_config
@@ -19,8 +20,7 @@ from trp_scale.planning.arguments import NO_DATA, PlanArguments
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu, gpu_of
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import Given, Plan, fitting, planned, refusal
-from trp_scale.recipes.arguments import Arguments
-from trp_scale.upstreams.base import DataFacts, upstream_of
+from trp_scale.pretraining.base import DataFacts, upstream_of
 
 
 def print_plan(arguments: PlanArguments) -> int:

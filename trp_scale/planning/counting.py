@@ -21,18 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import TaskLosses
 from trp_scale.engines.compiled import checkpoint_blocks
-from trp_scale.masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masking_network import NETWORKS
 from trp_scale.models.initialise import without_content
 from trp_scale.planning.clusters import Gpu
-from trp_scale.planning.operations import (
-    Operation,
-    RecordsOperations,
-    attention_of_a_gpu,
-    replace_parameters,
-)
+from trp_scale.planning.operations import Operation, RecordsOperations, attention_of_a_gpu, replace_parameters
 from trp_scale.planning.tensor_parallel import TensorSum, cut_over, plan_of, watch
+from trp_scale.pretraining.base import DataFacts, Outline, upstream_of
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
-from trp_scale.upstreams.base import DataFacts, Outline, upstream_of
 
 CPU = torch.device("cpu")
 

@@ -168,7 +168,7 @@ def written(function: Any, arguments: Any, named: Any, made: list[Tensor]) -> li
     return [each for each in tree_leaves(changed) if isinstance(each, Tensor)]
 
 
-WIDENING = ("trp_scale.models.vit", "trp_scale.upstreams.mm_mae.model")
+WIDENING = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
 """Modules whose `attend` widens bf16 for a CPU; those of other models are not loaded."""
 
 

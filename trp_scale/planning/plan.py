@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.checks import check_megatron
+from trp_scale.config.json_files import read_object
 from trp_scale.data.train_source import check_partition
-from trp_scale.documents.json_files import read_object
 from trp_scale.engines import ds_config
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.layouts import MASTER, Collective, Layout, Memory, memory, traffic
 from trp_scale.planning.step import Step, step_of
 from trp_scale.planning.tensor_parallel import degrees, plan_of
-from trp_scale.recipes.checks import check_megatron
 from trp_scale.training.micro_size import SURE, candidates
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"

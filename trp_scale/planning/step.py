@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from trp_scale.config import Config
-from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, mae_step_flops
+from trp_scale.models.flops import TRAINING_OVER_FORWARD, mae_step_flops
 from trp_scale.planning.clusters import Cluster, Gpu
 from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
 from trp_scale.planning.layouts import MASTER, Collective, Layout

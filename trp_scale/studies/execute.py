@@ -23,16 +23,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.checkpoint.durable import write_json
+from trp_scale.config.json_files import read_object
+from trp_scale.config.schema import record
 from trp_scale.distributed.stop import NOTICES, handle_signals
-from trp_scale.documents.fields import record
-from trp_scale.documents.json_files import read_object
-from trp_scale.downstream.results import RESULTS_FILE
 from trp_scale.errors import RefusedError
-from trp_scale.observe.records import nothing_left
-from trp_scale.observe.report import read_summary
-from trp_scale.preparation.sharding.slurm_array import submit_job
+from trp_scale.reporting.results import RESULTS_FILE
+from trp_scale.sharding.job.slurm_array import submit_job
+from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
+from trp_scale.training.records import nothing_left
+from trp_scale.training.report import read_summary
 
 STUDY_FILE = "study.json"
 

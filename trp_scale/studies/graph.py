@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trp_scale.downstream.results import TaskResult, read_results
 from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import read_history
+from trp_scale.reporting.results import TaskResult, read_results
 from trp_scale.studies.rows import rows_of
 from trp_scale.studies.study import Flags, Judge, Scale, Study, Tuning, filled, words_of
+from trp_scale.training.metrics import read_history
 
 UNTRAINED: Flags = {"training.steps": 1, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
 """A run that leaves the encoder as its seed drew it: a step of 1e-30 is less than fp32 can add."""

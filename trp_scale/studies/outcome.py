@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trp_scale.downstream.comparison import holm
-from trp_scale.downstream.results import RESULTS_FILE, TaskResult, judged_together
+from trp_scale.reporting.paired_tests import holm
+from trp_scale.reporting.results import RESULTS_FILE, TaskResult, judged_together
+from trp_scale.reporting.statistics import ALPHA, POWER, Paired, Spread, paired, spread
 from trp_scale.studies.graph import TIME, Graph
 from trp_scale.studies.rows import Row, rows_of, summaries
-from trp_scale.studies.statistics import ALPHA, POWER, Paired, Spread, paired, spread
 from trp_scale.studies.study import AVERAGE, WORST
 
 GROUND_LEVEL = 0.01

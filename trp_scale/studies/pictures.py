@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from trp_scale.downstream.pictures import figure_class
+from trp_scale.evaluation.figures.pictures import figure_class
 from trp_scale.studies.graph import TIME, Graph
 from trp_scale.studies.outcome import Outcome, described, title_of
 

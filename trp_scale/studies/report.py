@@ -7,16 +7,17 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trp_scale.checkpoint.durable import write_json, write_text
-from trp_scale.downstream.results import RESULTS_FILE
-from trp_scale.observe.metrics import METRICS_FILE, RunHistory, read_history
+from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.reporting.results import RESULTS_FILE
+from trp_scale.reporting.statistics import LEVEL
+from trp_scale.reporting.tables import Table, as_html, as_latex, as_markdown, cell
+from trp_scale.storage.files import write_json, write_text
 from trp_scale.studies.execute import State, blocked, states, totals
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, Outcome, Place, described, read_outcome, sentences, title_of, verdict
 from trp_scale.studies.pictures import draw
-from trp_scale.studies.statistics import LEVEL
 from trp_scale.studies.study import Tuning
-from trp_scale.studies.tables import Table, as_html, as_latex, as_markdown, cell
+from trp_scale.training.metrics import RunHistory, read_history
 
 MARKS = {"better": "better", "worse": "worse", "no difference seen": "no difference", "": "-"}
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trp_scale.downstream.results import TaskResult, judged_together
-from trp_scale.observe.metrics import worst_task
+from trp_scale.reporting.results import TaskResult, judged_together
 from trp_scale.studies.study import AVERAGE, WORST
+from trp_scale.training.metrics import worst_task
 
 
 @dataclass(frozen=True, kw_only=True)

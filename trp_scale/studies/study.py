@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.documents.fields import Positive, record
-from trp_scale.documents.yaml_files import read_yaml
+from trp_scale.config.inheritance import inherit
+from trp_scale.config.schema import Positive, record
+from trp_scale.config.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, nearest
-from trp_scale.recipes.inheritance import inherit
 
 FILES = Path(__file__).parent / "files"
 

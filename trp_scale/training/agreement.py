@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.loader import flat, to_dict
 from trp_scale.core.batch import Batch
-from trp_scale.data.index import UnreadableError
 from trp_scale.distributed.groups import Group
-from trp_scale.recipes.loader import flat, to_dict
+from trp_scale.errors import UnreadableError
 
 MOST_LISTED = 20
 """Unreadable blocks that a message names."""

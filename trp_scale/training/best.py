@@ -9,7 +9,7 @@ from typing import Any
 
 from trp_scale.config import CheckpointConfig
 from trp_scale.errors import RefusedError, nearest
-from trp_scale.observe.records import NO_BETTER
+from trp_scale.training.records import NO_BETTER
 
 VALIDATION = "validation"
 

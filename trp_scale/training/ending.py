@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.data.remote.transfer import RemoteError
+from trp_scale.config.json_files import read_object
 from trp_scale.distributed.lease import write_exclusively
 from trp_scale.distributed.stop import OF_A_PERSON
-from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError, as_told
 from trp_scale.exit_status import ExitStatus
-from trp_scale.observe.incidents import Incidents
-from trp_scale.observe.records import FINISHED, nothing_left
+from trp_scale.storage.transfer import RemoteError
+from trp_scale.training.incidents import Incidents
+from trp_scale.training.records import FINISHED, nothing_left
 
 STOP_RECORD = "stop.json"
 

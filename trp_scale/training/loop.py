@@ -23,12 +23,12 @@ from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
-from trp_scale.observe.incidents import Incidents
-from trp_scale.observe.metrics import worst_task
-from trp_scale.observe.observer import Observer
-from trp_scale.observe.records import FINISHED, StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.best import Best, of_validation
+from trp_scale.training.incidents import Incidents
+from trp_scale.training.metrics import worst_task
+from trp_scale.training.observer import Observer
+from trp_scale.training.records import FINISHED, StepRecord, TaskRecord
 from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
@@ -475,7 +475,7 @@ def validate(
     Returns:
         None if it was left; else
         {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
-         "worst_task": of the balanced tasks (observe/metrics.py: worst_task),
+         "worst_task": of the balanced tasks (training/metrics.py: worst_task),
          "tasks": {name: {"loss": mean over its elements or None, "count": elements,
                           "accuracy": share of them that are right, where the objective knows}}}
     """

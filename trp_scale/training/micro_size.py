@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.checks import general_problems
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import Objective
@@ -35,8 +36,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.models.initialise import without_content
-from trp_scale.recipes.checks import general_problems
-from trp_scale.upstreams.base import Upstream
+from trp_scale.pretraining.base import Upstream
 
 POSITIONS_A_CORE, POSITIONS = 6144, 16384
 """Largest micro-batch on a CPU in positions, for each thread and for all: the tiny recipes are fastest a row at 3,100

@@ -23,8 +23,11 @@ from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
-from trp_scale.command_line import clean_text, phase
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.checks import against_compiling, cautions, check_engine
+from trp_scale.config.flags import clean_text, phase
+from trp_scale.config.loader import to_dict
+from trp_scale.config.run_flags import Arguments
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
@@ -34,22 +37,19 @@ from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.exit_status import ExitStatus
+from trp_scale.models.flops import StartUp
 from trp_scale.models.initialise import without_content
-from trp_scale.observe.incidents import Incidents
-from trp_scale.observe.observer import Observer
-from trp_scale.observe.profile import StepProfile
-from trp_scale.observe.records import FINISHED, RunInfo, nothing_left
-from trp_scale.observe.throughput import StartUp
-from trp_scale.recipes.arguments import Arguments
-from trp_scale.recipes.checks import against_compiling, cautions, check_engine
-from trp_scale.recipes.loader import to_dict
+from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.best import best_of
 from trp_scale.training.ending import Ending
+from trp_scale.training.incidents import Incidents
 from trp_scale.training.loop import Trainer, TrainingState, validate
+from trp_scale.training.observer import Observer
+from trp_scale.training.profile import StepProfile
+from trp_scale.training.records import FINISHED, RunInfo, nothing_left
 from trp_scale.training.spikes import SpikeWatch
-from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)
 

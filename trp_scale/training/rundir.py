@@ -4,7 +4,7 @@ runs/pos_bert_tiny-20260101-120000/
   config.yaml        every setting, resolved
   environment.json   versions, git commit, machines, engine, launcher, command line; of each start
   tokenizer/         copy of the data set's tokenizer
-  metrics.jsonl summary.json report.txt    written by trp_scale.observe
+  metrics.jsonl summary.json report.txt    written by trp_scale.training
   checkpoints/step_00000123/               written by trp_scale.checkpoint
 """
 
@@ -27,13 +27,13 @@ import torch
 
 import trp_scale
 from trp_scale.checkpoint.agreement import on_rank_zero
-from trp_scale.command_line import clean_text
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.flags import clean_text
+from trp_scale.config.json_files import read_object
+from trp_scale.config.loader import dump
+from trp_scale.config.schema import Fields
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
-from trp_scale.documents.fields import Fields
-from trp_scale.documents.json_files import read_object
-from trp_scale.recipes.loader import dump
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from trp_scale.downstream.probe.arguments import parse_probe
-from trp_scale.recipes.arguments import parse
+from trp_scale.config.run_flags import parse
+from trp_scale.evaluation.probe.arguments import parse_probe
 
 ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"`python benchmarks/(\w+)\.py([^`]*)`")

@@ -14,9 +14,9 @@ from benchmarks.image_steps import ENCODERS
 from benchmarks.mlo_cost import OURS, PLAIN, REFERENCE, Options, large, over_plain
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from tests.unit.models.small_images import VISIBLE, config, crops, small_model
-from trp_scale.config.components import settings_of
-from trp_scale.masks.masking_network import FlattenedMasking
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.config.registry import settings_of
+from trp_scale.methods.learned_masks.masking_network import FlattenedMasking
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 RATES = Rates(encoder=0.3, head=0.2)
 CLASSES = 3

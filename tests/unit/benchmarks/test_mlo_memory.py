@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.mlo_memory import Options, Peak, measure, row_of, settings
-from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 SMALL = Options(layers=1, hidden_size=64, decoder_layers=1)
 

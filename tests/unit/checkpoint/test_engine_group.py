@@ -24,10 +24,10 @@ from trp_scale.checkpoint.engine_group import EngineGroup, other_engines
 from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
-from trp_scale.checkpoint.tensor_file import CheckpointError
+from trp_scale.config.loader import to_dict
 from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import Group
-from trp_scale.recipes.loader import to_dict
+from trp_scale.errors import CheckpointError
 
 ALONE = Group("world")
 NAME = "masking_network"

@@ -18,10 +18,10 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from trp_scale.checkpoint import export as export_module
 from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.errors import CheckpointError
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 VOCABULARY = 90
 MODEL = TextModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=48, max_positions=16, dropout=0.0)

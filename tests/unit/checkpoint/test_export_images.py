@@ -22,16 +22,16 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
 from tests.unit.models.vitmae_peer import images_and_noise
 from trp_scale.checkpoint.export import export, loading_call
-from trp_scale.checkpoint.tensor_file import CheckpointError
-from trp_scale.cli import main
+from trp_scale.cli.main import main
 from trp_scale.config import Config, RefusedError
-from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.config.loader import to_dict
+from trp_scale.errors import CheckpointError
+from trp_scale.finetuning.encoder_source import open_encoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
-from trp_scale.recipes.loader import to_dict
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.weights import is_encoder, is_table, load_given, published_name
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.weights import is_encoder, is_table, load_given, published_name
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 MAE = config(tokens="visible")
 

@@ -12,12 +12,12 @@ from tests.synthetic_modalities import CLASSES, PATCH, SIDE
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_modalities import config, small_model
 from trp_scale.checkpoint.export import export
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.loader import to_dict
+from trp_scale.errors import CheckpointError
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import PositionOrder
-from trp_scale.recipes.loader import to_dict
-from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 
 
 def write_run(run_dir: Path, settings: Config, classes: int = CLASSES) -> MultimodalMaskedAutoencoder:

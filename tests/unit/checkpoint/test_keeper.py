@@ -14,7 +14,7 @@ import pytest
 from tests.unit.checkpoint.fake_engine import save_step
 from tests.unit.checkpoint.test_resume import flip
 from trp_scale.checkpoint import keeper as keeper_module
-from trp_scale.checkpoint import mirror as mirror_module
+from trp_scale.checkpoint import upload as mirror_module
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.keeper import Keeper
 from trp_scale.checkpoint.resume import select

@@ -21,11 +21,11 @@ from trp_scale.checkpoint.resume import (
 )
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import RefusedError
-from trp_scale.config.components import registered
+from trp_scale.config.loader import to_dict
+from trp_scale.config.registry import registered
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.observe.picture_files import pictures_of
-from trp_scale.recipes.loader import to_dict
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.training.picture_files import pictures_of
 
 PRESENT = to_dict(PosBertConfig())
 ALLOWED = {

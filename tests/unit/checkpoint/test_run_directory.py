@@ -25,9 +25,9 @@ from trp_scale.checkpoint.run_directory import (
     remove_leftovers,
     set_aside_later,
 )
-from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.errors import CheckpointError
 
 ROOT = Path(__file__).parents[3]
 

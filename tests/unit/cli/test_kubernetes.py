@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from trp_scale.recipes.arguments import parse
+from trp_scale.config.run_flags import parse
 
 MANIFEST = Path(__file__).parents[3] / "launch" / "kubernetes" / "pretrain.yaml"
 VERSION = "1.31"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trp_scale import cli
+from trp_scale.cli import main as cli
 
 ROOT = Path(__file__).parents[3]
 

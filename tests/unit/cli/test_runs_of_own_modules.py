@@ -10,8 +10,8 @@ import pytest
 from tests.extending import forgetting, write_files
 from tests.grids import always
 from tests.runs import image_flags
-from tests.unit.downstream.test_finetune import tuning_flags
-from trp_scale import cli
+from tests.unit.finetuning.test_finetune import tuning_flags
+from trp_scale.cli import main as cli
 
 
 class Made(NamedTuple):

@@ -25,9 +25,10 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.png import write_png
-from trp_scale.data.index import DataError, read_index
-from trp_scale.downstream.detection.batch import read_image
-from trp_scale.upstreams.base import open_sources
+from trp_scale.data.index import read_index
+from trp_scale.errors import DataError
+from trp_scale.finetuning.detection.batch import read_image
+from trp_scale.pretraining.base import open_sources
 
 
 def flips(count: int, length: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.blocks import BlockTable, read_blocks
 from trp_scale.data.text.dataset import SUFFIXES
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 FIELDS = {
     "tokens": (torch.int64, (24,)),

@@ -10,7 +10,7 @@ import sys
 import time
 
 from tests.unit.data.stored import config_for
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 
 def main(path: str, workers: int, then: str) -> None:

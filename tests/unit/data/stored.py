@@ -14,7 +14,7 @@ from tests.settings import changed
 from trp_scale.config import Config
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.text.groups import GROUPS, WORD_START
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 VOCABULARY = 60

@@ -16,16 +16,17 @@ import pytest
 from tests.grids import always
 from tests.unit.data import loaded, stored
 from tests.unit.data.images import stored as images
-from trp_scale.cli import main
+from trp_scale.cli.main import main
 from trp_scale.data import binary_index
 from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.images.reader import SampleReader
-from trp_scale.data.index import DataError, index_path, read_json, write_json
+from trp_scale.data.index import index_path, read_json, write_json
 from trp_scale.data.plan import Member, TrainPlan
 from trp_scale.data.text.dataset import open_text_dataset
-from trp_scale.preparation.binary_index import write_dataset_index
-from trp_scale.preparation.verify import verify_dataset
+from trp_scale.errors import DataError
+from trp_scale.sharding.binary_index import write_dataset_index
+from trp_scale.sharding.verify import verify_dataset
 
 
 def indexed(directory: Path) -> Path:

@@ -14,11 +14,11 @@ from tests.unit.data.loaded import assert_same, joined, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import Share
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.plan import ByBlock, Member, TrainPlan
+from trp_scale.data.stores.prefetch import Share
 from trp_scale.distributed.launchers import NodeRanks, ranks_of_node
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 
 class Table:

@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.data.loaded import FIELDS, damage, joined, steps, table_of
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 
 @pytest.mark.parametrize("world", [1, 2])

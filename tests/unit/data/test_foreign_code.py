@@ -15,7 +15,7 @@ import pytest
 from tests.runs import ROOT
 from trp_scale.config import RefusedError
 from trp_scale.data.text.tokenizer import save_given
-from trp_scale.downstream.glue.batch import load_tokenizer
+from trp_scale.finetuning.glue.batch import load_tokenizer
 
 CODE = """
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_timm_is_given_no_argument_that_loads_or_fetches(tmp_path: Path) -> None
     from safetensors.torch import save_file
     from torch import zeros
 
-    from trp_scale.downstream.encoder_source import open_encoder
+    from trp_scale.finetuning.encoder_source import open_encoder
 
     save_file({"pos_embed": zeros(1, 5, 8)}, tmp_path / "model.safetensors")
     for settings, message in (

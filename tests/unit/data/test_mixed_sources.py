@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.data.loaded import assert_same, damage, joined, steps
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
-from trp_scale.data.index import DataError
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 def test_mixture(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from trp_scale.data.index import DataError
+from trp_scale.config.loader import data_command, known_recipes, load_recipe
 from trp_scale.data.mixture import parse_paths, require_data, require_made, shares_said
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.images.shard import shard_images
-from trp_scale.preparation.text.shard import ShardTextConfig
-from trp_scale.recipes.loader import data_command, known_recipes, load_recipe
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.images.shard import shard_images
+from trp_scale.sharding.text.shard import ShardTextConfig
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from tests.fixtures import small_text_dataset
 from tests.unit.data.stored import config_for
 from trp_scale.core.batch import Batch
 from trp_scale.data.sources import Sources
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ import pytest
 
 from tests.unit.data.stored import config_for, npy, write_dataset, write_shard
 from trp_scale.data.blocks import read_blocks
-from trp_scale.data.index import DataError, index_path
+from trp_scale.data.index import index_path
 from trp_scale.data.shard_reader import ShardReader, parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 class Trap:

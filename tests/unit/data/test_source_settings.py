@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.config import RefusedError
-from trp_scale.data.index import DataError
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 def test_digest_tells_storage_apart(tmp_path: Path) -> None:

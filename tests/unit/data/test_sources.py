@@ -13,8 +13,8 @@ from tests.grids import always, grid
 from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
-from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.pos_bert.batch import kept_places
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.pos_bert.batch import kept_places
 
 
 @pytest.fixture(scope="module")

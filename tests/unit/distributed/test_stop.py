@@ -150,8 +150,8 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
 
 EARLY = """
 import sys, time
-import trp_scale.cli as cli
-from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
+import trp_scale.cli.main as cli
+from trp_scale.distributed.stop import (NOTICES, STOP_SIGNALS, StopRequests, listen_early)
 
 def imports(argv):
     print("ready", flush=True)
@@ -191,7 +191,7 @@ def test_a_request_ends_the_wait_for_other_ranks(rank: int) -> None:
 
 DEAF = """
 import ctypes
-from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
+from trp_scale.distributed.stop import (NOTICES, STOP_SIGNALS, StopRequests, listen_early)
 
 with StopRequests():
     lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)

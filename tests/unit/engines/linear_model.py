@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig, TrainingConfig
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 CPU = torch.device("cpu")
 

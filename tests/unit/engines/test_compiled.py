@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from tests.fixtures import small_image_dataset
 from tests.runs import flags, image_flags, pretrain_here
 from tests.settings import changed
+from trp_scale.config.checks import against_compiling
+from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import task_losses
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines import compiled
 from trp_scale.engines.compiled import Graphs, compile_model
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.recipes.checks import against_compiling
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
 @pytest.fixture(autouse=True)

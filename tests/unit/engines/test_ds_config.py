@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.loader import load_recipe
 from trp_scale.engines.ds_config import TOP_LEVEL, WITHOUT_EFFECT, ZERO, notices, read, resolve, zero_stage
-from trp_scale.recipes.loader import load_recipe
 
 SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
 

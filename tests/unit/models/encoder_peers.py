@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.unit.models.small_images import GRID, PATCH
 from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, RelativeVisionConfig
-from trp_scale.downstream.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
-from trp_scale.upstreams.mae.weights import ours
+from trp_scale.finetuning.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
+from trp_scale.pretraining.mae.weights import ours
 
 CLASSES = 7
 

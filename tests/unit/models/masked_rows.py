@@ -10,7 +10,7 @@ from torch import Tensor
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 
 VOCABULARY = 90
 LENGTH = 12

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.unit.models.small_images import GRID, Crops
 from trp_scale.models.perturbation import Perturbed
 from trp_scale.models.positions import PositionOrder
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 CLASS = -1
 """Stands for the class token among patch numbers."""

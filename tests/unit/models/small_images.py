@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config, CropsConfig, ModelConfig
-from trp_scale.config.components import settings_of
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config.registry import settings_of
 from trp_scale.models.positions import PositionOrder, sine_cosine
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
 
 GRID = 5
 PATCH = 4

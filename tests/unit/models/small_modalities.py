@@ -11,7 +11,7 @@ from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.models.positions import PositionOrder, sine_cosine
-from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 
 ALL = ("rgb", "depth", "semseg")
 EVERY_TASK = (*ALL, "raw_rgb")

@@ -15,8 +15,8 @@ from trp_scale.models.image_encoder import ImageEncoder, interpolated
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.weights import is_encoder, load_vitmae
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.weights import is_encoder, load_vitmae
 
 
 def images(rows: int = 3, grid: int = GRID) -> Tensor:

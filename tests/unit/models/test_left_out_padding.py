@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model, without
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.upstreams.pos_bert.batch import KEPT_LENGTHS, kept_places
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 
 ROWS = 11
 

@@ -11,7 +11,7 @@ from tests.settings import changed
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
 from trp_scale.models.perturbation import perturbed
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 MODELS: dict[str, dict[str, Any]] = {
     "MAE": {"tokens": "visible"},

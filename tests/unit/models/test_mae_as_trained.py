@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 ADVERSARIES: list[dict[str, Any]] = [
     {"kind": "none"},

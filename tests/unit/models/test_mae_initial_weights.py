@@ -13,7 +13,7 @@ from tests.unit.models.small_images import config
 from trp_scale.config import ModelConfig, TrainingConfig
 from trp_scale.models.initialise import initialise_vision, xavier_uniform_tensor
 from trp_scale.models.vit import TransformerBlock, feed_forward_ratio
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 SIZES = ModelConfig(
     layers=2, hidden_size=96, heads=2, intermediate_size=192, layer_norm_eps=1e-6, initializer_range=0.02

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config
+from trp_scale.config.loader import load_recipe
 from trp_scale.planning.tensor_parallel import TensorSum
-from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.micro_size import Need
 
 

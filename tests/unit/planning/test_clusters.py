@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trp_scale.errors import RefusedError
-from trp_scale.observe.throughput import peak_flops
+from trp_scale.models.flops import peak_flops
 from trp_scale.planning.clusters import GPUS, Cluster, gpu_of
 
 

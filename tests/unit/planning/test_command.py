@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import flags
-from trp_scale.cli import main
+from trp_scale.cli.main import main
+from trp_scale.config.run_flags import parse
 from trp_scale.planning.arguments import parse_plan
 from trp_scale.planning.command import dry_run
-from trp_scale.recipes.arguments import parse
 
 TINY = ["--recipe", "pos_bert_tiny", "--batch.global_size", "1024", "--batch.micro_size", "auto"]
 

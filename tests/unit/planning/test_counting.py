@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.counting import Counted
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.base import DataFacts
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from trp_scale.config import MegatronConfig
+from trp_scale.config.loader import load_recipe, to_dict
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import Given, Plan, fitting, nearest_that_fits, planned, refusal
-from trp_scale.recipes.loader import load_recipe, to_dict
-from trp_scale.upstreams.base import DataFacts
+from trp_scale.pretraining.base import DataFacts
 
 H100 = GPUS["h100"]
 SMALL = replace(H100, name="small", memory=3 * 2**30)

@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.grids import always
 from trp_scale.config import RefusedError
+from trp_scale.config.loader import load_recipe
 from trp_scale.models.tensor_plan import TensorPlan
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.tensor_parallel import degrees, plan_of
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.base import DataFacts
+from trp_scale.pretraining.base import DataFacts
 
 
 @pytest.fixture(scope="module")

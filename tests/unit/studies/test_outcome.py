@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
-from trp_scale.checkpoint.durable import write_json
-from trp_scale.cli import main
-from trp_scale.downstream.comparison import PairedTest
+from trp_scale.cli.main import main
+from trp_scale.reporting.paired_tests import PairedTest
+from trp_scale.reporting.statistics import Paired, Spread
+from trp_scale.storage.files import write_json
 from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
 from trp_scale.studies.outcome import Cell, Place, read_outcome, sentences, verdict
 from trp_scale.studies.report import write_report
 from trp_scale.studies.rows import Row
-from trp_scale.studies.statistics import Paired, Spread
 
 
 def cell(mean: float, corrected: float | None) -> Cell:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import flags, pretrain_here
-from trp_scale.observe.observer import Observer
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.training.observer import Observer
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["", "and its report fails too"])

@@ -11,10 +11,10 @@ from tests.runs import image_flags, pretrain_here
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
+from trp_scale.config.run_flags import parse
 from trp_scale.distributed.environment import Environment
 from trp_scale.models.initialise import filled, without_content
-from trp_scale.recipes.arguments import parse
-from trp_scale.upstreams.base import build_upstream
+from trp_scale.pretraining.base import build_upstream
 
 
 def test_a_run_with_learned_masks_goes_on_from_a_plain_one_and_back(image_dataset: Path, tmp_path: Path) -> None:

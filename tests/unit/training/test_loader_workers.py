@@ -9,9 +9,9 @@ import pytest
 
 from tests.runs import flags, image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
+from trp_scale.config.loader import load_recipe
 from trp_scale.data.fetch import MicroBatches
 from trp_scale.distributed import environment
-from trp_scale.recipes.loader import load_recipe
 
 CPUS = 2
 

@@ -18,18 +18,18 @@ from tests.synthetic import LENGTH, VOCABULARY, Layout, batch, small_config, tra
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.checks import check
+from trp_scale.config.loader import from_dict, load_recipe
+from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.recipes.arguments import parse
-from trp_scale.recipes.checks import check
-from trp_scale.recipes.loader import from_dict, load_recipe
+from trp_scale.pretraining.base import build_upstream
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.training import micro_size
 from trp_scale.training.micro_size import METHODS, Choice, Need
-from trp_scale.upstreams.base import build_upstream
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from trp_scale.config import RefusedError
+from trp_scale.config.loader import load_recipe
+from trp_scale.config.run_flags import Arguments
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import ALONE
-from trp_scale.recipes.arguments import Arguments
-from trp_scale.recipes.loader import load_recipe
 from trp_scale.training import rundir
 
 CPU = torch.device("cpu")

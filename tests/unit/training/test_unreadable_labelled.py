@@ -13,10 +13,10 @@ from tests.runs import image_flags, lines, pretrain_here
 from tests.synthetic import Layout, small_config, trainer_for
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.index import DataError
 from trp_scale.data.split import downstream_validation
-from trp_scale.observe.incidents import Incidents, read_incidents
+from trp_scale.errors import DataError
 from trp_scale.training.agreement import Agreed
+from trp_scale.training.incidents import Incidents, read_incidents
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from trp_scale.config.schema import Fields, Positive
 from trp_scale.data.binary_index import NAME, BlockNames, OrderBlocks, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.images.maps import (
@@ -39,11 +40,10 @@ from trp_scale.data.images.reader import (
     stored_part,
     write_samples,
 )
-from trp_scale.data.index import DataError, read_fields
+from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.remote.tars import StoredPart
-from trp_scale.documents.fields import Fields, Positive
-from trp_scale.errors import quoted
+from trp_scale.data.stores.tars import StoredPart
+from trp_scale.errors import DataError, quoted
 
 FORMAT = 1
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
-from trp_scale.config.components import find, names
+from trp_scale.config.json_files import read_content
+from trp_scale.config.registry import find, names
+from trp_scale.config.schema import is_plain_name
 from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
-from trp_scale.data.index import DataError
-from trp_scale.documents.fields import is_plain_name
-from trp_scale.documents.json_files import read_content
-from trp_scale.errors import quoted, said_by
+from trp_scale.errors import DataError, quoted, said_by
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.index import DataError
-from trp_scale.errors import said_by
+from trp_scale.errors import DataError, said_by
 
 SIGNATURE = b"\x93NUMPY"
 

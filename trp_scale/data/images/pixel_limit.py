@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trp_scale.data.index import DataError
+from trp_scale.errors import DataError
 
 MOST_PIXELS = 100_000_000
 """Of an image or a map; sharding leaves larger ones out too, unless --max_pixels says otherwise."""

@@ -24,14 +24,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.config.schema import LARGEST
 from trp_scale.data.binary_index import BinaryIndex, IndexWriter, TarColumns, find_index
 from trp_scale.data.blocks import check_members, check_size, covered, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
-from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.tars import StoredPart, TarStore, drop_cached, find_store, reads_parts, tar_descriptor
-from trp_scale.documents.fields import LARGEST
-from trp_scale.errors import quoted, shortened
+from trp_scale.data.index import index_path, read_index, read_index_document
+from trp_scale.data.stores.tars import StoredPart, TarStore, drop_cached, find_store, reads_parts, tar_descriptor
+from trp_scale.errors import DataError, quoted, shortened
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -320,7 +320,7 @@ class CutBlocks(Protocol):
 
 
 def stored_part(table: SampleTable, samples: range) -> StoredPart:
-    """The tar that holds images, or the part of it that the cache holds (data/remote/tars.py: `reads_parts`).
+    """The tar that holds images, or the part of it that the cache holds (data/stores/tars.py: `reads_parts`).
 
     Raises:
         DataError: the index is damaged: they lie outside their tar.

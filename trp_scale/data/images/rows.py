@@ -23,9 +23,9 @@ from trp_scale.data.images.other_formats import decode_other_format, is_other_fo
 from trp_scale.data.images.pixel_limit import jpeg_frame_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
-from trp_scale.data.index import DataError, reason_of
+from trp_scale.data.index import reason_of
 from trp_scale.data.plan import Addresses
-from trp_scale.errors import said_by
+from trp_scale.errors import DataError, said_by
 
 Made = TypeVar("Made")
 

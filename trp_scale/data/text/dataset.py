@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trp_scale.config.schema import Fields, Whole
 from trp_scale.data.blocks import BlockTable, read_blocks
-from trp_scale.data.index import DataError, read_fields
+from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.remote.tars import StoredPart
+from trp_scale.data.stores.tars import StoredPart
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.documents.fields import Fields, Whole
-from trp_scale.errors import quoted
+from trp_scale.errors import DataError, quoted
 
 FORMAT = 1
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers
-from trp_scale.data.index import DataError, reason_of
+from trp_scale.data.index import reason_of
 from trp_scale.data.shard_reader import ShardReader
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS
+from trp_scale.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

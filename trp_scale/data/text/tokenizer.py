@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from trp_scale.data.index import DataError, write_json
-from trp_scale.data.temporary import temporary_beside
-from trp_scale.documents.json_files import read_object
-from trp_scale.errors import said_by
+from trp_scale.config.json_files import read_object
+from trp_scale.data.index import write_json
+from trp_scale.errors import DataError, said_by
+from trp_scale.storage.temporary import temporary_beside
 
 LARGEST = 256 << 20
 """Bytes of tokenizer.json; those of large vocabularies have some 20 MB."""

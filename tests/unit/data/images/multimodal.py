@@ -12,7 +12,7 @@ from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, write_images, write_tar
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 SEMSEG_CLASSES = ["ground", "box", "sky"]
 DESCRIBED: dict[str, dict[str, object]] = {

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from trp_scale.config.loader import read_section
 from trp_scale.data.index import read_index, read_json
-from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
-from trp_scale.preparation.verify import verify_dataset
-from trp_scale.recipes.loader import read_section
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
+from trp_scale.sharding.verify import verify_dataset
 
 WIDTH, HEIGHT = 40, 28
 

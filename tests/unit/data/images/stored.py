@@ -16,7 +16,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import write_json
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
 
 CLASSES = ["ant", "bee", "cat"]
 

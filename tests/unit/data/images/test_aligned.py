@@ -14,10 +14,11 @@ from tests.unit.data.images.multimodal import DESCRIBED, multimodal_config, samp
 from tests.unit.data.images.source_images import class_map, png
 from tests.unit.data.images.stored import write_tar
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
-from trp_scale.preparation.images.display import contact_sheet, is_image_shard, stored_images
-from trp_scale.preparation.verify import verify_dataset
-from trp_scale.upstreams.base import open_sources
+from trp_scale.data.index import index_path, read_index, read_json, write_json
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
+from trp_scale.sharding.images.display import contact_sheet, is_image_shard, stored_images
+from trp_scale.sharding.verify import verify_dataset
 
 SECOND = "semseg-made"
 

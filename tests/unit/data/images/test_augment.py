@@ -14,13 +14,13 @@ from torch import Tensor
 
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix_integer
-from trp_scale.downstream.classification.batch import (
+from trp_scale.finetuning.classification.batch import (
     ImageAugmentation,
     PairMixing,
     borrowed_generators,
     seed_generators,
 )
-from trp_scale.downstream.classification.settings import AugmentationConfig
+from trp_scale.finetuning.classification.settings import AugmentationConfig
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SIZE = 24

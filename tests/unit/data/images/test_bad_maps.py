@@ -20,8 +20,8 @@ from tests.unit.data.images.multimodal import (
 from tests.unit.data.images.source_images import encoded, png
 from tests.unit.data.images.stored import jpeg, write_images
 from trp_scale.config import RefusedError
-from trp_scale.data.index import DataError
-from trp_scale.upstreams.base import open_sources
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 def bad_maps() -> dict[str, dict[str, bytes]]:

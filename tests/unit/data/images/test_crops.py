@@ -14,7 +14,7 @@ from tests.unit.data.images.stored import photograph
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import Cropper, Crops, Jitter, Jitters, crop_words, draw_boxes
-from trp_scale.modalities.semseg import VOID
+from trp_scale.pretraining.modalities.semseg import VOID
 
 STATES = mix(np.arange(20_000, dtype=np.uint64))
 

@@ -15,8 +15,9 @@ from trp_scale.config import RefusedError
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.reader import SampleReader
-from trp_scale.data.index import DataError, read_json, write_json
-from trp_scale.upstreams.base import open_sources
+from trp_scale.data.index import read_json, write_json
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from tests.unit.data.images.stored import config_for, sample, small_images, writ
 from trp_scale.config import RefusedError
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.kept_for_tests import in_common, is_test_set, refuse_shared_images
-from trp_scale.data.index import DataError, read_json
-from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
-from trp_scale.upstreams.base import open_sources
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 
 def shard(output: Path, **settings: object) -> Path:

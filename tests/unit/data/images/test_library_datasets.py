@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.images.source_images import decoded, jpeg, pixels, shard, stored
-from trp_scale.data.index import DataError, read_json
-from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 
 def test_a_dataset_directory_gives_the_bytes_of_its_images(tmp_path: Path) -> None:

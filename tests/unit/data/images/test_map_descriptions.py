@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.images.source_images import HEIGHT, WIDTH, class_folder, class_map, depth_map, jpeg, png, shard
-from trp_scale.data.index import DataError, read_json
-from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
-from trp_scale.preparation.verify import verify_dataset
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
+from trp_scale.sharding.verify import verify_dataset
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from trp_scale.config import PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
 from trp_scale.data.plan import Addresses, row_states
-from trp_scale.upstreams.mae.batch import draw_masks
+from trp_scale.pretraining.mae.batch import draw_masks
 
 STATES = mix(np.arange(12_000, dtype=np.uint64))
 

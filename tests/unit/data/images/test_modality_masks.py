@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trp_scale.data.hashing import mix
-from trp_scale.upstreams.mm_mae.batch import ModalityMasks, draw_shares, share_out
+from trp_scale.pretraining.mm_mae.batch import ModalityMasks, draw_shares, share_out
 
 WORDS = mix(np.arange(10_000, dtype=np.uint64))
 

@@ -17,11 +17,11 @@ from tests.unit.data.images.source_images import encoded, jpeg, pixels
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.pixel_limit import MOST_PIXELS, MOST_SCANS, jpeg_frame_size
 from trp_scale.data.images.rows import decode_image, decode_scaled
-from trp_scale.data.index import DataError
-from trp_scale.downstream.detection.batch import read_image
-from trp_scale.preparation.images.reencode import open_image
-from trp_scale.preparation.images.samples import UnusableError
-from trp_scale.preparation.images.verify import check_decodes
+from trp_scale.errors import DataError
+from trp_scale.finetuning.detection.batch import read_image
+from trp_scale.sharding.images.reencode import open_image
+from trp_scale.sharding.images.samples import UnusableError
+from trp_scale.sharding.images.verify import check_decodes
 
 
 def jpeg_of_size(height: int, width: int) -> bytes:

@@ -12,9 +12,9 @@ from tests.unit.data.images.multimodal import multimodal_config, samples, write_
 from tests.unit.data.images.stored import config_for, write_images
 from tests.unit.data.images.stored import sample as image_sample
 from trp_scale.config import Config
-from trp_scale.modalities.depth import crop_statistics, standardised
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, ImagePatches, patchify
-from trp_scale.upstreams.base import open_sources
+from trp_scale.pretraining.base import open_sources
+from trp_scale.pretraining.modalities.depth import crop_statistics, standardised
 
 
 def bytes_a_row(config: Config) -> dict[str, int]:

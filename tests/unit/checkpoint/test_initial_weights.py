@@ -1,0 +1,169 @@
+"""A run may start from the weights of transformers' and timm's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import BertForPreTraining, GPT2Config, GPT2LMHeadModel
+
+from tests.unit.checkpoint.test_export_images import MAE, write_run
+from tests.unit.models.small_images import GRID, PATCH, config
+from tests.unit.models.vitmae_peer import vitmae
+from tests.unit.pretraining.mae.test_weights import loaded, timm_vit
+from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_weights
+from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.models.initialise import filled, without_content
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.weights import is_encoder, load_given, load_timm, stored_positions
+from trp_scale.pretraining.pos_bert.model import TIED_PARAMETERS, BertForMaskedPositions, bert_config
+
+BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
+
+
+def equal(ours: nn.Module, theirs: nn.Module) -> dict[str, bool]:
+    other = dict(theirs.named_parameters())
+    return {name: torch.equal(parameter, other[name]) for name, parameter in ours.named_parameters()}
+
+
+def made_as_shapes(make: Callable[[], nn.Module], file: Path, load: Load[nn.Module]) -> nn.Module:
+    """The model that takes the file's weights, made as shapes and then filled."""
+
+    def model() -> nn.Module:
+        made = make()
+        load_given_weights(made, str(file), load)
+        return made
+
+    shapes = without_content(model)
+    assert all(parameter.is_meta for parameter in shapes.parameters()), "no rank makes the whole model"
+    whole = model()
+    assert all(equal(whole, filled(shapes, torch.device("cpu"))).values())
+    return whole
+
+
+def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
+    peer = BertForPreTraining(bert_config(BERT, 90))
+    peer.save_pretrained(tmp_path / "bert")
+    given, expected = (BertForMaskedPositions(BERT, vocab_size=90, seed=0) for _ in range(2))
+    expected.load_transformers(peer.state_dict())
+    load_given_weights(given, "", BertForMaskedPositions.load_transformers)
+    assert not all(equal(given, expected).values())
+    load_given_weights(given, str(tmp_path / "bert"), BertForMaskedPositions.load_transformers)
+    assert all(equal(given, expected).values())
+    make = partial(BertForMaskedPositions, BERT, vocab_size=90, seed=0)
+    assert all(equal(made_as_shapes(make, tmp_path / "bert", BertForMaskedPositions.load_transformers), given).values())
+
+
+def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
+    settings = config(tokens="visible")
+    peer = vitmae(settings)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}, tmp_path / "vitmae.safetensors"
+    )
+    given = MaskedAutoencoder(settings)
+    load_given_weights(given, str(tmp_path / "vitmae.safetensors"), load_given)
+    assert all(equal(given, loaded(peer.state_dict(), settings)).values())
+    shapes = made_as_shapes(lambda: MaskedAutoencoder(settings), tmp_path / "vitmae.safetensors", load_given)
+    assert all(equal(shapes, given).values())
+
+
+def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Path) -> None:
+    peer = timm_vit(GRID * PATCH)
+    with torch.no_grad():
+        peer.pos_embed.copy_(stored_positions(GRID, peer.embed_dim))
+    save_file(dict(peer.state_dict()), tmp_path / "model.safetensors")
+    given, expected, seeded = (MaskedAutoencoder(config()) for _ in range(3))
+    load_timm(expected, peer.state_dict())
+    load_given_weights(given, str(tmp_path), load_given)
+    assert all(equal(given, expected).values())
+    assert all(equal(made_as_shapes(lambda: MaskedAutoencoder(config()), tmp_path, load_given), given).values())
+    of_the_seed = equal(given, seeded)
+    assert not of_the_seed["blocks.0.attn.qkv.weight"]
+    assert all(same for name, same in of_the_seed.items() if not is_encoder(name))
+
+
+BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=4, intermediate_size=48, max_positions=32)
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [
+        (
+            lambda: BertForPreTraining(bert_config(BERT_OF_OTHER_SIZE, 90)),
+            r"3 layers of 16 \(48 within\) there, 2 layers of 32 \(64 within\) here; 32 positions "
+            r"there, 16 here; 4 heads there, 2 here; give --model\.layers 3 --model\.hidden_size 16 "
+            r"--model\.intermediate_size 48 --model\.max_positions 32 --model\.heads 4, or other weights",
+        ),
+        (
+            lambda: BertForPreTraining(bert_config(replace(BERT, heads=4), 90)),
+            r"safetensors: 4 heads there, 2 here; give --model\.heads 4, or other weights$",
+        ),
+        (lambda: vitmae(config()), "of a model that reads images, this one reads text; give those of"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_inner=64)),
+            r"of the kind 'gpt2'; allowed: bert, vit_mae, .*; --model.weights_names names every tensor$",
+        ),
+    ],
+    ids=["another size", "other heads", "of images", "another kind"],
+)
+def test_weights_of_another_model_are_told_by_its_sizes(
+    peer: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    peer().save_pretrained(tmp_path)  # type: ignore[operator]
+    model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
+    with pytest.raises(RefusedError, match=message) as refused:
+        give_weights(model, replace(BERT, weights=str(tmp_path)), BertForMaskedPositions.load_transformers)
+    assert len(str(refused.value)) < 500 + len(str(tmp_path))
+    if "heads there, 2 here; give --model.heads 4," in str(refused.value):
+        return  # the tensors are this model's
+    assert "--model.weights_names" in str(refused.value)
+    every = replace(BERT, weights=str(tmp_path), weights_names=True)
+    with pytest.raises(RefusedError) as refused:
+        give_weights(model, every, BertForMaskedPositions.load_transformers)
+    lines = str(refused.value).splitlines()
+    named = {line.split()[0] for line in lines if line.startswith("  ")}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = set(file.keys())
+    own = {name for name, _ in model.named_parameters()}
+    assert named == own ^ (theirs - set(TIED_PARAMETERS))
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_checkpoint_of_another_model_is_told_the_same_way(every: bool, tmp_path: Path) -> None:
+    deeper = replace(MAE, model=replace(MAE.model, layers=3))
+    relative = replace(deeper, vision=replace(deeper.vision, positions="relative"))
+    write_run(tmp_path, relative)
+    with pytest.raises(RefusedError, match=r"not the weights of this model \(unexpected: blocks.0.rel") as refused:
+        asked = replace(deeper.model, weights=str(tmp_path), weights_names=every)
+        give_weights(MaskedAutoencoder(deeper), asked, load_given)
+    first, *others = str(refused.value).splitlines()
+    tables = {f"  {name}" for name, _ in MaskedAutoencoder(relative).named_parameters() if name.endswith(".table")}
+    assert " and 1 more)" in first and len(tables) == 5
+    if every:
+        assert others[0] == "unexpected, 5:" and set(others[1:]) == tables
+    else:
+        assert first.endswith("; --model.weights_names names every tensor") and not others
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    model = MaskedAutoencoder(config())
+    (tmp_path / "weights.bin").write_bytes(b"\x80\x04")
+    (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    (tmp_path / "bert-base-uncased").mkdir()
+    save_file({"blocks.0.norm1.weight": torch.zeros(3)}, tmp_path / "few.safetensors")
+    for name, words in (
+        ("absent", "expected"),
+        ("weights.bin", "nothing is unpickled"),
+        ("broken.safetensors", "broken.safetensors"),
+        ("bert-base-uncased", "names on a hub are not downloaded"),
+        ("few.safetensors", "1 layer of 3 there, 2 layers of 24"),
+    ):
+        with pytest.raises(RefusedError, match=words):
+            load_given_weights(model, str(tmp_path / name), load_given)

@@ -1,0 +1,160 @@
+"""The command line of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config.loader import load_recipe, setting_name
+from trp_scale.config.registry import settings_of
+from trp_scale.config.run_flags import Arguments, parse
+from trp_scale.config.settings import sections
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+
+TINY = ["--recipe", "pos_bert_tiny"]
+
+
+def test_the_recipe_is_the_default_and_flags_change_it() -> None:
+    arguments = parse([*TINY, "--training.steps", "8", "--optimizer.warmup_steps=2", "--balancer.kind", "uniform"])
+    expected = load_recipe("pos_bert_tiny")
+    expected.training.steps, expected.optimizer.warmup_steps = 8, 2
+    expected.balancer = settings_of("balancer", "uniform")
+    assert arguments.config == expected
+    assert (arguments.recipe, arguments.resume, arguments.run_dir) == ("pos_bert_tiny", "auto", None)
+
+
+def test_every_field_can_be_given_as_section_field_value() -> None:
+    values = {int: "7", float: "0.25", str: "words", bool: "true"}
+    argv = list(TINY)
+    for section, settings in sections(PosBertConfig()).items():
+        for field, of in get_type_hints(type(settings)).items():
+            default = getattr(settings, field)
+            if isinstance(default, dict):
+                words = ["verb", "0.5"]
+            else:
+                words = default if isinstance(default, list) else [values.get(of, str(default))]
+            argv += [f"--{section}.{setting_name(field)}", *words]
+    # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these three.
+    argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64", "--logging.profile", "7:7"]
+    config = parse(argv).config
+    assert config.balancer.reference == {"verb": 0.5}
+    assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", "auto", 0.25)
+    assert config.model.layers == config.checkpoint.keep == 7
+
+
+def test_a_path_is_a_recipe_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {path: somewhere}\ntraining: {steps: 5}\n", encoding="utf-8")
+    arguments = parse(["--recipe", str(tmp_path / "mine.yaml")])
+    assert arguments.config.training.steps == 5
+    assert arguments.recipe_name() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [([], True), (["true"], True), (["True"], True), (["false"], False), (["False"], False)],
+)
+def test_switches(given: list[str], value: bool) -> None:
+    arguments = parse([*TINY, "--logging.wandb", *given, "--training.deterministic", *given])
+    assert arguments.config.logging.wandb is value
+    assert arguments.config.training.deterministic is value
+
+
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local_rank", "1"]])
+def test_the_local_rank_that_deepspeed_passes_is_accepted(given: list[str]) -> None:
+    assert parse([*given, *TINY]).config == load_recipe("pos_bert_tiny")
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--balancer.knd", "--balancer.kind"),
+        ("--balncer.alpha", "--balancer.alpha"),
+        ("--training.step", "--training.steps"),
+        ("--run_dirr", "--run_dir"),
+    ],
+)
+def test_a_misspelt_flag_names_the_nearest(flag: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse([*TINY, flag, "3"])
+    assert caught.value.code == 2
+    assert nearest in capsys.readouterr().err
+
+
+def test_a_value_of_the_wrong_type_names_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--training.steps", "many"], ["--balancer.scale", "non"], ["--logging.wandb", "maybe"]):
+        with pytest.raises(SystemExit) as caught:
+            parse([*TINY, *argv])
+        assert caught.value.code == 2
+        assert argv[0] in capsys.readouterr().err
+
+
+def test_ranks_other_than_the_first_are_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        parse([*TINY, "--balancer.knd", "3"])
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "--recipe is missing; allowed: adpe_"),
+        (["--recip", "pos_bert_tiny"], "is --recip meant for it"),
+        (["--recipe", "tiny"], "unknown recipe"),
+        ([*TINY, "--model.heads", "7"], "--model.heads is 7"),
+        ([*TINY, "--engine", "deepspeed"], "--engine deepspeed needs --ds_config"),
+        ([*TINY, "--ds_config", "nowhere.json"], "nowhere.json: there is no such file"),
+        ([*TINY, "--ds_config", __file__, "--engine", "fsdp"], "is for DeepSpeed, but --engine is fsdp"),
+        ([*TINY, "--resume", "nowhere"], "allowed: auto, never, or a path"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(argv: list[str], expected: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        parse(argv)
+    assert expected in str(caught.value)
+
+
+def test_the_engine_follows_from_the_flags_and_the_world() -> None:
+    assert Arguments().engine_for(1) == "plain"
+    assert Arguments().engine_for(2) == "ddp"
+    large = PosBertConfig(model=TextModelConfig(layers=24, hidden_size=2048, intermediate_size=8192))
+    assert large.model.block_parameters == 24 * (4 + 8) * 2048**2 > 10**9
+    assert Arguments(config=large).engine_for(1) == "plain"
+    assert Arguments(config=large).engine_for(2) == "fsdp"
+    assert Arguments(ds_config=Path("x.json")).engine_for(1) == "deepspeed"
+    assert Arguments(engine="fsdp").engine_for(1) == "fsdp"
+    with pytest.raises(RefusedError, match="--engine plain is for one process, this run has 2"):
+        Arguments(engine="plain").engine_for(2)
+
+
+def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse([*TINY, "--help-all"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name, section in sections(PosBertConfig()).items():
+        for field in dataclasses.fields(section):
+            assert f"--{name}.{setting_name(field.name)} " in text
+    assert "--hooks " in text and "--modules" not in text
+    words = " ".join(text.replace("│", " ").split())
+    steps = load_recipe("pos_bert_tiny").training.steps
+    assert f"Optimizer steps in all. (default: {steps})" in words
+    assert "--run_dir DIR Directory for everything the run leaves behind" in words
+
+
+def test_reading_the_command_line_does_not_import_torch_or_deepspeed() -> None:
+    code = (
+        "import sys; from trp_scale.config.run_flags import parse; parse(['--recipe', 'pos_bert_tiny']); "
+        "print(sorted({'torch', 'deepspeed', 'transformers', 'wandb'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

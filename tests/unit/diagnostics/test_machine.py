@@ -1,0 +1,196 @@
+"""What `trp-scale doctor` finds on one host: each wrong thing is named with what to change."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trp_scale.cli import main as cli
+from trp_scale.diagnostics import machine as doctor
+from trp_scale.diagnostics.machine import Finding
+from trp_scale.distributed.groups import ALONE
+from trp_scale.distributed.launchers import RankInfo
+
+FOUR = RankInfo(world=4, local_world=4, launcher="torchrun")
+
+
+def only(findings: Iterable[Finding], check: str) -> Finding:
+    (found,) = [each for each in findings if each.check == check]
+    return found
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, prints: str, status: int = 0, visible: int = 0) -> None:
+    """A driver that tells this of its GPUs, of which torch sees some."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\nexit {status}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+
+
+def test_without_gpus_it_says_that_ranks_compute_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = only(doctor._driver(RankInfo()), "gpus")
+    assert (found.state, found.found) == (
+        "ok",
+        "none: ranks compute on CPUs (nvidia-smi is not installed)",
+    )
+
+
+def test_gpus_are_told_with_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"{index}, NVIDIA A100-SXM4-80GB, 580.65, 81920, 4, [N/A]" for index in range(4)]
+    nvidia_smi(tmp_path, monkeypatch, "\n".join(rows), visible=4)
+    (found,) = doctor._driver(FOUR)
+    assert found.state == "ok"
+    assert found.found.startswith("4 (NVIDIA A100-SXM4-80GB, driver 580.65), 4 of them for torch")
+
+
+def test_gpus_that_idle_are_in_use_or_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = "0, NVIDIA H100, 580.65, 81559, 60000, 0\n1, NVIDIA H100, 580.65, 81559, 4, 3"
+    nvidia_smi(tmp_path, monkeypatch, f"{busy}\n" * 4, visible=8)
+    found = [*doctor._driver(FOUR)]
+    assert [(each.check, each.state) for each in found[:3]] == [
+        ("gpus", "warning"),
+        ("gpu memory", "warning"),
+        ("gpu errors", "wrong"),
+    ]
+    assert "for 4 ranks" in found[0].found and "start 8 ranks a host" in found[0].change
+    assert "GPU 0 has 60000 of 81559 MiB in use" in found[1].found and "end it, or take other GPUs" in found[1].change
+    assert "GPU 1 has had 3 memory errors" in found[2].found
+
+
+def test_gpus_that_torch_does_not_see_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA A100, 470.1, 40960, 0, 0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hidden = only(doctor._driver(RankInfo()), "gpus")
+    assert hidden.state == "wrong" and hidden.change == "set CUDA_VISIBLE_DEVICES to the GPUs' numbers"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "install a driver that knows it" in only(doctor._driver(RankInfo()), "gpus").change
+
+
+def test_a_driver_that_does_not_answer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, "Unable to determine the device handle for GPU 3", status=15)
+    found = only(doctor._driver(RankInfo()), "gpus")
+    assert (found.state, found.found) == (
+        "wrong",
+        "nvidia-smi ended with 15: Unable to determine the device handle for GPU 3",
+    )
+
+
+def test_small_limits_are_told_with_the_command_that_raises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    infinite = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_NOFILE: (1024, 2048), resource.RLIMIT_NPROC: (100, infinite)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (infinite, infinite)))
+    files, processes = doctor._limits()
+    assert (files.state, files.found) == ("warning", "1024 open files a process")
+    assert files.change.startswith("ulimit -n 2048; the hard limit is 2048: raise nofile")
+    assert (processes.state, processes.found) == ("warning", "100 processes and threads")
+    limits.clear()
+    (files,) = doctor._limits()
+    assert (files.state, files.found) == ("ok", "unlimited open files a process")
+
+
+def test_shared_memory_is_a_gibibyte_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 30))
+    assert doctor._shared_memory(RankInfo(), tmp_path).state == "ok"
+    small = doctor._shared_memory(FOUR, tmp_path)
+    assert small.state == "warning" and "--shm-size" in small.change and "2.0 GiB free" in small.found
+    monkeypatch.undo()
+    assert doctor._shared_memory(FOUR, tmp_path / "none").state == "wrong"
+
+
+def test_ports_of_the_rendezvous_that_connections_may_take_are_told(tmp_path: Path) -> None:
+    listed = tmp_path / "range"
+    for text, state in (("32768\t60999\n", "ok"), ("1024\t65535\n", "warning")):
+        listed.write_text(text, encoding="utf-8")
+        (found,) = doctor._ports(listed)
+        assert found.state == state
+    assert "sysctl net.ipv4.ip_local_port_range" in found.change and "1024 to 65535" in found.found
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "known"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", True),
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib9", False),
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=ib0", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "ens", False),
+    ],
+)
+def test_an_interface_that_is_not_there_is_wrong(
+    variable: str, value: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lambda name: "10.0.0.7")
+    monkeypatch.setenv(variable, value)
+    states = {each.state: each for each in doctor._interfaces(ALONE)}
+    assert ("wrong" not in states) == known
+    if not known:
+        assert states["wrong"].found == f"{variable} is {value}, and the interfaces are lo, eth0, ib0"
+
+
+def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", unknown)
+    (found,) = doctor._interfaces(ALONE)
+    assert found.state == "warning" and "has no address" in found.found and "GLOO_SOCKET_IFNAME" in found.change
+
+
+def test_the_command_prints_lines_or_json_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["doctor", "--storage", str(tmp_path), "--mebibytes", "1"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    for check in ("gpus", "limits", "versions", "clock", "compute", "all-reduce", "storage"):
+        assert f" {check} " in printed
+    assert printed.rstrip().endswith(", 0 wrong")
+    assert not [*tmp_path.iterdir()]
+    assert cli.main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ranks"], told["launcher"], told["device"]) == (1, "single", "cpu")
+    assert {each["state"] for each in told["findings"]} <= {"ok", "warning"}
+    assert [each["check"] for each in told["findings"]].count("storage") == 1
+
+
+def test_storage_that_is_not_there_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--storage", str(tmp_path / "none")]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "wrong storage" in printed and "No such file or directory" in printed
+    assert "to do: give a directory that all hosts share" in printed
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--mebibytes", "0"), ("--timeout_minutes", "0")])
+def test_a_size_or_time_of_nothing_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", flag, value]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag} is 0")
+
+
+@pytest.mark.exhaustive  # tests/unit/cli/test_main.py: rank 0 speaks
+def test_two_ranks_under_torchrun_print_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = Path(__file__).parents[3] / "launch" / "doctor.py"
+    done = subprocess.run(
+        [*command, str(script), "--json", "--mebibytes", "1"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["ranks"], told["launcher"]) == (2, "torchrun")
+    assert "over gloo on 2 ranks of 1 host(s), 1 MiB" in next(
+        each["found"] for each in told["findings"] if each["check"] == "all-reduce"
+    )

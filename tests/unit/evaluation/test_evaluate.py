@@ -1,0 +1,213 @@
+"""`trp-scale evaluate`: fine-tuned runs measured again, and on other data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.runs import image_flags, pretrain_here
+from tests.unit.data.images.stored import jpeg, photograph, sample, write_images
+from tests.unit.finetuning.test_finetune import tuning_flags
+from trp_scale.checkpoint.document import read_document
+from trp_scale.cli import main as cli
+from trp_scale.reporting.results import read_results
+
+
+def reddish(number: int, **members: bytes) -> dict[str, str | bytes]:
+    """Image `number`, of class `number` modulo 3: random colours, more or less red after its class."""
+    image = np.asarray(photograph(16, 16, number)).astype(np.int64)
+    image[:, :, 0] = (image[:, :, 0] + 120 * (number % 3)) // 2
+    return sample(number, 16, 16, **{"jpg": jpeg(Image.fromarray(image.clip(0, 255).astype(np.uint8))), **members})
+
+
+def tuned_run(directory: Path, *more: str, seeds: int = 1) -> Path:
+    """Classifiers of ant, bee and cat, which they learn in part; their training data lies in directory/data."""
+    data = write_images(directory / "data", [[reddish(number) for number in range(90)]])
+    flags = tuning_flags(
+        data,
+        directory / "run",
+        "scratch",
+        seeds=seeds,
+        crops__size=16,
+        vision__patch_size=4,
+        downstream__epochs=10,
+        optimizer__lr=0.003,
+        augmentation__measured="whole",
+        data__validation_fraction=0.4,
+    )
+    assert cli.main(["finetune", *flags, *more]) == 0
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned_run(tmp_path_factory.mktemp("tuned"), seeds=2)
+
+
+def images(directory: Path, numbers: range, **changes: object) -> Path:
+    return write_images(directory, [[reddish(number) for number in numbers]], changes=changes)
+
+
+def test_a_run_measured_again_gives_what_it_gave(tuned: Path) -> None:
+    assert cli.main(["evaluate", "--run", str(tuned), "--micro_size", "7"]) == 0
+    again, first = read_results(tuned / "evaluations" / "own"), read_results(tuned)
+    assert again.tasks[0].metrics == first.tasks[0].metrics
+    assert again.tasks[0].detail == first.tasks[0].detail
+    assert sum(found["images"] for found in first.tasks[0].detail[0]["classes"].values()) > 20
+    assert (again.recipe, again.encoder, again.tasks[0].seeds) == (first.recipe, "scratch", [0, 1])
+
+
+def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of five training images are cats, three of four measured ones are ants. The figure stays where the training
+    images are gone."""
+    train = [reddish(number, cls=b"0" if number % 5 == 0 else b"2") for number in range(40)]
+    data = write_images(tmp_path / "data", [train])
+    test = write_images(
+        tmp_path / "test", [[reddish(number, cls=b"2" if number % 4 == 0 else b"0") for number in range(100, 108)]]
+    )
+    flags = tuning_flags(data, tmp_path / "run", "scratch", crops__size=16, vision__patch_size=4, downstream__epochs=1)
+    assert cli.main(["finetune", *flags, "--downstream.test_path", str(test)]) == 0
+    assert read_results(tmp_path / "run").tasks[0].metrics["constant_accuracy"] == [0.25]
+    printed = capsys.readouterr().out
+    assert "constant" in next(line for line in printed.splitlines() if "metric" in line) and "0.2500" in printed
+    shutil.rmtree(data)
+    assert cli.main(["evaluate", "--run", str(tmp_path / "run"), "--data", str(test)]) == 0
+    (task,) = read_results(tmp_path / "run" / "evaluations" / "test").tasks
+    assert task.metrics["constant_accuracy"] == [0.25]
+
+
+def test_one_seed_alone(tuned: Path, tmp_path: Path) -> None:
+    one = tuned / "classification" / "seed_1"
+    assert cli.main(["evaluate", "--run", str(one), "--output", str(tmp_path)]) == 0
+    (task,) = read_results(tmp_path).tasks
+    assert task.seeds == [1] and task.values == read_results(tuned).tasks[0].values[1:]
+
+
+def test_the_average_of_the_weights_is_measured_in_their_place(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that measures its average itself says what is expected; the average has hardly left the first weights."""
+    averaging = ("--hooks", "weight_average", "--weight_average.decay", "0.999", "--weight_average.warmup", "false")
+    run = tuned_run(tmp_path, *averaging, "--weight_average.validate", "true")
+    for flags in ((), ("--weights", "average")):
+        assert cli.main(["evaluate", "--run", str(run), *flags]) == 0
+    (last,), (average,) = (read_results(run / "evaluations" / name).tasks for name in ("own", "own-average"))
+    assert average.metrics == read_results(run).tasks[0].metrics and average.mean < last.mean
+    assert cli.main(["evaluate", "--run", str(tuned), "--weights", "average"]) == 2
+    assert "holds no average of the weights, its run had no hook weight_average" in capsys.readouterr().err
+
+
+def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_path: Path) -> None:
+    """The training data is moved away and what was pre-trained is not looked for."""
+    moved = tmp_path / "moved"
+    shutil.copytree(tuned.parent, moved)
+    data = images(tmp_path / "test", range(100, 141))
+    assert cli.main(["evaluate", "--run", str(moved / "run"), "--data", str(data)]) == 0
+    with_training_data = read_results(moved / "run" / "evaluations" / "test").tasks
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        assert cli.main(["evaluate", "--run", str(tuned), "--data", str(data)]) == 0
+    finally:
+        (tmp_path / "away").rename(tuned.parent / "data")
+    (task,) = read_results(tuned / "evaluations" / "test").tasks
+    assert task.split == "test" and task.metrics == with_training_data[0].metrics
+    assert sum(found["images"] for found in task.detail[0]["classes"].values()) == 41
+
+
+def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrained = tmp_path / "pretrained"
+    assert (
+        pretrain_here(
+            image_flags(
+                "mlo_mae_tiny",
+                tuned.parent / "data",
+                pretrained,
+                multilevel__kind="none",
+                training__steps=1,
+                crops__size=16,
+                vision__patch_size=4,
+            )
+        )
+        == 0
+    )
+    renamed = images(tmp_path / "renamed", range(20), classes=["ant", "cat", "bee"])
+    fewer = write_images(
+        tmp_path / "fewer", [[sample(number, 16, 16, cls=b"0") for number in range(9)]], changes={"classes": ["ant"]}
+    )
+    (tmp_path / "empty").mkdir()
+    run = ["--run", str(tuned)]
+    for flags, message in (
+        ([], "--run is missing"),
+        (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
+        (["--run", str(tmp_path / "empty")], "no trained run is there"),
+        (["--run", str(pretrained), "--robustness", f"a={fewer}"], "--robustness is for fine-tuned runs"),
+        ([*run, "--output", __file__], "is a file; allowed: a directory"),
+        ([*run, "--predictions", __file__], "is a file; allowed: a directory"),
+        ([*run, "--rows", "3"], "--rows 3 is for runs of pre-training"),
+        ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
+        ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),
+        ([*run, "--robustness", f"b={fewer}"], "there is no ImageNet-B"),
+    ):
+        assert cli.main(["evaluate", *flags]) == 2
+        assert message in capsys.readouterr().err
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        for data in (renamed, fewer):
+            assert cli.main(["evaluate", *run, "--data", str(data)]) == 2
+            assert "the model's are 3 (ant, bee, cat)" in capsys.readouterr().err
+    finally:
+        (tmp_path / "away").rename(tuned.parent / "data")
+
+
+def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path is the same; the figures of before stay."""
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        images(tuned.parent / "data", range(200, 290))
+        new = ["--output", str(tmp_path / "new" / "own"), "--predictions", str(tmp_path / "new" / "own" / "said")]
+        assert cli.main(["evaluate", "--run", str(tuned), *new]) == 2
+        said = capsys.readouterr().err
+        assert f"the data at {tuned.parent / 'data'} is not what the run has learned from" in said
+        assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"
+        shutil.rmtree(tuned.parent / "data")
+        (tuned.parent / "data").mkdir()  # something else lies where the run has learned from
+        other = images(tmp_path / "test", range(100, 120))
+        assert cli.main(["evaluate", "--run", str(tuned), "--data", str(other), "--output", str(tmp_path / "o")]) == 0
+        (tuned.parent / "data").rmdir()
+    finally:
+        shutil.rmtree(tuned.parent / "data", ignore_errors=True)
+        (tmp_path / "away").rename(tuned.parent / "data")
+
+
+def test_images_that_were_learned_from_are_noted(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = images(tmp_path / "seen", range(80, 100))
+    assert cli.main(["evaluate", "--run", str(tuned), "--data", str(seen), "--output", str(tmp_path / "out")]) == 0
+    assert f"note: 10 images of {seen} are among those that" in capsys.readouterr().out
+
+
+def test_a_seed_that_was_refused_is_passed_over(tuned: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run)
+    (run / "other" / "seed_0").mkdir(parents=True)
+    assert cli.main(["evaluate", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert [task.task for task in read_results(tmp_path / "out").tasks] == ["classification"]
+
+
+def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
+    (checkpoint,) = one.glob("checkpoints/*")
+    document = read_document(checkpoint)
+    document.config["training"]["steps"] *= 10
+    document.write(checkpoint)
+    assert cli.main(["evaluate", "--run", str(one)]) == 2
+    assert "repeat the command that began it" in capsys.readouterr().err

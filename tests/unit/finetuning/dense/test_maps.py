@@ -1,0 +1,207 @@
+"""Batches of images with one map, and what data is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.unit.data.images.stored import photograph
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.images.dataset import ImageMeta
+from trp_scale.data.images.rows import DecodedSample
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.plan import Addresses, HeldOutPlan
+from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, WindowCutter, _joined
+from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.finetuning.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
+from trp_scale.finetuning.dense.task import DenseData, DenseMaps, joined, open_dense, predict_whole
+from trp_scale.pretraining.modalities.semseg import VOID
+
+SIZE = 24
+
+
+def settings(kind: type[DenseMaps] = SegmentationMaps, **changes: object) -> DenseTaskConfig:
+    config = SegmentationTaskConfig() if kind is SegmentationMaps else DepthTaskConfig()
+    config.crops.size = SIZE
+    for name, value in changes.items():
+        setattr(config.dense, name, value)
+    return config
+
+
+def addresses(data: DenseData, config: DenseTaskConfig, path: Path, count: int) -> Addresses:
+    rows = data.rows(config, whole=True)
+    everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in rows.blocks]
+    return HeldOutPlan(members=rows.members(parse_paths(str(path)), everything)).locate(np.arange(count))
+
+
+def opened(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[DenseTaskConfig, DenseData]:
+    config = settings(kind, **changes)
+    return config, open_dense(config, parse_paths(str(path)), kind)
+
+
+def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset: Path) -> None:
+    config, data = opened(image_dataset, SegmentationMaps, ignored=[1, 4])
+    assert isinstance(data.maps, SegmentationMaps)
+    all_config, all_data = opened(image_dataset, SegmentationMaps)
+    names = all_data.maps.all_classes
+    assert names is not None and data.maps.classes == tuple(n for i, n in enumerate(names) if i not in (1, 4))
+    where = addresses(data, config, image_dataset, 6)
+    new = WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_semseg"]
+    old = WholeBatchBuilder(all_config, all_data.datasets, all_data.meta, all_data.maps).build(where, 0)["whole_semseg"]
+    ignored = (old == 1) | (old == 4)
+    assert ignored.any() and ((new == VOID) == ignored).all()
+    assert [data.maps.classes[i] for i in new[~ignored].tolist()] == [names[i] for i in old[~ignored].tolist()]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", [SegmentationMaps, DepthMaps])
+def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[DenseMaps], whole: bool) -> None:
+    config, data = opened(image_dataset, kind)
+    count = data.meta.rows
+    batch = data.rows(config, whole=whole).builder.build(addresses(data, config, image_dataset, count + 2), 0)
+    assert batch["row_weights"][count:].tolist() == [0.0, 0.0] and batch["row_weights"][:count].all()
+    empty = VOID if kind is SegmentationMaps else 0
+    fields = [kind.name, f"whole_{kind.name}"] if whole else [kind.name]
+    for field in fields:
+        assert (batch[field][count:] == empty).all() and (batch[field][:count] != empty).any()
+    if whole:
+        assert batch["window_counts"][count:].tolist() == [1, 1], "every row has a window: passes are never empty"
+
+
+def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
+    config, data = opened(image_dataset, DepthMaps)
+    where = addresses(data, config, image_dataset, 8)
+    builder = WholeBatchBuilder(config, data.datasets, data.meta, data.maps)
+    whole = builder.build(where, 0)["whole_depth"]
+    stored = builder._rows.read(where).samples[3]
+    assert stored is not None and torch.equal(
+        whole[3], torch.from_numpy(stored.maps["depth"].astype(np.float32) * np.float32(0.001))
+    )
+    middle = float(whole.median())
+    near, far = opened(image_dataset, DepthMaps, max_depth=middle), opened(image_dataset, DepthMaps, min_depth=middle)
+    parts = [
+        WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_depth"]
+        for config, data in (near, far)
+    ]
+    assert float(parts[0].max()) <= middle and float(parts[1][parts[1] > 0].min()) >= middle
+    assert (parts[0] > 0).sum() + (parts[1] > 0).sum() >= (whole > 0).sum()
+    assert isinstance(data.maps, DepthMaps) and data.maps.metric and not data.maps.nearer
+
+
+def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(image_dataset, copy)
+    document = json.loads((copy / "dataset.json").read_text())
+    document["modalities"]["depth"]["scale"] = 0.002
+    (copy / "dataset.json").write_text(json.dumps(document))
+    config = settings(DepthMaps)
+    maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), DepthMaps).maps
+    stored = DecodedSample(
+        image=torch.zeros(3, 2, 2), size=(2, 2), maps={"depth": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
+    )
+    assert maps.read(stored, 0).tolist() == [[0, 1], [2, 0.5]]
+    assert maps.read(stored, 1).tolist() == [[0, 2], [4, 1]]
+
+
+def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
+    config, data = opened(image_dataset, SegmentationMaps)
+    builder = JitteredBatchBuilder(config, data.datasets, data.meta, data.maps)
+    where = addresses(data, config, image_dataset, 6)
+    one = Addresses(**{name: getattr(where, name)[4:5] for name in vars(where)})
+    together, alone = builder.build(where, 0), builder.build(one, 4)
+    for name in ("images", "semseg"):
+        assert torch.equal(together[name][4], alone[name][0])
+    assert len(together["semseg"].unique()) > 2
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 24), (30, 71), (200, 40), (13, 17)])
+def test_windows_cover_the_scaled_image(height: int, width: int) -> None:
+    image = torch.from_numpy(np.asarray(photograph(height, width)).copy()).permute(2, 0, 1)
+    cutter = WindowCutter(settings().crops, settings().dense)
+    windows = cutter.cut(image)
+    assert min(windows.scaled) == SIZE
+    assert abs(windows.scaled[0] * width - windows.scaled[1] * height) <= max(height, width), "the shape is kept"
+    whole = joined(windows.images.double(), windows.corners.tolist(), windows.scaled)
+    assert not whole.isnan().any(), "a pixel that no window shows"
+    again = torch.stack([whole[:, t : t + SIZE, x : x + SIZE] for t, x in windows.corners.tolist()])
+    assert torch.equal(again, windows.images.double()), "each window lies where it was cut"
+    steps = np.diff(np.unique(windows.corners.max(axis=1)))
+    assert (steps <= SIZE * 2 / 3).all(), "neighbours overlap by a third or more"
+    squashed = WindowCutter(settings().crops, settings(measured="squashed").dense).cut(image)
+    assert squashed.scaled == (SIZE, SIZE) and squashed.images.shape == (1, 3, SIZE, SIZE)
+
+
+def test_a_prediction_is_at_the_place_and_size_of_its_label(image_dataset: Path) -> None:
+    config, data = opened(image_dataset, SegmentationMaps)
+    batch = data.rows(config, whole=True).builder.build(addresses(data, config, image_dataset, 3), 0)
+    seen = []
+
+    def forward(pixels: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(len(pixels))
+        return [pixels]
+
+    found = list(predict_whole(forward, lambda images: images.float(), batch))  # type: ignore[arg-type]
+    assert seen == [int(batch["window_counts"].sum())], "one pass for all windows, as sharded engines need"
+    for row, prediction in enumerate(found):
+        assert prediction.shape == (3, *batch["sizes"][row].tolist())
+        expected = F.interpolate(batch["images"][row : row + 1].float(), size=prediction.shape[1:], mode="bilinear")[0]
+        assert torch.equal(prediction, expected), "scenes are square: their one window is the squashed image"
+
+
+@pytest.mark.parametrize("measured", ["windows", "squashed"])
+def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None:
+    """Three in one batch, wide, tall and square, by a model that gives back what it sees."""
+    cutter = WindowCutter(settings().crops, settings(measured=measured).dense)
+    images = [torch.from_numpy(np.array(photograph(*size))).permute(2, 0, 1) for size in ((30, 71), (90, 40), (24, 24))]
+    fields = _joined([cutter.cut(image) for image in images])
+    fields["sizes"] = torch.tensor([image.shape[1:] for image in images])
+    batch = Batch(fields=fields, keys=torch.arange(3), start=0)
+    found = list(predict_whole(lambda pixels: [pixels], lambda pixels: pixels.float(), batch))  # type: ignore[arg-type]
+    for image, prediction in zip(images, found, strict=True):
+        assert prediction.shape == image.shape
+        coarse = [F.avg_pool2d(each[None].float(), 10, ceil_mode=True) for each in (image, prediction)]
+        assert (coarse[0] - coarse[1]).abs().max() < 12, "resized twice, and otherwise in place"
+
+
+def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
+    """Whatever its shape, and also where its windows are measured."""
+    image = torch.from_numpy(np.array(photograph(30, 71))).permute(2, 0, 1)
+    numbers = (np.arange(71) * 2 // 71).astype(np.uint8)[None].repeat(30, axis=0)
+    sample = DecodedSample(image=image, size=(image.shape[1], image.shape[2]), maps={"semseg": numbers}, label=-1)
+    maps = SegmentationMaps(["left", "right"], [])
+    meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
+    shown = WholeBatchBuilder(settings(), [], meta, maps)._show(sample, 0)
+    assert len(shown.windows.images) > 1
+    expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
+    assert (shown.squashed.float() - expected).abs().max() < 2
+    assert shown.map.shape == (30, 71)
+
+
+def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(RefusedError, match=r"not shards yet.*trp-scale shard-images.*semseg=MAPS"):
+        opened(folder, SegmentationMaps)
+    with pytest.raises(RefusedError, match=r"--dense.ignored 10: .* classes 0 to 9"):
+        opened(image_dataset, SegmentationMaps, ignored=[10])
+    with pytest.raises(RefusedError, match="1 class is left"):
+        opened(image_dataset, SegmentationMaps, ignored=list(range(1, 10)))
+    copy = tmp_path / "copy"
+    shutil.copytree(image_dataset, copy)
+    document = json.loads((copy / "dataset.json").read_text())
+    del document["modalities"]["depth"]
+    document["suffixes"].remove("depth.png")
+    (copy / "dataset.json").write_text(json.dumps(document))
+    with pytest.raises(RefusedError, match=r"needs depth maps; make them: .*depth=MAPS"):
+        opened(copy, DepthMaps)
+    document["modalities"]["semseg"]["classes"] = None
+    (copy / "dataset.json").write_text(json.dumps(document))
+    with pytest.raises(RefusedError, match=r"copy/dataset\.json has no list of its classes; .* --semseg\.classes"):
+        opened(copy, SegmentationMaps)

@@ -1,0 +1,223 @@
+"""Fine-tuning on pixels from the command line: it learns, resumes exactly, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.grids import always
+from tests.runs import lines
+from trp_scale.api import shard_images
+from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.cli import main as cli
+from trp_scale.config import RefusedError
+from trp_scale.config.loader import load_recipe
+from trp_scale.distributed.groups import ALONE
+from trp_scale.finetuning.arguments import parse_finetune
+from trp_scale.finetuning.dense.depth import DepthTask
+from trp_scale.finetuning.dense.settings import DepthTaskConfig
+from trp_scale.reporting.results import read_results
+
+SMALL: dict[str, Any] = {
+    "model.layers": 2,
+    "model.hidden_size": 32,
+    "model.heads": 2,
+    "model.intermediate_size": 64,
+    "crops.size": 32,
+    "batch.global_size": 16,
+    "batch.micro_size": 16,
+    "data.workers": 0,
+    "data.validation_fraction": 0.2,
+    "logging.every": 1,
+    "dense.width": 16,
+}
+
+
+LEARNING: dict[str, Any] = {
+    "downstream__epochs": 8,
+    "downstream__drop_path": 0.0,
+    "dense__min_scale": 1.0,
+    "dense__max_scale": 1.0,
+    "batch__global_size": 8,
+    "batch__micro_size": 8,
+    "optimizer__lr": 1e-2,
+    "optimizer__layer_decay": 1.0,
+}
+"""Fast on a hundred scenes."""
+
+
+def flags(kind: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """A small run; `changes` with "__" for the dot."""
+    values = {**SMALL, "data.path": dataset, "run_dir": run_dir, "from": "scratch"}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    words = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return ["--recipe", f"{kind}_tiny", *words]
+
+
+def metrics_of(run_dir: Path) -> dict[str, float]:
+    (task,) = read_results(run_dir).tasks
+    return {name: values[0] for name, values in task.metrics.items()}
+
+
+def test_segmentation_learns_more_than_the_most_frequent_class(image_dataset: Path, tmp_path: Path) -> None:
+    assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / "run", **LEARNING)]) == 0
+    found = metrics_of(tmp_path / "run")
+    assert found["mean_iou"] > 2 * found["constant_mean_iou"]
+    (task,) = read_results(tmp_path / "run").tasks
+    assert set(task.detail[0]["iou"]) >= {"wall", "ground", "sphere"}
+    flops = {line["model_flops"] for line in lines(tmp_path / "run" / "segmentation" / "seed_0")}
+    assert len(flops) == 1 and flops.pop() > 1e8, "8 images of 16 patches, encoder and head"
+
+
+@pytest.mark.exhaustive
+def test_depth_learns_more_than_its_mean(image_dataset: Path, tmp_path: Path) -> None:
+    assert (
+        cli.main(
+            ["finetune", *flags("depth", image_dataset, tmp_path / "run", **{**LEARNING, "downstream__epochs": 4})]
+        )
+        == 0
+    )
+    found = metrics_of(tmp_path / "run")
+    assert found["delta_1"] > found["constant_delta_1"] + 0.1
+
+
+@pytest.mark.parametrize("kind", always(["segmentation", "depth"], "segmentation"))
+def test_a_stopped_run_goes_on_to_the_same_weights(image_dataset: Path, tmp_path: Path, kind: str) -> None:
+    changes = {"downstream__epochs": 0, "training__steps": 4, "checkpoint__every": 2, "validation__every": 4}
+    for name in ("whole", "stopped"):
+        assert cli.main(["finetune", *flags(kind, image_dataset, tmp_path / name, **changes)]) == 0
+    whole, stopped = (tmp_path / name / kind / "seed_0" for name in ("whole", "stopped"))
+    (stopped / "result.json").unlink()
+    last = checkpoint_path(stopped, 4)
+    for file in sorted(last.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    last.rmdir()
+    assert cli.main(["finetune", *flags(kind, image_dataset, tmp_path / "stopped", **changes)]) == 0
+    weights, again = (read_full_state(checkpoint_path(run, 4)) for run in (whole, stopped))
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "stopped")
+    losses = [line["tasks"][kind]["loss"] for line in lines(whole) if "grad_norm" in line]
+    assert len(losses) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("segmentation", {"dense__head": "dpt"}, "--dense.head is dpt, allowed for segmentation"),
+        ("segmentation", {"dense__auxiliary_weight": 0.4}, "--dense.auxiliary_weight is 0.4, allowed: 0 with"),
+        ("segmentation", {"dense__max_scale": 0.2}, "--dense.min_scale is 0.5 and --dense.max_scale 0.2"),
+        ("segmentation", {"dense__overlap": 1.0}, "--dense.overlap is 1.0, allowed: from 0 to at most 0.9"),
+        ("depth", {"dense__width": 12}, "--dense.width is 12, allowed: 0"),
+        ("depth", {"dense__max_depth": 1e-4}, "--dense.max_depth is 0.0001, allowed: more than --dense.min_depth"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_their_flag(
+    image_dataset: Path, tmp_path: Path, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        parse_finetune(flags(kind, image_dataset, tmp_path / "x", **changes))
+    assert message in str(caught.value)
+
+
+def relabelled(dataset: Path, directory: Path, **depth: Any) -> Path:
+    """A copy whose dataset.json says something else of its depth maps."""
+    shutil.copytree(dataset, directory)
+    document = json.loads((directory / "dataset.json").read_text())
+    document["modalities"]["depth"].update(depth)
+    (directory / "dataset.json").write_text(json.dumps(document))
+    return directory
+
+
+def test_depth_without_metres_and_inverse_depth(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    relative = relabelled(image_dataset, tmp_path / "relative", scale=None)
+    nearer = relabelled(image_dataset, tmp_path / "nearer", scale=None, larger_is="nearer")
+    short = {"downstream__epochs": 0, "training__steps": 1, "dense__head": "linear"}
+    aligned = {**short, "dense__alignment": "scale_shift"}
+    for data, changes, message in (
+        (relative, short, "allowed: --dense.alignment scale_shift, or shard again with --depth.scale"),
+        (nearer, aligned, "larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric"),
+        (image_dataset, {**short, "downstream__test_path": relative}, f"{relative}: its depth maps have no metres"),
+        (image_dataset, {**aligned, "downstream__test_path": nearer}, "allowed: maps of one direction"),
+        (f"a:1={image_dataset},b:1={relative}", aligned, f"{relative}: its depth maps have no metres"),
+    ):
+        assert cli.main(["finetune", *flags("depth", data, tmp_path / "refused", **changes)]) == 2
+        assert message in capsys.readouterr().err
+    means = {}
+    for name, data, target in (
+        ("metric", relative, "metric"),
+        ("inverse", image_dataset, "inverse"),
+        ("n", nearer, "inverse"),
+    ):
+        run_dir = tmp_path / f"run_{name}"
+        assert cli.main(["finetune", *flags("depth", data, run_dir, **aligned, dense__target=target)]) == 0
+        assert 0 < metrics_of(run_dir)["delta_1"] <= 1
+        config = load_recipe(run_dir / "depth" / "seed_0" / "config.yaml")
+        assert isinstance(config, DepthTaskConfig) and config.dense.depth_deviation > 0
+        means[name] = config.dense.depth_mean
+    assert means["metric"] == pytest.approx(means["n"]), "maps whose larger numbers are nearer are learned as they are"
+    metres = means["metric"] * 65535 * 0.001
+    assert 1 < metres < 20 and 1 / metres < means["inverse"], "the mean of 1 / depth is above 1 / the mean"
+
+
+def test_depth_is_standardised_by_training_maps_alone(image_dataset: Path, tmp_path: Path) -> None:
+    """Of 0.5 held out: crops as large as the scenes and jitter of 1 show whole maps."""
+    size = int(json.loads((image_dataset / "dataset.json").read_text())["settings"]["size"])
+    changes = {"data__validation_fraction": 0.5, "dense__min_scale": 1.0, "dense__max_scale": 1.0, "crops__size": size}
+    config = parse_finetune(
+        flags("depth", image_dataset, tmp_path, **changes, batch__global_size=1, batch__micro_size=1)
+    ).config
+    task = DepthTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu"), cpus=1))  # type: ignore[arg-type]
+    maps = torch.cat([task.source.next_window()[0]["depth"] for _ in range(task.source.rows)]).double()  # type: ignore[attr-defined]
+    assert 10 < len(maps) < 90
+    assert config.dense.depth_mean == pytest.approx(float(maps[maps > 0].mean()), rel=1e-9)
+    assert config.dense.depth_deviation == pytest.approx(float(maps[maps > 0].std(correction=0)), rel=1e-9)
+
+
+def test_blocks_that_the_encoder_has_not_are_refused(image_dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        RefusedError, match=r"--dense.after is 0 1 2 3, allowed: 4 blocks in ascending order, from 0 to"
+    ):
+        parse_finetune([*flags("depth", image_dataset, tmp_path / "x"), "--dense.after", "0", "1", "2", "3"])
+
+
+def test_camvid_is_segmented_better_than_by_its_most_frequent_class(tmp_path: Path) -> None:
+    """Real street scenes: 120 to learn from, 40 to measure on."""
+    images = Path(os.environ.get("TRP_SCALE_CAMVID", "camvid"))
+    if not (images / "train" / "semseg").is_dir():
+        pytest.skip(
+            f"no CamVid at {images}: set TRP_SCALE_CAMVID to a folder with train/ and val/, each rgb/ and semseg/"
+        )
+    names = tmp_path / "names.txt"
+    names.write_text("sky building pole road pavement tree sign fence car pedestrian cyclist void".replace(" ", "\n"))
+    for split in ("train", "val"):
+        shard_images(
+            tmp_path / split,
+            images / split / "rgb",
+            modality=[f"semseg={images / split / 'semseg'}"],
+            semseg={"classes": names},
+            split=split,
+            rows_per_block=8,
+            processes=1,
+            progress=False,
+        )
+    changes = {
+        **LEARNING,
+        "downstream__test_path": tmp_path / "val",
+        "downstream__epochs": 6,
+        "dense__ignored": 11,
+        "dense__max_scale": 2.0,
+        "crops__size": 64,
+    }
+    assert cli.main(["finetune", *flags("segmentation", tmp_path / "train", tmp_path / "run", **changes)]) == 0
+    found = metrics_of(tmp_path / "run")
+    assert found["mean_iou"] > 1.5 * found["constant_mean_iou"]

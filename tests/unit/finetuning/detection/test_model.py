@@ -1,0 +1,235 @@
+"""The detector against torchvision's Mask R-CNN, and what an engine and a task rely on."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import FasterRCNN, MaskRCNN
+from torchvision.ops import roi_align
+
+from tests.unit.finetuning.detection.small_sets import detection_config
+from trp_scale.finetuning.detection.model import BlockPyramid, Detector, SimplePyramid, paste, with_pool
+
+SIDE = 64
+
+
+def some_targets() -> list[dict[str, Tensor]]:
+    """Of two images: two objects and one."""
+    boxes = [torch.tensor([[4.0, 6.0, 30.0, 40.0], [20.0, 30.0, 60.0, 50.0]]), torch.tensor([[8.0, 8.0, 24.0, 40.0]])]
+    found = []
+    for each in boxes:
+        masks = torch.zeros(len(each), SIDE, SIDE, dtype=torch.uint8)
+        for mask, box in zip(masks, each.long().tolist(), strict=True):
+            mask[box[1] : box[3], box[0] : (box[0] + box[2]) // 2] = 1
+        found.append({"boxes": each, "labels": torch.arange(1, len(each) + 1), "masks": masks})
+    return found
+
+
+def some_images() -> Tensor:
+    return torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+
+
+class Backbone(nn.Module):
+    """Our encoder and pyramid as torchvision wants them."""
+
+    def __init__(self, detector: Detector, channels: int) -> None:
+        super().__init__()
+        self.encoder, self.pyramid, self.out_channels = detector.encoder, detector.pyramid, channels
+
+    def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
+        return self.pyramid(self.encoder(images, self.pyramid.reads(4)))
+
+
+class AsGiven(nn.Module):
+    """In place of torchvision's transform: images come in squares and normalised."""
+
+    def forward(self, images: Tensor, targets: list[dict[str, Tensor]] | None) -> tuple[object, object]:
+        from torchvision.models.detection.image_list import ImageList
+
+        return ImageList(images, [(SIDE, SIDE)] * len(images)), targets
+
+    def postprocess(self, result: object, *_: object) -> object:
+        return result
+
+
+@pytest.mark.parametrize("masks", ["on", "off"])
+@pytest.mark.parametrize("pyramid", ["simple", "fpn"])
+def test_losses_and_detections_are_those_of_torchvisions_model(pyramid: str, masks: str) -> None:
+    detector = Detector(detection_config(pyramid=pyramid, masks=masks, score_threshold=0.0))
+    kind = MaskRCNN if masks == "on" else FasterRCNN
+    whole = kind(Backbone(detector, 16), num_classes=9)
+    whole.transform, whole.rpn, whole.roi_heads = AsGiven(), detector.rpn, detector.roi_heads
+    targets = some_targets()
+    torch.manual_seed(5)
+    ours = detector(some_images(), targets)
+    torch.manual_seed(5)
+    theirs = whole.train()(some_images(), targets)
+    assert set(ours) == set(theirs) and len(ours) == (5 if masks == "on" else 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.no_grad():
+        mine, other = detector(some_images()), whole.eval()(some_images())
+    for one, another in zip(mine, other, strict=True):
+        assert set(one) == set(another) == {"boxes", "labels", "scores"} | ({"masks"} if masks == "on" else set())
+        assert len(one["boxes"]) == 100 and all(torch.equal(one[name], another[name]) for name in one)
+
+
+def test_losses_are_given_in_either_mode_and_leave_it() -> None:
+    detector = Detector(detection_config())
+    found = []
+    for mode in (True, False):
+        detector.train(mode)
+        torch.manual_seed(5)
+        found.append(detector(some_images(), some_targets()))
+        assert detector.encoder.training is mode
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("objects", [True, False])
+def test_every_parameter_has_a_gradient_even_without_objects(objects: bool) -> None:
+    detector = Detector(detection_config())
+    targets = some_targets()
+    if not objects:
+        targets = [{name: value[:0] for name, value in one.items()} for one in targets]
+    sum(detector(some_images(), targets).values()).backward()  # type: ignore[union-attr]
+    lacking = [name for name, parameter in detector.named_parameters() if parameter.grad is None]
+    assert not lacking
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in detector.parameters())  # type: ignore[union-attr]
+
+
+def test_levels_have_their_strides_and_see_their_place() -> None:
+    for kind, count in ((SimplePyramid, 1), (BlockPyramid, 4)):
+        pyramid = kind(32, 16)
+        tokens = [torch.randn(1, 1 + 8 * 8, 32) for _ in range(count)]
+        maps = pyramid(tokens)
+        assert [tuple(one.shape) for one in maps.values()] == [(1, 16, side, side) for side in (32, 16, 8, 4, 2)]
+        assert list(maps) == ["0", "1", "2", "3", "pool"]
+        assert pyramid.reads(12) == ([] if count == 1 else [2, 5, 8, 11])
+        changed = [one.clone() for one in tokens]
+        for one in changed:
+            one[:, 1 + 8 * 6 + 1] += 1.0  # the patch in row 6, column 1
+        moved = (pyramid(changed)["0"] - maps["0"]).abs().sum(1)[0] > 1e-6
+        if count == 1:  # within a cell of the patch's 4 x 4 cells; the other pyramid joins coarse levels, too
+            assert moved[23:29, 3:9].all() and not moved[:22].any() and not moved[:, 10:].any()
+        else:
+            assert moved[24:28, 4:8].all()
+
+
+def test_levels_are_in_single_precision_since_anchors_take_their_type() -> None:
+    maps = OrderedDict((name, torch.ones(1, 2, 4, 4, dtype=torch.bfloat16)) for name in "0123")
+    assert {one.dtype for one in with_pool(maps).values()} == {torch.float32}
+
+
+def test_boxes_stay_in_single_precision_under_autocast() -> None:
+    detector = Detector(detection_config(score_threshold=0.0))
+    seen: list[Tensor] = []
+    detector.rpn.register_forward_hook(lambda _, __, output: seen.extend(output[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = detector(some_images())
+        losses = detector(some_images(), some_targets())
+    assert all(boxes.dtype == torch.float32 for boxes in seen)
+    assert all(one["boxes"].dtype == one["scores"].dtype == torch.float32 for one in found)
+    assert all(loss.dtype == torch.float32 for loss in losses.values())
+    rounded = sum(bool((one["boxes"] == one["boxes"].bfloat16().float()).all()) for one in found)
+    assert rounded == 0
+
+
+@pytest.mark.parametrize("pyramid", ["simple", "fpn"])
+def test_weights_of_sixteen_bits_learn_and_detect_in_single_precision(pyramid: str) -> None:
+    """DeepSpeed's: the levels are in single precision, the heads' weights are not."""
+    exact = Detector(detection_config(pyramid=pyramid, score_threshold=0.0))
+    losses = []
+    for detector in (exact, copy.deepcopy(exact).bfloat16()):
+        torch.manual_seed(5)
+        losses.append(detector(some_images(), some_targets()))
+        with torch.no_grad():
+            assert all(one["boxes"].dtype == torch.float32 for one in detector(some_images()))
+    for name in ("loss_objectness", "loss_rpn_box_reg", "loss_mask"):
+        assert losses[1][name].dtype == torch.float32
+        assert float(losses[1][name].detach()) == pytest.approx(float(losses[0][name].detach()), rel=0.1)
+    sum(losses[1].values()).backward()  # type: ignore[union-attr]
+    assert all(parameter.grad is not None for parameter in detector.parameters())
+
+
+def test_thresholds_and_shares_of_samples_are_torchvisions() -> None:
+    """Those of Ren et al. and He et al., which the recipes do not change."""
+    detector = Detector(detection_config())
+    theirs = MaskRCNN(Backbone(detector, 16), num_classes=9)
+    for ours, other in ((detector.rpn, theirs.rpn), (detector.roi_heads, theirs.roi_heads)):
+        matcher, sampler = ours.proposal_matcher, ours.fg_bg_sampler
+        for name in ("high_threshold", "low_threshold", "allow_low_quality_matches"):
+            assert getattr(matcher, name) == getattr(other.proposal_matcher, name), name
+        assert sampler.positive_fraction == other.fg_bg_sampler.positive_fraction
+        assert ours.box_coder.weights == other.box_coder.weights
+    assert detector.rpn.nms_thresh == theirs.rpn.nms_thresh
+    assert detector.rpn.anchor_generator.aspect_ratios == ((0.5, 1.0, 2.0),) * 5
+    assert detector.roi_heads.mask_roi_pool.output_size == theirs.roi_heads.mask_roi_pool.output_size
+    assert detector.roi_heads.box_roi_pool.output_size == theirs.roi_heads.box_roi_pool.output_size
+    for pool in (detector.roi_heads.box_roi_pool, detector.roi_heads.mask_roi_pool):
+        assert pool.sampling_ratio == theirs.roi_heads.box_roi_pool.sampling_ratio
+
+
+def test_settings_go_where_they_belong() -> None:
+    settings = {"score_threshold": 0.3, "suppression_threshold": 0.4, "detections": 7, "box_samples": 24}
+    settings |= {"rpn_samples": 20, "train_proposals": 11, "test_proposals": 13}
+    detector = Detector(detection_config(**settings))
+    rpn, heads = detector.rpn, detector.roi_heads
+    assert (heads.score_thresh, heads.nms_thresh, heads.detections_per_img) == (0.3, 0.4, 7)
+    assert (rpn.fg_bg_sampler.batch_size_per_image, heads.fg_bg_sampler.batch_size_per_image) == (20, 24)
+    assert rpn._pre_nms_top_n == {"training": 22, "testing": 13}
+    assert rpn._post_nms_top_n == {"training": 11, "testing": 13}
+
+
+def test_initial_weights_follow_from_the_seed_alone() -> None:
+    config = detection_config()
+    first = Detector(config).state_dict()
+    torch.manual_seed(99)
+    again = Detector(config).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    other = copy.deepcopy(config)
+    other.training.seed = 1
+    logits = "rpn.head.cls_logits.weight"
+    assert not torch.equal(Detector(other).state_dict()[logits], first[logits])
+    assert first[logits].std() == pytest.approx(0.01, rel=0.3)
+    assert first["roi_heads.box_predictor.bbox_pred.weight"].std() == pytest.approx(0.001, rel=0.1)
+    assert first["roi_heads.box_head.fc6.weight"].std() == pytest.approx((2 / (16 * 49)) ** 0.5, rel=0.1)
+    assert first["pyramid.rescale.0.0.weight"].std() == pytest.approx((2 / 32) ** 0.5, rel=0.1)
+    assert not first["roi_heads.box_predictor.cls_score.bias"].any()
+
+
+def test_anchors_and_levels_keep_their_proportion_to_the_patches() -> None:
+    detector = Detector(detection_config())
+    assert [sizes[0] for sizes in detector.rpn.anchor_generator.sizes] == [16, 32, 64, 128, 256]
+    pool = detector.roi_heads.box_roi_pool
+    # torchvision's rule: 224 pixels on stride 16; on patches of 8 pixels half of both.
+    maps = {str(level): torch.full((1, 1, 128 // 2**level, 128 // 2**level), float(level)) for level in range(4)}
+    sides = torch.tensor([30.0, 60.0, 120.0, 240.0])
+    boxes = torch.stack([torch.zeros(4), torch.zeros(4), sides, sides], dim=1)
+    assert pool(maps, [boxes], [(256, 256)])[:, 0, 3, 3].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_depths_are_the_encoders_and_the_heads_the_deepest() -> None:
+    detector = Detector(detection_config())
+    depths = {name: detector.depth_of(name) for name, _ in detector.named_parameters()}
+    assert depths["encoder.cls_token"] == 0 and depths["encoder.blocks.2.norm1.weight"] == 3
+    assert {depths[name] for name in depths if not name.startswith("encoder.")} == {detector.depth} == {5}
+    assert detector.layers == list(detector.encoder.blocks)
+
+
+def test_pasted_masks_are_zero_outside_their_boxes_and_align_with_roi_align() -> None:
+    masks = torch.rand(3, 28, 28, generator=torch.Generator().manual_seed(0))
+    masks = torch.nn.functional.avg_pool2d(masks[:, None], 9, 1, 4)[:, 0]
+    boxes = torch.tensor([[3.0, 4.0, 31.0, 32.0], [10.5, 2.25, 50.0, 40.0], [0.0, 0.0, 60.0, 40.0]])
+    found = paste(masks, boxes, (40, 60))
+    assert found.shape == (3, 40, 60)
+    assert torch.allclose(found[0, 4:32, 3:31], masks[0], atol=1e-5), "28 pixels wide: cells are pixels"
+    outside = torch.ones(40, 60, dtype=torch.bool)
+    outside[1:41, 10:51] = False
+    assert not found[1][outside].any()
+    back = roi_align(found[:, None], torch.cat([torch.arange(3.0)[:, None], boxes], 1), (28, 28), aligned=True)[:, 0]
+    inner = (slice(None), slice(2, -2), slice(2, -2))
+    assert (back[inner] - masks[inner]).abs().max() < 0.05
+    assert paste(masks[:0], boxes[:0], (40, 60)).shape == (0, 40, 60)

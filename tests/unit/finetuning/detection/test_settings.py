@@ -1,0 +1,58 @@
+"""Settings of detection that cannot be, each named by its flag; and the recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.finetuning.detection.small_sets import detection_config
+from trp_scale.config import RefusedError
+from trp_scale.config.checks import check, general_problems
+from trp_scale.config.loader import load_recipe
+from trp_scale.finetuning.detection.settings import DetectionTaskConfig
+
+
+def small_detector(**detection: Any) -> DetectionTaskConfig:
+    config = detection_config(**detection)
+    config.data.path = "data"
+    return config
+
+
+def test_a_small_detector_is_allowed() -> None:
+    check(small_detector())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"detection.width": 0}, "--detection.width is 0"),
+        ({"detection.score_threshold": 1.5}, "--detection.score_threshold is 1.5"),
+        ({"detection.mask_size": 1}, "--detection.mask_size is 1"),
+        ({"detection.min_scale": 2.0}, "the first not above the second"),
+        ({"crops.flip": -0.1}, "--crops.flip is -0.1"),
+        ({"crops.size": 56}, "multiples of four patches, 32 pixels, for example 32"),
+        ({"vision.patch_size": 14, "crops.size": 56}, "a power of two from 4"),
+        ({"model.layers": 6}, "every fourth of the blocks, the encoder has 6"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    config = small_detector(pyramid="fpn")
+    for key, value in changes.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    problems = list(general_problems(config))
+    assert len(problems) == 1 and message in problems[0]
+
+
+@pytest.mark.parametrize("name", ["detection_coco_vit_b", "detection_voc2007_vit_b", "detection_tiny"])
+def test_recipes_of_detection_are_allowed_and_train_the_plain_sum(name: str) -> None:
+    config = load_recipe(name)
+    assert isinstance(config, DetectionTaskConfig)
+    check(config)
+    balancer = config.balancer
+    assert (balancer.kind, balancer.total, balancer.form) == ("uniform", "paper", "sum")
+    config.detection.box_samples = 0
+    with pytest.raises(RefusedError, match=r"--detection\.box_samples is 0"):
+        check(config)

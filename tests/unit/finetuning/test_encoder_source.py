@@ -1,0 +1,343 @@
+"""`--from`: the encoders of our runs, transformers and timm, taken as they compute; other things are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models import save_for_hf
+from torch import Tensor
+from transformers import ViTMAEModel
+
+from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
+from tests.unit.checkpoint.test_export_images import write_run
+from tests.unit.checkpoint.test_export_mm_mae import write_run as write_multimodal_run
+from tests.unit.models import small_modalities
+from tests.unit.models.encoder_peers import drawn_anew, finetune_config
+from tests.unit.models.small_images import GRID, PATCH, config
+from tests.unit.models.test_image_encoder import images
+from tests.unit.models.vitmae_peer import vitmae
+from trp_scale.checkpoint.export import export
+from trp_scale.config import RefusedError
+from trp_scale.config.loader import to_dict
+from trp_scale.engines.optimizer import decay_groups
+from trp_scale.finetuning.classification.model import ImageClassifier
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.task import take_encoder
+from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
+from trp_scale.models.positions import PositionOrder, sine_cosine
+
+BERT = {
+    "model_type": "bert",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+    "max_position_embeddings": 16,
+}
+
+
+def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, ClassificationTaskConfig]:
+    """The encoder at `path` in a run on images of this grid, whose recipe has other sizes."""
+    settings = finetune_config(**downstream)
+    settings.model.layers, settings.model.hidden_size, settings.model.layer_norm_eps = 3, 48, 1e-3
+    settings.vision.patch_size = 2
+    source = open_encoder(str(path))
+    source.adopt(settings)
+    settings.crops.size = grid * settings.vision.patch_size
+    encoder = ImageEncoder(settings).eval()
+    take_encoder(encoder, source.image_weights(settings), str(path))
+    return encoder, settings
+
+
+def features(encoder: ImageEncoder, pixels: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return encoder(images().float() if pixels is None else pixels)[0]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "relative"])
+@pytest.mark.parametrize("tokens", ["visible", "all"])
+def test_a_run_of_ours(tmp_path: Path, tokens: Any, positions: Any) -> None:
+    model = write_run(tmp_path, config(tokens=tokens, positions=positions))
+    encoder, settings = taken(tmp_path)
+    assert (settings.vision.positions, settings.downstream.pretraining_grid) == (positions, GRID)
+    every = torch.arange(GRID**2).expand(3, -1)
+    with torch.no_grad():
+        close(features(encoder), model.features(patchify(images().float(), PATCH), every))
+
+
+def test_a_run_with_a_coordinate_adversary_keeps_the_adversarys_index(tmp_path: Path) -> None:
+    settings = config(positions="relative", kind="relative_coordinate")
+    settings.adversary.index = "relaxed"
+    model = write_run(tmp_path, settings)
+    encoder, found = taken(tmp_path)
+    assert (settings.vision.index, found.vision.index) == ("rounded", "relaxed")
+    with torch.no_grad():
+        every = torch.arange(GRID**2).expand(3, -1)
+        close(features(encoder), model.features(patchify(images().float(), PATCH), every))
+
+
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool, order: PositionOrder) -> None:
+    """Itself, and as timm has it: positions stay fixed, in their order, and a missing last norm is a fresh one."""
+    given = small_modalities.config(
+        inputs=("semseg", "rgb"), outputs=("depth",), encoder_norm=norm, position_order=order
+    )
+    model = write_multimodal_run(tmp_path / "run", given)
+    if exported:
+        export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=given.crops.size)
+    encoder, settings = taken(tmp_path / ("timm" if exported else "run"), model.grid)
+    assert (settings.vision.position_order, settings.downstream.learned_positions) == (order, False)
+    side = settings.crops.size
+    pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    tokens = (model.grid**2 + torch.arange(model.grid**2)).expand(2, -1)
+    with torch.no_grad():
+        patches = patchify(pixels, settings.vision.patch_size)
+        expected = model.features({"rgb": patches}, tokens)
+        if not norm:
+            expected = torch.nn.functional.layer_norm(expected, expected.shape[-1:], eps=1e-6)
+        close(features(encoder, pixels), expected)
+
+
+def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
+    """A fine-tuned run's directory."""
+    model = ImageClassifier(settings).eval()
+    drawn_anew(model)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    split = {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items()}
+    save_step(run_dir, 4, engine=FakeEngine(0, split, {"weight": weights}, steps=0), config=to_dict(settings), extra={})
+    return model
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("pooling", ["mean", "class"])
+def test_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
+    model = write_classifier(tmp_path, finetune_config(pooling=pooling, learned_positions=learned))
+    encoder, settings = taken(tmp_path)
+    assert settings.downstream.learned_positions is learned
+    found, pixels = features(encoder), images().float()
+    with torch.no_grad():
+        if pooling == "class":
+            close(found, model.encoder(pixels)[0])
+        else:  # the norm of the mean is the only one that there is
+            assert model.fc_norm is not None
+            close(found, model.fc_norm(model.encoder(pixels)[0]))
+
+
+def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_path: Path) -> None:
+    settings = finetune_config(GRID, positions="interpolated", pretraining_grid=3)
+    model = write_classifier(tmp_path, settings)
+    encoder, found = taken(tmp_path, positions="interpolated")
+    assert found.downstream.pretraining_grid == 3
+    assert encoder.fixed_positions is not None and model.encoder.fixed_positions is not None
+    assert encoder.fixed_positions.equal(model.encoder.fixed_positions)
+
+
+@pytest.mark.parametrize("grid", [GRID, GRID + 2])
+def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_path: Path, grid: int) -> None:
+    write_run(tmp_path, config(tokens="visible"))
+    fixed, _ = taken(tmp_path, grid, positions="interpolated")
+    encoder, _ = taken(tmp_path, grid, positions="learned")
+    before = torch.cat([torch.zeros(1, 24), sine_cosine(GRID, 24).float()])[None]
+    torch.testing.assert_close(encoder.pos_embed.detach(), resample_abs_pos_embed(before, [grid, grid])[0])
+    pixels = torch.randn(2, 3, grid * PATCH, grid * PATCH, generator=torch.Generator().manual_seed(1))
+    assert features(encoder, pixels).equal(features(fixed, pixels))
+    encoder(pixels)[0].square().sum().backward()
+    assert encoder.pos_embed.grad is not None and encoder.pos_embed.grad[1:].abs().min(dim=1).values.max() > 0
+    groups = decay_groups(encoder.named_parameters(), 0.05)
+    (decay,) = {group["weight_decay"] for group in groups for each in group["params"] if each is encoder.pos_embed}
+    assert decay == 0.0, "MAE's code spares positions"
+
+
+def test_a_run_that_has_learned_positions_hands_them_on(tmp_path: Path) -> None:
+    model = write_classifier(tmp_path, finetune_config(positions="learned"))
+    encoder, settings = taken(tmp_path)
+    assert settings.downstream.learned_positions
+    assert encoder.pos_embed.equal(model.encoder.pos_embed)
+
+
+def test_exports_of_a_run_are_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", config(tokens="visible"))
+    expected = features(taken(tmp_path / "run")[0])
+    export(tmp_path / "run", tmp_path / "hf", to="hf")
+    export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=GRID * PATCH)
+    for library in ("hf", "timm"):
+        encoder, settings = taken(tmp_path / library)
+        assert not settings.downstream.learned_positions  # fixed ones stay fixed
+        close(features(encoder), expected)
+
+
+def test_what_transformers_saves(tmp_path: Path) -> None:
+    settings = config(tokens="visible")
+    peer = vitmae(settings)
+    with torch.no_grad():
+        peer.vit.embeddings.position_embeddings[0, 0] = torch.randn(peer.config.hidden_size)  # the class token's own
+    peer.save_pretrained(tmp_path)
+    encoder, found = taken(tmp_path)
+    assert (found.model.layers, found.downstream.pretraining_grid) == (2, GRID)
+    peer.vit.config.mask_ratio = 0.0
+    with torch.no_grad():
+        expected = peer.vit(images().float(), noise=torch.arange(GRID**2).float().expand(3, -1)).last_hidden_state
+    close(features(encoder), expected)
+
+
+def saved_by_timm(directory: Path, **changes: Any) -> timm.models.VisionTransformer:
+    """A small model of timm's own maker, saved as timm saves for the hub."""
+    sizes = {"img_size": GRID * PATCH, "patch_size": PATCH, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    peer = timm.create_model("vit_base_patch16_224", pretrained=False, num_classes=7, **{**sizes, **changes}).eval()
+    drawn_anew(peer)
+    save_for_hf(peer, directory, safe_serialization=True)
+    return peer
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_what_timm_saves(tmp_path: Path, pool: str) -> None:
+    """Its own mean and deviation, 0.5, are in the patch embedding afterwards."""
+    peer = saved_by_timm(tmp_path, global_pool=pool)
+    statistics = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    assert statistics["mean"] == [0.5, 0.5, 0.5]
+    encoder, settings = taken(tmp_path)
+    assert settings.downstream.learned_positions
+    pixels = torch.rand(3, 3, GRID * PATCH, GRID * PATCH, generator=torch.Generator().manual_seed(2))
+    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_DEVIATION))
+    with torch.no_grad():
+        expected = peer.fc_norm(peer.forward_features((pixels - 0.5) / 0.5))
+    close(features(encoder, (pixels - mean) / deviation), expected)
+
+
+def test_learned_positions_are_stretched_to_the_images(tmp_path: Path) -> None:
+    saved_by_timm(tmp_path)
+    grid = GRID + 2
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    encoder, _ = taken(tmp_path, grid)
+    larger = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=grid * PATCH).eval()
+    assert larger.pos_embed.shape[1] == 1 + grid**2
+    with torch.no_grad():
+        close(features(encoder, images(grid=grid).float()), larger.forward_features(images(grid=grid).float()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"init_values": 1e-4}, "layer scale"),
+        ({"class_token": False, "global_pool": "avg"}, "no class token"),
+        ({"reg_tokens": 2}, "registers"),
+        ({"no_embed_class": True}, "none of the class token"),
+        ({"pre_norm": True}, "a norm before the blocks"),
+        ({"qk_norm": True}, "normalised queries"),
+        ({"qkv_bias": False}, "no bias of queries"),
+        ({"act_layer": "relu"}, "activation ReLU"),
+        ({"global_pool": "map"}, "attention pooling"),
+    ],
+)
+def test_a_transformer_that_computes_something_else_is_refused(tmp_path: Path, changes: Any, found: str) -> None:
+    saved_by_timm(tmp_path, **changes)
+    with pytest.raises(RefusedError, match=rf"--from .*: vit_base_patch16_224 has .*{found}.*; allowed: a plain"):
+        open_encoder(str(tmp_path))
+
+
+def described(directory: Path, weights: dict[str, Tensor] | None = None, **document: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(document))
+    save_file(weights or {"nothing": torch.zeros(1)}, directory / "model.safetensors")
+    return directory
+
+
+def test_wrong_things_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in ("nowhere", "empty"):
+        with pytest.raises(RefusedError, match=r"--from .*allowed: a run directory .with checkpoints/"):
+            open_encoder(str(tmp_path / path))
+    with pytest.raises(RefusedError, match=r"model_type 'vit'; allowed: bert, vit_mae, or timm's"):
+        open_encoder(str(described(tmp_path / "vit", model_type="vit")))
+    with pytest.raises(RefusedError, match=r"ResNet"):
+        open_encoder(str(described(tmp_path / "resnet", architecture="resnet18")))
+    with pytest.raises(RefusedError, match=r"timm cannot make vit_of_my_own"):
+        open_encoder(str(described(tmp_path / "unknown", architecture="vit_of_my_own")))
+    with pytest.raises(RefusedError, match=r"has no pos_embed"):
+        open_encoder(str(described(tmp_path / "parts", architecture="vit_base_patch16_224")))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "broken" / "model.safetensors").touch()
+    with pytest.raises(RefusedError, match=r"config.json: not JSON"):
+        open_encoder(str(tmp_path / "broken"))
+
+
+def test_what_is_damaged_or_missing_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"config.json: no field 'hidden_size'"):
+        open_encoder(
+            str(described(tmp_path / "x", **{key: value for key, value in BERT.items() if key != "hidden_size"}))
+        )
+    with pytest.raises(RefusedError, match=r"config.json: no field 'image_size'"):
+        open_encoder(str(described(tmp_path / "x", model_type="vit_mae")))
+    (tmp_path / "x" / "config.json").write_text("[1]")
+    with pytest.raises(RefusedError, match=r"config.json: a JSON object expected, list found"):
+        open_encoder(str(tmp_path / "x"))
+    saved_by_timm(tmp_path / "timm")
+    weights = load_file(tmp_path / "timm" / "model.safetensors")
+    del weights["cls_token"]
+    save_file(weights, tmp_path / "timm" / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"model.safetensors has no cls_token"):
+        open_encoder(str(tmp_path / "timm")).read()
+    for directory in (described(tmp_path / "bert", **BERT), tmp_path / "timm"):
+        (directory / "model.safetensors").write_bytes(b"cut off")
+        with pytest.raises(RefusedError, match=rf"--from {directory}: model.safetensors cannot be read"):
+            open_encoder(str(directory)).read()
+
+
+def test_a_masked_autoencoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    settings = config(tokens="visible")
+    peer = vitmae(settings)
+    bare = ViTMAEModel(peer.config)
+    bare.save_pretrained(tmp_path / "bare")
+    with pytest.raises(RefusedError, match=r"allowed: what ViTMAEForPreTraining's save_pretrained writes"):
+        open_encoder(str(tmp_path / "bare")).read()
+    peer.save_pretrained(tmp_path / "deep")
+    description = tmp_path / "deep" / "config.json"
+    description.write_text(json.dumps({**json.loads(description.read_text()), "num_hidden_layers": 2**50}))
+    with pytest.raises(RefusedError, match=r"model.safetensors has no \S*layers?\.2\.\S+; allowed"):
+        open_encoder(str(tmp_path / "deep")).read()
+    with torch.no_grad():
+        peer.vit.embeddings.position_embeddings.add_(0.1)
+    peer.save_pretrained(tmp_path / "moved")
+    with pytest.raises(RefusedError, match=r"its positions are not the fixed sine-cosine ones"):
+        open_encoder(str(tmp_path / "moved")).read()
+
+
+def test_weights_that_this_encoder_does_not_have_are_refused(tmp_path: Path) -> None:
+    saved_by_timm(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "adapter.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"has weights of adapter, which this encoder has not"):
+        open_encoder(str(tmp_path)).read()
+    save_file(
+        {name: tensor for name, tensor in weights.items() if name != "blocks.1.norm2.bias"},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(RefusedError, match=r"missing: blocks.1.norm2.bias\)"):
+        taken(tmp_path)
+
+
+def test_runs_that_read_no_images_are_refused(tmp_path: Path) -> None:
+    write_multimodal_run(tmp_path / "blind", small_modalities.config(inputs=("depth", "semseg")))
+    with pytest.raises(RefusedError, match=r"modalities.inputs are depth, semseg: its encoder reads no images"):
+        open_encoder(str(tmp_path / "blind"))
+    source = open_encoder(str(described(tmp_path / "bert", **BERT)))
+    with pytest.raises(RefusedError, match=r"an encoder of text, but --downstream.kind classification needs one of im"):
+        source.adopt(finetune_config())

@@ -1,0 +1,199 @@
+"""`trp-scale finetune`: seeds, results, what is done already, and what is refused; tasks have their own tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SMALL_IMAGES, image_flags, pretrain_here
+from tests.unit.data.images.stored import sample, write_images
+from trp_scale.cli import main as cli
+from trp_scale.config import RefusedError
+from trp_scale.finetuning.arguments import parse_finetune
+from trp_scale.finetuning.finetune import add_results
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.reporting.results import Results, SeedResult, join, read_results
+from trp_scale.training import pretrain as training
+
+KEPT = ("model.", "crops.", "batch.", "logging.", "data.workers", "vision.patch")
+
+
+def tuning_flags(dataset: Path, run_dir: Path, source: str, **changes: object) -> list[str]:
+    """A small classification run on rendered scenes."""
+    values: dict[str, object] = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
+    values |= {"data.path": dataset, "run_dir": run_dir, "from": source, "downstream.epochs": 1.0}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return ["--recipe", "classification_tiny", *flags]
+
+
+def test_every_seed_is_a_run_and_none_is_trained_twice(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "tuned"
+    flags = tuning_flags(image_dataset, run_dir, "scratch", seeds=2)
+    assert cli.main(["finetune", *flags]) == 0
+    (task,) = read_results(run_dir).tasks
+    assert task.seeds == [0, 1] and task.split == "dev" and task.metric == "accuracy"
+    assert task.mean == pytest.approx(sum(task.values) / 2)
+    assert all(0 <= value <= 1 for value in task.values)
+    metrics = [(run_dir / "classification" / f"seed_{seed}" / "metrics.jsonl").read_text() for seed in task.seeds]
+    assert metrics[0] != metrics[1], "both seeds saw the same"
+    steps = [json.loads(line)["step"] for line in metrics[0].splitlines() if '"grad_norm"' in line]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2
+
+    before = (run_dir / "classification" / "seed_0" / "environment.json").read_text()
+    flags[flags.index("--seeds") + 1] = "3"
+    assert cli.main(["finetune", *flags]) == 0
+    (again,) = read_results(run_dir).tasks
+    assert again.values[:2] == task.values and again.seeds == [0, 1, 2]
+    assert (run_dir / "classification" / "seed_0" / "environment.json").read_text() == before
+
+    results = (run_dir / "results.json").read_text()
+    assert cli.main(["finetune", *flags, "--optimizer.lr", "0.5"]) == 2, "figures of other settings were taken"
+    assert "optimizer.lr: checkpoint 0.001, now 0.5" in capsys.readouterr().err
+    assert (run_dir / "results.json").read_text() == results
+
+
+def test_a_run_that_patience_ends_is_measured(
+    image_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validate(*arguments: object, **named: object) -> dict[str, object]:
+        return {"loss": 1.0, "worst_task": "classification", "tasks": {"classification": {"loss": 1.0, "count": 1}}}
+
+    monkeypatch.setattr(training, "validate", validate)
+    early = {"checkpoint__best": "validation.loss", "checkpoint__patience": 1, "validation__every": 1}
+    flags = tuning_flags(image_dataset, tmp_path / "tuned", "scratch", seeds=2, **early)
+    for _ in range(2):
+        assert cli.main(["finetune", *flags]) == 0
+        (task,) = read_results(tmp_path / "tuned").tasks
+        assert task.seeds == [0, 1]
+        summary = json.loads((tmp_path / "tuned" / "classification" / "seed_1" / "summary.json").read_text())
+        assert summary["exit_reason"].startswith("no better") and summary["steps"] == 2
+
+
+def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    pretrain_here(image_flags("mlo_mae_tiny", image_dataset, source, multilevel__kind="none", training__steps=1))
+    arguments = parse_finetune(tuning_flags(image_dataset, tmp_path / "x", str(source), model__layers=7))
+    assert arguments.config.model.layers == SMALL_IMAGES["model.layers"], "the encoder's sizes are its own"
+    (checkpoint,) = (source / "checkpoints").iterdir()
+    assert arguments.config.model.weights == str(checkpoint)
+    averaged = parse_finetune([*tuning_flags(image_dataset, tmp_path / "x", str(source)), "--weights", "average"])
+    assert averaged.config.model.weights == f"{checkpoint}@average"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
+        ({"task": "cola"}, "--task cola is for GLUE"),
+        ({"seeds": 0}, "--seeds is 0, allowed: 1 or more"),
+        ({"seeds": 3, "only": 3}, "--only is 3, allowed: 0 ... 2 (1 tasks x 3 seeds)"),
+        ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
+        ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
+        ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
+        (
+            {"recipe": "mae_vit_b"},
+            "--recipe mae_vit_b is not one of trp-scale finetune's, it is for trp-scale pretrain; allowed here: class",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused_by_its_flag(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)
+    if "recipe" in changes:
+        flags = flags[2:]
+    assert cli.main(["finetune", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("metrics.jsonl"))
+
+
+def test_a_length_that_the_data_would_set_is_refused(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes, message in (
+        ({"training__steps": 7}, "--training.steps 7 is set by --downstream.epochs 1; allowed: --downstream.epochs 0"),
+        (
+            {"optimizer__warmup_steps": 7, "downstream__warmup_share": 0.1},
+            "--optimizer.warmup_steps 7 is set by --downstream.warmup_share 0.1",
+        ),
+    ):
+        assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_that_are_learned_from_are_no_test(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "run", "scratch", downstream__test_path=image_dataset)
+    assert cli.main(["finetune", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"{image_dataset}: 96 of its 96 images are in the run's data" in said
+
+
+def test_a_data_set_is_no_run_directory(image_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(image_dataset.iterdir())
+    assert cli.main(["finetune", *tuning_flags(image_dataset, image_dataset, "scratch")]) == 2
+    assert f"--run_dir {image_dataset} holds a data set; give another directory" in capsys.readouterr().err
+    assert sorted(image_dataset.iterdir()) == before
+
+
+def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
+    assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
+
+
+def test_one_run_of_several_needs_their_directory(image_dataset: Path, tmp_path: Path) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", only=0)
+    place = flags.index("--run_dir")
+    with pytest.raises(RefusedError, match="--only needs --run_dir"):
+        parse_finetune(flags[:place] + flags[place + 2 :])
+
+
+def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch")
+    place = flags.index("--from")
+    with pytest.raises(RefusedError, match="--from is missing"):
+        parse_finetune(flags[:place] + flags[place + 2 :])
+
+
+def test_results_of_other_tasks_stay(tmp_path: Path) -> None:
+    def results(encoder: str, **values: float) -> Results:
+        seeds = [
+            SeedResult(task=t, metric="a", split="dev", lower_is_better=False, seed=0, metrics={"a": value})
+            for t, value in values.items()
+        ]
+        return Results(recipe="glue", encoder=encoder, tasks=[join([one]) for one in seeds])
+
+    add_results(tmp_path, results("run", rte=0.5, cola=0.3))
+    add_results(tmp_path, results("run", sst2=0.9, cola=0.4))
+    assert {task.task: task.mean for task in read_results(tmp_path).tasks} == {"rte": 0.5, "sst2": 0.9, "cola": 0.4}
+    add_results(tmp_path, results("another", sst2=0.8))
+    assert [task.task for task in read_results(tmp_path).tasks] == ["sst2"]
+
+
+def test_a_refused_run_leaves_no_empty_folder(tmp_path: Path) -> None:
+    unlabelled = write_images(tmp_path / "data", [[sample(0, 20, 20)]])
+    assert cli.main(["finetune", *tuning_flags(unlabelled, tmp_path / "run", "scratch")]) == 2
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
+
+
+def test_runs_within_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tuned" / "rte" / "seed_3").mkdir(parents=True)
+    (tmp_path / "tuned" / "rte" / "seed_3" / "config.yaml").touch()
+    for words in (
+        ["report", "--run"],
+        ["export", "--to", "timm", "--output", "x", "--run"],
+        ["represent", "--data", "x", "--output", "y", "--from"],
+    ):
+        assert cli.main([*words, str(tmp_path / "tuned")]) == 2
+        assert f"give one: {tmp_path}/tuned/rte/seed_3\n" in capsys.readouterr().err
+
+
+def test_glue_names_in_any_case() -> None:
+    assert GlueTaskConfig().tasks("CoLA,SST-2") == ["cola", "sst2"] and "rte" in GlueTaskConfig().tasks("All")

@@ -1,0 +1,207 @@
+"""GradNorm's own ways, beside the reference run: its target, its weights, what it taps and what it refuses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.methods.balancing.branching import Branched, Branching, BranchingObjective, elements, window
+from tests.unit.methods.balancing.toy import CPU, ToyObjective, balancer, take_step
+from trp_scale.config import RefusedError
+from trp_scale.core.hooks import Hook, Hooks, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.distributed.groups import ALONE
+from trp_scale.methods.adversary.ascent import run_own_pass
+from trp_scale.methods.balancing.gradnorm import SMALLEST_WEIGHT, GradNorm
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+
+THREE = BranchingObjective(tasks=("a", "b", "c"))
+NEVER: Mapping[int, tuple[int, ...]] = {}
+
+
+def gradnorm(**settings: Any) -> GradNorm:
+    weigher = balancer(THREE, "gradnorm", **settings)
+    assert isinstance(weigher, GradNorm)
+    return weigher
+
+
+def step_of(weigher: GradNorm, model: Any, step: int = 0, micro_batches: int = 3, **arguments: Any) -> Any:
+    return take_step(weigher, THREE, model, window(elements(step, NEVER, 3), micro_batches), step=step, **arguments)
+
+
+def test_the_target_is_the_mean_norm_times_the_relative_rate_to_the_power_of_alpha() -> None:
+    weigher, model = gradnorm(alpha=1.5), Branching(3)
+    found = []
+    for step in range(2):
+        taken = step_of(weigher, model, step)
+        found.append((weigher.metrics(), taken.ctx.means(taken.ctx.sums).tolist()))
+    (first, before), (second, after) = found
+    assert first["training_rates"] == pytest.approx(dict.fromkeys("abc", 1.0))
+    shares = [now / then for now, then in zip(after, before, strict=True)]
+    rates = [share / (sum(shares) / 3) for share in shares]
+    mean = sum(second["gradient_norms"].values()) / 3
+    assert second["training_rates"] == pytest.approx(dict(zip("abc", rates, strict=True)), rel=1e-12)
+    assert second["targets"] == pytest.approx({t: mean * r**1.5 for t, r in zip("abc", rates, strict=True)}, rel=1e-12)
+    apart = sum(abs(second["gradient_norms"][t] - second["targets"][t]) for t in "abc")
+    assert second["loss"] == pytest.approx(apart, rel=1e-12)
+    assert max(rates) > 1.02 * min(rates), "the rates are too alike to tell alpha"
+
+
+@pytest.mark.parametrize("at", ["weights", "representation"])
+def test_the_norms_do_not_depend_on_what_the_step_s_weights_sum_to_or_on_the_split(at: str) -> None:
+    found = []
+    for total in ("1", "paper"):
+        for micro_batches in (1, 3):
+            weigher = gradnorm(at=at, total=total)
+            taken = step_of(weigher, Branching(3), micro_batches=micro_batches)
+            assert sum(taken.weights) == pytest.approx(1.0 if total == "1" else 3.0)
+            found.append(weigher.metrics()["gradient_norms"])
+    assert all(other == pytest.approx(found[0], rel=1e-6) for other in found[1:])
+
+
+def test_a_weight_is_kept_above_zero_and_all_of_them_sum_to_their_number() -> None:
+    weigher, model = gradnorm(lr=1.5), Branching(3)
+    for step in range(4):
+        step_of(weigher, model, step)
+        weights = weigher.state_dict()["task_weights"]
+        assert float(weights.sum()) == pytest.approx(3.0, rel=1e-12)
+        assert weights.min() > 0.2 * SMALLEST_WEIGHT
+        if step == 0:  # a step of 1.5 from 1 would have ended below 0
+            assert weights.min() < 2 * SMALLEST_WEIGHT
+
+
+def test_an_absent_task_keeps_its_weight_and_its_moments() -> None:
+    weigher, model = gradnorm(), Branching(3)
+    step_of(weigher, model)
+    before = weigher.state_dict()
+    parts = window(elements(1, {1: (1,)}, 3), 3)
+    taken = take_step(weigher, THREE, model, parts, step=1)
+    after, found = weigher.state_dict(), weigher.metrics()
+    assert taken.weights[1] == 0.0
+    assert after["task_weights"][1] == before["task_weights"][1] != 1.0
+    assert after["adam"]["second_moments"][1] == before["adam"]["second_moments"][1] != 0.0
+    assert after["adam"]["steps"].tolist() == [2, 1, 2]
+    assert float(after["task_weights"].sum()) == pytest.approx(3.0, rel=1e-12)
+    assert (found["gradient_norms"]["b"], found["targets"]["b"]) == (0.0, 0.0)
+
+
+def test_a_norm_that_is_not_finite_moves_nothing() -> None:
+    """In half precision a task's own product may overflow where the whole gradient does not."""
+    weigher, model = gradnorm(), Branching(3)
+    step_of(weigher, model)
+    before = weigher.state_dict()
+    parts = window(elements(1, NEVER, 3), 3)
+    original = THREE.task_gradients
+
+    class Overflowing(BranchingObjective):
+        def task_gradients(self, *arguments: Any) -> dict[int, Tensor]:
+            return {t: part * (torch.inf if t == 1 else 1.0) for t, part in original(*arguments).items()}
+
+    weigher.gradients_of_tasks.objective = Overflowing(tasks=THREE.tasks)
+    take_step(weigher, THREE, model, parts, step=1)
+    after = weigher.state_dict()
+    assert torch.equal(after["task_weights"], before["task_weights"])
+    assert all(torch.equal(after["adam"][name], before["adam"][name]) for name in before["adam"])
+
+
+class Watched:
+    """The model, keeping weak references to the taps that it was called with; None where it had none."""
+
+    def __init__(self) -> None:
+        self.model = Branching(3)
+        self.taps: list[weakref.ref[Tensor] | None] = []
+        self.gradients: list[int] = []
+
+    def alive(self) -> list[Tensor]:
+        return [tensor for tap in self.taps if tap is not None and (tensor := tap()) is not None]
+
+    def __call__(self, inputs: Tensor, task: Tensor, **extras: Tensor) -> Branched:
+        self.gradients.append(sum(tap.grad is not None for tap in self.alive()))
+        self.taps.append(weakref.ref(extras["weights_tap"]) if extras else None)
+        return self.model(inputs, task, **extras)  # type: ignore[no-any-return]
+
+
+def test_what_a_micro_batch_s_tap_received_is_gone_when_the_next_one_runs() -> None:
+    watched = Watched()
+    weigher = gradnorm()
+    step_of(weigher, watched)
+    assert watched.gradients == [0, 0, 0]
+    assert watched.alive() == []
+    assert weigher.gradients_of_tasks._sums is None, "the products are held until the next step"
+
+
+class OwnPasses(Hook):
+    """Runs passes of its own before the step, as an adversary does; and one without gradients, as minimax does."""
+
+    name = "own"
+
+    def before_step(self, ctx: StepContext) -> None:
+        run_own_pass(ctx)
+        with torch.no_grad():
+            ctx.losses_of(ctx.window[0])
+
+
+class PassEngine:
+    """What run_own_pass needs."""
+
+    data_group = ALONE
+    device = CPU
+    graphs = None
+
+    def __init__(self, forward: Watched) -> None:
+        self.forward = forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.forward(*arguments, **named)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def discard_gradients(self) -> None:
+        self.forward.model.zero_grad()
+
+
+def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
+    watched, weigher = Watched(), gradnorm()
+    parts = window(elements(0, NEVER, 3), 3)
+    hooks = Hooks(weigher, [OwnPasses()])
+    engine: Any = PassEngine(watched)
+    counts = torch.stack([THREE.count(micro) for micro in parts]).sum(0)
+    run = RunContext(config=PosBertConfig(), objective=THREE, engine=engine)
+    ctx = StepContext(run=run, hooks=hooks, step=0, window=parts, counts=counts, lr=1.0)
+    hooks.before_step(ctx)
+    assert watched.taps == [None] * 4
+    ctx.losses_of(parts[0])  # begun, and given up by a new before_step: its tap must not be read
+    with torch.no_grad():
+        ctx.losses_of(parts[0])
+    weigher.before_step(ctx)
+    assert watched.taps[4] is not None and watched.taps[5] is None
+    alone = gradnorm()
+    step_of(alone, Branching(3))
+    taken = take_step(weigher, THREE, watched, parts)
+    assert taken.passes == 3
+    assert weigher.metrics() == alone.metrics()
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "message"),
+    [
+        (ToyObjective(tasks=("a", "b")), {}, "the objective ToyObjective does not tell them apart"),
+        (BranchingObjective(tasks=("a", "far"), outside={1: 1.0}), {}, r"the balanced ones are \['a'\]"),
+        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), {}, "at representation"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused_at_start(objective: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        balancer(objective, "gradnorm", **settings)
+
+
+def test_a_task_beside_the_shared_layer_is_fine_outside_the_balance_or_at_the_representation() -> None:
+    names = ("a", "b", "next")
+    balancer(BranchingObjective(tasks=names, beside=(2,), outside={2: 1.0}), "gradnorm")
+    balancer(BranchingObjective(tasks=names, beside=(2,)), "gradnorm", at="representation")

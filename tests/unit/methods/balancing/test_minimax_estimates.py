@@ -1,0 +1,275 @@
+"""The three estimates of the global losses, and the direction they give, on a small model in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.methods.balancing.test_minimax import softmax
+from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, take_step
+from trp_scale.core.batch import Batch
+
+FOUR = ToyObjective(tasks=("a", "b", "c", "d"))
+
+# Uneven splits: task 1 is missing from the first micro-batch, task 3 from all of them.
+MICRO_BATCHES = [
+    {0: [[0.1, 0.5], [0.3, -0.2], [1.0, 0.4]], 2: [[-0.7, 0.2]]},
+    {0: [[0.6, 0.6]], 1: [[0.9, -1.0], [0.2, 0.1]]},
+    {1: [[-0.4, 0.8]], 2: [[0.5, 0.5], [0.0, 1.2], [1.1, -0.3], [0.4, 0.4]]},
+]
+TOGETHER = {task: [row for micro in MICRO_BATCHES for row in micro.get(task, [])] for task in range(4)}
+
+
+def small_model() -> nn.Module:
+    """Losses of single elements: squared outputs of a two-layer network."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+class Losses:
+    """Forward pass: the element's loss is its squared distance from 2."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return (self.model(inputs).squeeze(-1) - 2.0).square()  # type: ignore[no-any-return]
+
+
+def means(model: nn.Module) -> Tensor:
+    """[3] mean losses of the tasks that are present, with their graph."""
+    losses = FOUR(Losses(model), batch(TOGETHER))
+    return (losses.sums / losses.counts)[:3]
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def gradient_of(value: Tensor, model: nn.Module) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def windows(accumulation: int) -> list[Batch]:
+    return [batch(TOGETHER)] if accumulation == 1 else [batch(micro) for micro in MICRO_BATCHES]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 6.0])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_exact_direction_is_the_gradient_of_the_smoothed_maximum(alpha: float, accumulation: int) -> None:
+    """sum_t w_t grad L_t = grad (1/alpha) logsumexp(alpha L): true only when no gradient flows through w."""
+    model = small_model()
+    step = take_step(balancer(FOUR, alpha=alpha), FOUR, Losses(model), windows(accumulation))
+    expected = gradient_of(torch.logsumexp(alpha * means(model), dim=0) / alpha, model)
+    assert difference(gradient(model), expected) < 1e-12
+    assert step.weights[:3] == pytest.approx(torch.softmax(alpha * means(model), 0).tolist(), abs=1e-14)
+    assert step.ctx.weights is not None and not step.ctx.weights.requires_grad
+    through_w = gradient_of((torch.softmax(alpha * means(model), 0) * means(model)).sum(), model)
+    assert difference(through_w, expected) > 1e-3, "the two directions would not be told apart"
+
+
+def test_hard_direction_is_the_gradient_of_the_worst_task() -> None:
+    model = small_model()
+    take_step(balancer(FOUR, alpha_schedule="hard"), FOUR, Losses(model), windows(3))
+    assert difference(gradient(model), gradient_of(means(model).max(), model)) < 1e-12
+
+
+@pytest.mark.parametrize(("accumulation", "passes"), [(1, 1), (3, 6)])
+def test_exact_costs_no_forward_pass_without_accumulation_and_one_more_with_it(accumulation: int, passes: int) -> None:
+    model = small_model()
+    assert take_step(balancer(FOUR), FOUR, Losses(model), windows(accumulation)).passes == passes
+
+
+def test_totals_of_micro_batches_add_up_to_the_weighted_loss_of_the_global_batch() -> None:
+    model = small_model()
+    for accumulation in (1, 3):
+        step = take_step(balancer(FOUR), FOUR, Losses(model), windows(accumulation))
+        expected = (torch.softmax(means(model), 0) * means(model)).sum().detach()
+        assert sum(step.totals) == pytest.approx(float(expected), rel=1e-13)
+
+
+def test_exact_sums_over_ranks() -> None:
+    """Two ranks with the same rows: the same means and weights, and each rank's total is half."""
+    model = small_model()
+    alone = take_step(balancer(FOUR), FOUR, Losses(model), windows(3))
+    for accumulation in (1, 3):
+        twins = take_step(balancer(FOUR), FOUR, Losses(model), windows(accumulation), group=Twins())
+        assert twins.weights == pytest.approx(alone.weights, abs=1e-14)
+        assert sum(twins.totals) == pytest.approx(sum(alone.totals) / 2, rel=1e-13)
+        assert twins.ctx.sums is not None and alone.ctx.sums is not None
+        assert twins.ctx.sums.tolist() == pytest.approx((2 * alone.ctx.sums).tolist(), rel=1e-13)
+
+
+def lagged(**settings: Any) -> tuple[Any, list[list[float]]]:
+    """Weights of four steps in which task c comes at the third only, and task b is absent from it."""
+    weigher = balancer(FOUR, estimate="lagged", **settings)
+    history: list[dict[int, float]] = [
+        {0: 1.0, 1: 3.0, 3: 2.0},
+        {0: 2.0, 1: 1.0, 3: 2.5},
+        {0: 0.5, 2: 9.0, 3: 1.5},
+        {0: 7.0, 1: 7.0, 2: 7.0, 3: 7.0},
+    ]
+    weights = []
+    for number, losses in enumerate(history):
+        window = [batch({t: [loss] for t, loss in losses.items()})]
+        weights.append(take_step(weigher, FOUR, given, window, step=number).weights)
+    return weigher, weights
+
+
+def test_lagged_takes_the_losses_of_the_last_step_each_task_was_seen_in() -> None:
+    _, weights = lagged(alpha=2.0)
+    assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3], abs=1e-14)  # uniform over the tasks present
+    assert weights[1] == pytest.approx(softmax({0: 2.0, 1: 6.0, 3: 4.0}, 4), abs=1e-14)
+    # c is new and enters with the mean of the others' last losses, b is absent.
+    mean = (2.0 + 1.0 + 2.5) / 3
+    assert weights[2] == pytest.approx(softmax({0: 4.0, 2: 2 * mean, 3: 5.0}, 4), abs=1e-14)
+    # b comes back with the loss it had two steps ago.
+    assert weights[3] == pytest.approx(softmax({0: 1.0, 1: 2.0, 2: 18.0, 3: 3.0}, 4), abs=1e-14)
+
+
+def test_lagged_with_the_hard_maximum_is_uniform_first_and_the_last_worst_task_then() -> None:
+    _, weights = lagged(alpha_schedule="hard")
+    assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3])
+    assert weights[1:] == [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+
+
+def hard_lagged(*history: dict[int, float], objective: ToyObjective = FOUR, applied: bool = True) -> list[list[float]]:
+    """Weights of each step of lagged with the hard maximum."""
+    weigher = balancer(objective, estimate="lagged", alpha_schedule="hard")
+    return [
+        take_step(
+            weigher, objective, given, [batch({t: [loss] for t, loss in losses.items()})], step=k, applied=applied
+        ).weights
+        for k, losses in enumerate(history)
+    ]
+
+
+def test_lagged_and_hard_shares_a_tie_equally_as_the_softmax_does_in_the_limit() -> None:
+    """New tasks tie at the mean of the others; the first in the list is no worse than the rest."""
+    assert hard_lagged({0: 2.0}, {1: 1.0, 3: 9.0})[1] == [0.0, 0.5, 0.0, 0.5]
+    assert hard_lagged({0: 2.0, 1: 2.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0})[1] == [0.5, 0.5, 0.0, 0.0]
+    sharp = balancer(FOUR, estimate="lagged", alpha=1e6)
+    take_step(sharp, FOUR, given, [batch({0: [2.0]})])
+    assert take_step(sharp, FOUR, given, [batch({1: [1.0], 3: [9.0]})], step=1).weights == [0.0, 0.5, 0.0, 0.5]
+
+
+def test_lagged_and_hard_leaves_the_worst_task_out_while_it_is_absent() -> None:
+    weights = hard_lagged({0: 1.0, 1: 8.0, 2: 3.0}, {0: 1.0, 2: 3.0}, {0: 1.0, 1: 0.5, 2: 3.0}, {0: 1.0, 1: 1.0})
+    assert weights[1:] == [[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
+def test_lagged_and_hard_is_uniform_until_the_loss_of_a_balanced_task_is_known() -> None:
+    assert hard_lagged({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}, applied=False)[1] == [0.5, 0.5, 0.0, 0.0], "a skipped step"
+    far = ToyObjective(tasks=FOUR.tasks, outside={0: 0.25})
+    only_outside, later, *rest = hard_lagged({0: 5.0}, {1: 1.0, 2: 2.0}, {0: 5.0}, {1: 1.0, 2: 2.0}, objective=far)
+    assert only_outside == rest[0] == [0.25, 0.0, 0.0, 0.0], "no balanced task is there to be weighed"
+    assert later == [0.25, 0.5, 0.5, 0.0]
+    assert rest[1] == [0.25, 0.0, 1.0, 0.0]
+
+
+def test_lagged_and_hard_goes_on_from_a_checkpoint() -> None:
+    before, after = (balancer(FOUR, estimate="lagged", alpha_schedule="hard") for _ in range(2))
+    window = [batch({0: [1.0], 1: [2.0], 2: [1.5]})]
+    take_step(before, FOUR, given, window)
+    after.load_state_dict(before.state_dict())
+    assert take_step(after, FOUR, given, window, step=1).weights == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", ["initial", "reference"])
+def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_the_mean_score(scale: str) -> None:
+    reference = {"a": 0.5, "b": 2.5, "c": 9.0} if scale == "reference" else {}
+    _, weights = lagged(scale=scale, reference=reference)
+    assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3], abs=1e-14)
+    a, b, d = (2.0 / 1.0, 1.0 / 3.0, 2.5 / 2.0) if scale == "initial" else (2.0 - 0.5, 1.0 - 2.5, 2.5)
+    assert weights[2] == pytest.approx(softmax({0: a, 2: (a + b + d) / 3, 3: d}, 4), abs=1e-14)
+
+
+def test_lagged_takes_the_mean_for_a_new_task_from_balanced_tasks_alone() -> None:
+    objective = ToyObjective(tasks=FOUR.tasks, outside={3: 1.0})
+    weigher = balancer(objective, estimate="lagged")
+    take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 3: [60.0]})])
+    step = take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 2: [5.0], 3: [60.0]})], step=1)
+    assert step.weights == pytest.approx([*softmax({0: 1.0, 1: 2.0, 2: 1.5}, 3), 1.0], abs=1e-14)
+
+
+def test_lagged_makes_no_forward_pass_of_its_own() -> None:
+    model = small_model()
+    weigher = balancer(FOUR, estimate="lagged")
+    assert [take_step(weigher, FOUR, Losses(model), windows(3), step=k).passes for k in range(2)] == [3, 3]
+
+
+def test_lagged_weights_are_not_changed_by_the_losses_they_weigh() -> None:
+    model = small_model()
+    weigher = balancer(FOUR, estimate="lagged", alpha=4.0)
+    take_step(weigher, FOUR, Losses(model), windows(3))
+    old = torch.softmax(4.0 * means(model), 0).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.zero_grad()
+    take_step(weigher, FOUR, Losses(model), windows(3), step=1)
+    assert difference(gradient(model), gradient_of((old * means(model)).sum(), model)) < 1e-12
+
+
+def test_micro_is_the_mean_of_each_micro_batch_weighted_by_itself() -> None:
+    model = small_model()
+    weigher = balancer(FOUR, estimate="micro", alpha=3.0)
+    step = take_step(weigher, FOUR, Losses(model), windows(3))
+    expected = torch.zeros((), dtype=torch.float64)
+    weights = torch.zeros(4, dtype=torch.float64)
+    for micro in windows(3):
+        losses = FOUR(Losses(model), micro)
+        there = losses.counts > 0
+        own = losses.sums[there] / losses.counts[there]
+        share = torch.softmax(3.0 * own, 0).detach()
+        expected = expected + (share * own).sum() / 3
+        weights[there] += share / 3
+    assert difference(gradient(model), gradient_of(expected, model)) < 1e-12
+    assert sum(step.totals) == pytest.approx(float(expected.detach()), rel=1e-13)
+    assert step.weights == pytest.approx(weights.tolist(), abs=1e-14)
+    assert step.passes == 3
+
+
+def test_micro_is_a_labelled_baseline_and_not_the_algorithm() -> None:
+    model = small_model()
+    weigher = balancer(FOUR, estimate="micro", alpha=3.0)
+    take_step(weigher, FOUR, Losses(model), windows(3))
+    exact = gradient_of(torch.logsumexp(3.0 * means(model), dim=0) / 3.0, model)
+    assert difference(gradient(model), exact) > 0.05
+    assert weigher.metrics()["estimate"] == "micro"
+
+
+def test_micro_over_ranks_is_the_mean_of_all_micro_batches() -> None:
+    model = small_model()
+    alone = take_step(balancer(FOUR, estimate="micro"), FOUR, Losses(model), windows(3))
+    twins = take_step(balancer(FOUR, estimate="micro"), FOUR, Losses(model), windows(3), group=Twins())
+    assert twins.weights == pytest.approx(alone.weights, abs=1e-14)
+    assert sum(twins.totals) == pytest.approx(sum(alone.totals) / 2, rel=1e-13)
+
+
+@pytest.mark.parametrize("estimate", ["exact", "lagged", "micro"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_task_outside_the_maximum_keeps_its_weight(estimate: str, accumulation: int) -> None:
+    objective = ToyObjective(tasks=FOUR.tasks, outside={0: 0.25})
+    # Task 0 in every micro-batch, so that `micro` averages its weight over all of them.
+    micros = [{**micro, 0: micro.get(0, [[0.3, 0.3]])} for micro in MICRO_BATCHES]
+    together = {task: [row for micro in micros for row in micro.get(task, [])] for task in range(4)}
+    window = [batch(together)] if accumulation == 1 else [batch(micro) for micro in micros]
+    step = take_step(balancer(objective, estimate=estimate), objective, Losses(small_model()), window)
+    assert step.weights[0] == pytest.approx(0.25, abs=1e-15)
+    assert sum(step.weights[1:]) == pytest.approx(1.0, abs=1e-14)
+
+
+def test_a_loss_that_is_not_a_number_reaches_the_total() -> None:
+    """The loop's own check must see it; a weight of 0 must not hide it."""
+    for estimate in ("exact", "lagged", "micro"):
+        window = [batch({0: [1.0], 1: [math.nan]}), batch({0: [2.0], 2: [1.0]})]
+        assert math.isnan(sum(take_step(balancer(FOUR, estimate=estimate), FOUR, given, window).totals))

@@ -1,0 +1,86 @@
+"""Uncertainty weights: where s settles, what it leaves alone, and what it reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, take_step
+from trp_scale.methods.balancing.base import SMALLEST_EXCESS
+
+OBJECTIVE = ToyObjective(tasks=("a", "b", "c", "far"), outside={3: 0.4}, regression=(1,))
+LOSSES = {0: 3.0, 1: 0.2, 2: 1.7}
+
+
+def settled(losses: dict[int, float] = LOSSES, steps: int = 400, **settings: Any) -> Any:
+    """A balancer after many steps on the same losses, at a rate that gets there."""
+    weigher = balancer(OBJECTIVE, "uncertainty", **{"lr": 0.05, **settings})
+    window = [batch({t: [loss] for t, loss in losses.items()})]
+    for step in range(steps):
+        take_step(weigher, OBJECTIVE, given, window, step=step)
+    return weigher
+
+
+@pytest.mark.parametrize(
+    ("form", "optimum"),
+    [
+        ("multimae", lambda t, loss: math.log(loss)),
+        ("kendall", lambda t, loss: math.log(loss if t == 1 else 2 * loss)),
+    ],
+)
+def test_s_settles_where_the_derivative_is_zero(form: str, optimum: Any) -> None:
+    found = settled(form=form).metrics()["log_variances"]
+    expected = {"abc"[t]: optimum(t, loss) for t, loss in LOSSES.items()}
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
+def test_at_the_optimum_every_weighted_loss_is_one() -> None:
+    weigher = settled()
+    step = take_step(weigher, OBJECTIVE, given, [batch({0: [3.0], 1: [0.2], 2: [1.7], 3: [5.0]})], step=400)
+    assert [w * LOSSES[t] for t, w in enumerate(step.weights[:3])] == pytest.approx([1.0] * 3, rel=2e-3)
+    assert step.weights[3] == 0.4
+
+
+def test_the_first_weights_are_those_of_s_at_zero() -> None:
+    window = [batch({0: [9.0], 1: [0.1]})]
+    for form, expected in (("multimae", [1.0, 1.0, 0.0, 0.4]), ("kendall", [1.0, 0.5, 0.0, 0.4])):
+        weigher = balancer(OBJECTIVE, "uncertainty", form=form)  # no fixed sum, and no setting that gives one
+        assert take_step(weigher, OBJECTIVE, given, window).weights == expected
+
+
+def test_an_absent_task_s_s_and_moments_stand_still() -> None:
+    weigher = settled(steps=5)
+    before = weigher.state_dict()
+    take_step(weigher, OBJECTIVE, given, [batch({0: [3.0], 1: [0.2]})], step=5)
+    after = weigher.state_dict()
+    for name in ("steps", "first_moments", "second_moments"):
+        assert after["adam"][name][2] == before["adam"][name][2] != 0
+        assert (after["adam"][name][:2] != before["adam"][name][:2]).all()
+    assert after["log_variances"][2] == before["log_variances"][2] != 0
+    assert (after["log_variances"][3], after["adam"]["steps"][3]) == (0, 0)  # the task outside has none
+
+
+def test_the_regulariser_is_reported_and_is_no_part_of_the_loss() -> None:
+    for form, share in (("multimae", 1.0), ("kendall", 0.5)):
+        weigher = settled(steps=10, form=form)
+        found = weigher.metrics()
+        assert found["regulariser"] == pytest.approx(share * sum(found["log_variances"].values()), rel=1e-14)
+        assert set(found["log_variances"]) == {"a", "b", "c"}
+        step = take_step(weigher, OBJECTIVE, given, [batch({0: [3.0], 2: [1.0]})], step=10)
+        assert sum(step.totals) == pytest.approx(step.weights[0] * 3.0 + step.weights[2], rel=1e-14)
+
+
+def test_scaled_losses_are_what_s_follows() -> None:
+    weigher = balancer(OBJECTIVE, "uncertainty", lr=0.05, scale="initial")
+    for step in range(400):
+        losses = LOSSES if step == 0 else {t: loss / 4 for t, loss in LOSSES.items()}
+        take_step(weigher, OBJECTIVE, given, [batch({t: [loss] for t, loss in losses.items()})], step=step)
+    assert weigher.metrics()["log_variances"] == pytest.approx(dict.fromkeys("abc", math.log(0.25)), abs=2e-3)
+    assert weigher.metrics()["scaled"] == pytest.approx(dict.fromkeys("abc", 0.25))
+
+
+def test_a_loss_below_its_reference_does_not_let_s_fall_without_end() -> None:
+    found = settled({0: 3.0}, steps=400, scale="reference", reference={"a": 3.5}, lr=0.1).metrics()
+    assert found["log_variances"]["a"] == pytest.approx(math.log(SMALLEST_EXCESS), abs=0.05)

@@ -1,0 +1,97 @@
+"""Learned masks beside other hooks, and what goes wrong in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.synthetic import Layout
+from tests.synthetic_masks import MasksRun, mask_config, masks_run
+from trp_scale.methods.learned_masks.masks import split_at
+
+STILL = {"lr": 1e-30, "weight_decay": 0.0}
+"""A masking network that does not learn: every outer objective then gives the same run."""
+
+
+def started(micro_size: int = 4, **changes: Any) -> MasksRun:
+    layout = Layout(micro_size=micro_size)
+    return masks_run(layout, mask_config(layout, **changes))
+
+
+def after(steps: int, **changes: Any) -> MasksRun:
+    run = started(**changes)
+    for _ in range(steps):
+        run.trainer.train_step()
+    return run
+
+
+@pytest.mark.parametrize("update", ["parallel", "sequential"])
+def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> None:
+    """Whatever passes the hypergradients make between steps."""
+
+    def climbed(mode: str, selection: str) -> tuple[Tensor, Tensor]:
+        adversary = {"kind": "absolute_embedding", "ascent": "sgd", "lr": 10.0, "eps": 0.3, "update": update}
+        run = after(
+            4,
+            adversary=adversary,
+            vision={"tokens": "all"},
+            multilevel={"mode": mode, "selection": selection, **STILL},
+        )
+        assert run.hook is not None and run.hook.outer_steps == 2
+        (vector,) = (each.vector.detach() for each in run.trainer.hooks.all if hasattr(each, "vector"))
+        return vector, run.model.patch_embed.weight.detach()  # type: ignore[union-attr, return-value]
+
+    vector, weight = climbed("committed", "hard")
+    assert vector.abs().max() > 0.01
+    for mode, selection in (("look_ahead", "hard"), ("committed", "straight_through"), ("look_ahead", "softsort")):
+        other, same = climbed(mode, selection)
+        assert torch.equal(vector, other) and torch.equal(weight, same), (mode, selection)
+
+
+def test_a_head_s_gradient_that_is_not_finite_changes_nothing_and_teaches_nothing() -> None:
+    run = after(4)
+    assert run.hook is not None
+    head: Any = run.hook.outer.level.head  # type: ignore[attr-defined]
+    kept = [tensor.clone() for tensor in head._tensors()]
+    head.adamw_step(torch.full_like(head.parameters.flat(), torch.nan), 1.0)
+    assert all(torch.equal(one, other) for one, other in zip(kept, head._tensors(), strict=True))
+    before = {name: value.detach().clone() for name, value in run.networks[0].named_parameters()}
+    head.own.bias.data.fill_(torch.nan)
+    for _ in range(2):
+        run.trainer.train_step()
+    assert run.hook.outer_steps == 2 and run.hook.metrics()["gradient_norm"] != run.hook.metrics()["gradient_norm"]
+    assert all(torch.equal(before[name], value) for name, value in run.networks[0].named_parameters())
+
+
+def test_a_cycle_looks_ahead_once_also_when_its_first_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(multilevel={"mode": "look_ahead"})
+    assert run.hook is not None
+    check, outer_steps = run.engine.check_gradients, []
+    for step in range(6):
+        skipped = step in (2, 3)
+        monkeypatch.setattr(
+            run.engine, "check_gradients", lambda skipped=skipped: check() * (torch.inf if skipped else 1)
+        )
+        run.trainer.train_step()
+        outer_steps.append(run.hook.outer_steps)
+    assert outer_steps == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_curriculum_s_counts_are_those_of_the_masks_that_were_learned_from() -> None:
+    run = after(6, multilevel={"final_ratio": 0.9})
+    config = run.trainer.config
+    images = config.batch.global_size * config.crops.count
+    masked = [split_at(step, config).masked for step in range(6)]
+    assert masked[0] < masked[-1]
+    assert [stats.task_counts for stats in run.trainer.history] == [(images * each,) for each in masked]  # type: ignore[attr-defined]
+
+
+def test_nothing_large_is_held_between_steps() -> None:
+    run = after(2)
+    assert run.hook is not None and run.hook.window is not None
+    assert all(each.embeddings is None for each in run.hook.window.selections)
+    outer: Any = run.hook.outer
+    assert outer.base is None and outer.last is None

@@ -1,0 +1,120 @@
+"""Initial weights follow from the seed and each tensor's name, and from nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.models.masked_rows import VOCABULARY, small_sizes
+from trp_scale.config import TextModelConfig
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.models.initialise import initial_tensor, initialise
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+
+SIZES = TextModelConfig(
+    layers=2, hidden_size=64, heads=2, intermediate_size=128, max_positions=64, initializer_range=0.05
+)
+
+
+def model(seed: int = 0, sizes: TextModelConfig = SIZES) -> dict[str, Tensor]:
+    built = BertForMaskedPositions(sizes, vocab_size=VOCABULARY, seed=seed)
+    return {name: parameter.detach() for name, parameter in built.named_parameters()}
+
+
+def test_the_state_of_the_global_generator_does_not_matter_and_is_not_moved() -> None:
+    torch.manual_seed(1)
+    first = model()
+    torch.manual_seed(2)
+    torch.randn(17)
+    second = model()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.manual_seed(3)
+    expected = torch.randn(3)
+    torch.manual_seed(3)
+    initial_tensor(0, "any", (5, 5), 1.0)
+    assert torch.equal(torch.randn(3), expected)
+
+
+class Pair(nn.Module):
+    """Two layers, made in either order."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(6, 4))
+
+
+def test_the_order_of_construction_does_not_matter() -> None:
+    one, other = Pair(("left", "right")), Pair(("right", "left"))
+    initialise(one, seed=9, std=0.1)
+    initialise(other, seed=9, std=0.1)
+    found = dict(other.named_parameters())
+    assert list(found) != [name for name, _ in one.named_parameters()]
+    assert all(torch.equal(parameter, found[name]) for name, parameter in one.named_parameters())
+
+
+def test_a_deeper_model_begins_with_the_same_layers() -> None:
+    shallow, deep = model(sizes=small_sizes(layers=1)), model(sizes=small_sizes(layers=3))
+    assert set(shallow) < set(deep)
+    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
+
+
+def test_other_seeds_and_other_names_draw_other_values() -> None:
+    first, second = model(seed=0), model(seed=1)
+    matrices = [name for name, tensor in first.items() if tensor.ndim == 2]
+    assert not any(torch.allclose(first[name], second[name], atol=1e-3) for name in matrices)
+    same_shape = [name for name in matrices if first[name].shape == (64, 64)]
+    assert len(same_shape) >= 8
+    drawn = torch.stack([first[name].flatten() for name in same_shape])
+    correlation = torch.corrcoef(drawn) - torch.eye(len(same_shape))
+    assert float(correlation.abs().max()) < 0.08  # of independent draws: 1/64, five standard deviations
+
+
+def test_seed_and_name_are_not_run_together() -> None:
+    seeds = {tensor_seed(seed, name) for seed, name in [(1, "a"), (2, "a"), (1, "b"), (11, "a"), (1, "1a"), (1, "1/a")]}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_values_never_change_between_versions() -> None:
+    """A changed draw would make every recipe another run."""
+    name = "bert.pooler.dense.weight"
+    assert tensor_seed(0, name) == 3_997_946_074_605_603_437
+    values = initial_tensor(0, name, (4, 8), 2.0).flatten()[[0, 9, 31]] / 2.0
+    assert values.tolist() == pytest.approx([-0.84532, 0.61585, 0.72138], abs=1e-4)
+
+
+def test_matrices_are_normal_with_the_given_deviation() -> None:
+    found = model()
+    checked = 0
+    for name, tensor in found.items():
+        if tensor.ndim != 2 or tensor.numel() < 4000:
+            continue
+        values = tensor[1:] if "word_embeddings" in name else tensor
+        assert float(values.std()) == pytest.approx(0.05, rel=0.05), name
+        assert abs(float(values.mean())) < 0.05 * 5 / values.numel() ** 0.5, name
+        within = float((values.abs() < 0.05).float().mean())  # not cut off and not uniform: 68.3 % within one deviation
+        assert within == pytest.approx(0.683, abs=0.03), name
+        checked += 1
+    assert checked >= 12
+
+
+def test_norms_are_one_biases_zero_and_the_padding_token_is_a_zero_row() -> None:
+    found = model()
+    norms = [name for name in found if name.endswith("LayerNorm.weight")]
+    biases = [name for name in found if name.endswith("bias")]
+    assert len(norms) == 1 + 2 * SIZES.layers + 1 and all((found[name] == 1).all() for name in norms)
+    assert len(biases) > len(norms) and not any(found[name].any() for name in biases)
+    embeddings = found["bert.embeddings.word_embeddings.weight"]
+    assert not embeddings[0].any() and all(row.any() for row in embeddings[1:VOCABULARY])
+
+
+def test_every_parameter_is_written() -> None:
+    built = BertForMaskedPositions(SIZES, vocab_size=VOCABULARY, seed=0)
+    expected = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(torch.nan)
+    initialise(built, seed=0, std=SIZES.initializer_range)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in built.named_parameters())

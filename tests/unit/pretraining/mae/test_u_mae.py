@@ -1,0 +1,135 @@
+"""U-MAE's loss and its gradient against all pairs written out, in float64, and what it is without its task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.models.small_images import GRID, PATCH, VISIBLE, config, small_model
+from trp_scale.core.batch import Batch
+from trp_scale.distributed.groups import ALONE
+from trp_scale.models.perturbation import Perturbed
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
+from trp_scale.pretraining.mae.u_mae import MOMENT, ROWS, UniformPatchReconstruction
+
+CROPS = 2
+SETTINGS = MaeObjectiveConfig(uniformity=0.3)
+MODELS: dict[str, dict[str, Any]] = {
+    "mae": {"tokens": "visible"},
+    "mae plus, relative": {"positions": "relative"},
+    "linear decoder": {"decoder": "linear"},
+}
+
+
+def images(weights: list[float], *, seed: int = 0) -> Batch:
+    """Rows of two crops."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, side = len(weights), GRID * PATCH
+    order = torch.rand(rows, CROPS, GRID**2, generator=generator).argsort(-1)
+    return Batch(
+        fields={
+            "images": torch.randint(0, 256, (rows, CROPS, 3, side, side), generator=generator, dtype=torch.uint8),
+            "visible": order[..., :VISIBLE].sort(-1).values,
+            "masked": order[..., VISIBLE:].sort(-1).values,
+            "row_weights": torch.tensor(weights),
+        },
+        keys=torch.arange(rows),
+        start=0,
+    )
+
+
+def objective() -> UniformPatchReconstruction:
+    return UniformPatchReconstruction(SETTINGS, PATCH, ALONE)
+
+
+def all_pairs(model: MaskedAutoencoder, batches: list[Batch]) -> Tensor:
+    """The mean over pairs of rows that are there, pair by pair, with a graph through both of each."""
+    tokens = [model(objective().patches(one), one["visible"].flatten(0, 1), one["masked"].flatten(0, 1),
+                    give="prediction_and_class").class_token for one in batches]  # fmt: skip
+    there = torch.cat([one["row_weights"].repeat_interleave(CROPS) for one in batches]) > 0
+    rows = [token / token.norm() for token in torch.cat(tokens)[there]]
+    pairs = [(one @ other) ** 2 for one in rows for other in rows]
+    return torch.stack(pairs).mean()
+
+
+def gradients(model: MaskedAutoencoder, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    return {name: torch.zeros_like(p) if g is None else g
+            for name, p, g in zip(names, parameters, found, strict=True)}  # fmt: skip
+
+
+def split(batches: list[Batch], model: MaskedAutoencoder) -> list[Batch]:
+    """With what the hook adds: the rows where there is one micro-batch, the moment where there are several."""
+    rows = torch.stack([objective().count(one)[1] for one in batches]).sum()
+    if len(batches) == 1:
+        return [replace(batches[0], extras={ROWS: rows})]
+    moment = torch.stack([objective().moment(model, one) for one in batches]).sum(0) / rows
+    return [replace(one, extras={MOMENT: moment}) for one in batches]
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sums_over_rows_are_the_mean_over_pairs_and_its_gradient(settings: dict[str, Any], parts: int) -> None:
+    model = small_model(config(**settings)).double()
+    weights = [[1.0, 1.0, 0.0, 1.0, 1.0, 1.0]] if parts == 1 else [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
+    batches = [images(one, seed=seed) for seed, one in enumerate(weights)]
+    losses = [objective()(model, one) for one in split(batches, model)]
+    sums, counts = (torch.stack([getattr(one, name) for one in losses]).sum(0) for name in ("sums", "counts"))
+    assert counts[1] == CROPS * sum(map(sum, weights)) and counts[1] == sum(objective().count(b)[1] for b in batches)
+    reference = all_pairs(model, batches)
+    assert 0.05 < float(reference.detach()) < 0.95
+    mean = sums[1] / counts[1]
+    torch.testing.assert_close(mean, reference, rtol=1e-12, atol=0)
+    found, expected = gradients(model, mean), gradients(model, reference)
+    assert sum(float(one.norm()) for one in expected.values()) > 1e-3
+    for name, one in expected.items():
+        torch.testing.assert_close(
+            found[name], one, rtol=1e-9, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_the_reconstruction_is_that_of_the_plain_objective(settings: dict[str, Any]) -> None:
+    model = small_model(config(**settings))
+    (batch,) = split([images([1.0, 0.0, 1.0])], model)
+    plain = MaskedPatchReconstruction(SETTINGS, PATCH)(model, batch)
+    ours = objective()(model, batch)
+    torch.testing.assert_close(ours.sums[:1], plain.sums, rtol=1e-6, atol=0)  # of the errors in fp32
+    assert torch.equal(ours.counts[:1], plain.counts)
+    assert objective().outside_weights(ours.counts).tolist() == [0.0, SETTINGS.uniformity]
+    assert (objective().tasks, objective().balanced) == (("reconstruction", "uniformity"), (0,))
+
+
+def test_without_the_global_batch_s_moment_the_task_is_absent() -> None:
+    model, batch = small_model(config()), images([1.0, 1.0])
+    losses = objective()(model, batch)
+    plain = MaskedPatchReconstruction(SETTINGS, PATCH)(model, batch)
+    assert torch.equal(losses.sums[:1], plain.sums)
+    assert (losses.sums[1], losses.counts[1]) == (0.0, 0.0)
+    errors = objective().errors(model, batch)
+    assert torch.equal(objective().losses(2.0 * errors, batch).sums, 2.0 * losses.sums)
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_every_pass_gives_the_same_class_token_and_prediction(settings: dict[str, Any]) -> None:
+    model = small_model(config(**settings))
+    batch = images([1.0, 1.0])
+    arguments = objective().patches(batch), batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1)
+    gate = torch.rand(arguments[1].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    both = model(*arguments, gate=gate, give="prediction_and_class")
+    assert both.class_token.shape == (2 * CROPS, 24)
+    torch.testing.assert_close(model(*arguments, gate=gate, give="class_token"), both.class_token, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model(*arguments, gate=gate).prediction, both.prediction, rtol=1e-9, atol=1e-12)
+    assert model(*arguments, gate=gate).class_token is None
+    patches, visible, masked = arguments
+    seen = masked[:, : 0 if settings == MODELS["mae"] else None]
+    entering = model.embed(patches, visible, seen, Perturbed(), gate)
+    whole = model.run(model.blocks, entering, torch.cat([visible, seen], dim=1), seen.shape[1], Perturbed(), None)
+    torch.testing.assert_close(model.norm(whole[:, 0]), both.class_token, rtol=1e-12, atol=0)

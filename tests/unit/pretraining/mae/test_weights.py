@@ -1,0 +1,188 @@
+"""Loss and gradients of the masked autoencoder against transformers' ViTMAE, and weights from and to it and timm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
+from tests.unit.models.vitmae_peer import images_and_noise, vitmae
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.models.patches import patchify
+from trp_scale.models.positions import PositionOrder
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.weights import (
+    is_encoder,
+    load_timm,
+    load_vitmae,
+    published_name,
+    stored_positions,
+    to_timm,
+    to_vitmae,
+)
+
+MAE = config(tokens="visible")
+
+
+def loaded(state: Mapping[str, Tensor], settings: Config = MAE) -> MaskedAutoencoder:
+    model = MaskedAutoencoder(settings)
+    load_vitmae(model, state)
+    return model
+
+
+@pytest.mark.parametrize("target", ["normalised", "pixels"])
+def test_loss_and_gradients_are_those_of_vitmae(target: str) -> None:
+    settings = config(tokens="visible")
+    settings.objective.target = target  # type: ignore[assignment]
+    peer = vitmae(settings).double()
+    model = loaded(peer.state_dict()).double()
+    model.encoder_positions = peer.vit.embeddings.position_embeddings.detach()[0, 1:]
+    model.decoder_positions = peer.decoder.decoder_pos_embed.detach()[0, 1:]
+    batch = crops(3)
+    images, noise = images_and_noise(batch)
+    expected = peer(images, noise=noise)
+    expected.loss.backward()
+    assert expected.mask.bool().nonzero()[:, 1].view(3, -1).equal(batch.masked)
+
+    objective = MaskedPatchReconstruction(settings.objective, PATCH)
+    prediction = model(*batch).prediction
+    wanted = objective.target(batch.patches).gather(1, batch.masked.unsqueeze(-1).expand_as(prediction))
+    loss = (prediction - wanted).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-9, atol=0)
+    theirs = {name: parameter.grad for name, parameter in peer.named_parameters() if parameter.requires_grad}
+    ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = to_vitmae(ours, patch_size=PATCH, grid=GRID)  # gradients are renamed as weights are
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(found[published_name(name)], gradient, rtol=0, atol=1e-11, msg=name)
+        assert name.endswith(("k_proj.bias", "key.bias")) or gradient.abs().max() > 1e-6, name
+
+
+def test_the_run_s_objective_has_vitmae_s_loss() -> None:
+    """In single precision, from images of bytes."""
+    settings = config(tokens="visible")
+    peer = vitmae(settings)
+    batch = crops(2, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(0, 256, (2, 1, 3, GRID * PATCH, GRID * PATCH), generator=generator, dtype=torch.uint8)
+    fields = {
+        "images": images,
+        "visible": batch.visible.unsqueeze(1),
+        "masked": batch.masked.unsqueeze(1),
+        "row_weights": torch.ones(2),
+    }
+    objective = MaskedPatchReconstruction(settings.objective, PATCH)
+    rows = Batch(fields=fields, keys=torch.arange(2), start=0)
+    losses = objective(loaded(peer.state_dict()), rows)
+    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)
+    _, noise = images_and_noise(batch)
+    expected = peer((images[:, 0] / 255 - mean) / deviation, noise=noise).loss
+    assert float((losses.sums / losses.counts).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+def test_weights_go_to_vitmae_and_back_unchanged(order: PositionOrder) -> None:
+    settings = config(tokens="visible", position_order=order)
+    model = small_model(settings, dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    peer = vitmae(settings)
+    state = to_vitmae(weights, patch_size=PATCH, grid=GRID, order=order)
+    own_names = {published_name(name): name for name in peer.state_dict()}
+    peer.load_state_dict({own_names[name]: tensor for name, tensor in state.items()})
+    batch = crops(3, dtype=torch.float32)
+    images, noise = images_and_noise(batch)
+    with torch.no_grad():
+        logits = peer(images, noise=noise).logits.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, 3 * PATCH**2))
+        torch.testing.assert_close(model(*batch).prediction, logits, rtol=0, atol=1e-5)
+    for given in (state, peer.state_dict()):
+        back = dict(loaded(given, settings).named_parameters())
+        assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
+
+
+def random_images() -> Tensor:
+    return torch.randn(3, 3, GRID * PATCH, GRID * PATCH, generator=torch.Generator().manual_seed(2))
+
+
+def timm_vit(image_size: int = GRID * PATCH) -> VisionTransformer:
+    """Of the encoder's sizes."""
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 40 / 24, "num_classes": 0}
+    return VisionTransformer(img_size=image_size, patch_size=PATCH, **sizes).eval()
+
+
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+def test_weights_go_to_timm_and_back_unchanged(order: PositionOrder) -> None:
+    settings = config(position_order=order)
+    model = small_model(settings, dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    state = to_timm(weights, patch_size=PATCH, image_size=GRID * PATCH, order=order)
+    peer = timm_vit()
+    peer.load_state_dict(state)
+    images = random_images()
+    everything = torch.arange(GRID**2).expand(3, -1)
+    with torch.no_grad():
+        found = model.features(patchify(images, PATCH), everything)
+        torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
+    other = small_model(settings, seed=1, dtype=torch.float32)
+    decoder = {name: p.detach().clone() for name, p in other.named_parameters() if not is_encoder(name)}
+    load_timm(other, state | {"head.weight": torch.ones(10, 24), "head.bias": torch.ones(10)})
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, decoder.get(name, weights[name])), name
+    settings.vision.position_order = "column_row" if order == "row_column" else "row_column"
+    with pytest.raises(ValueError, match=f"set --vision.position_order {order} for them"):
+        load_timm(small_model(settings, dtype=torch.float32), state)
+
+
+def test_positions_for_timm_are_those_of_its_images() -> None:
+    weights = dict(small_model(config(), dtype=torch.float32).named_parameters())
+    state = to_timm(weights, patch_size=PATCH, image_size=32)
+    timm_vit(32).load_state_dict(state)
+    torch.testing.assert_close(state["pos_embed"], stored_positions(8, 24), rtol=0, atol=0)
+    load_timm(small_model(config(), dtype=torch.float32), state)  # another grid is no other model
+
+
+def test_a_class_token_s_position_is_taken_into_the_token() -> None:
+    state = to_timm(dict(small_model(MAE, dtype=torch.float32).named_parameters()), patch_size=PATCH, image_size=20)
+    peer = timm_vit()
+    state["pos_embed"][0, 0] = torch.randn(24)
+    peer.load_state_dict(state)
+    model = MaskedAutoencoder(MAE)
+    load_timm(model, state)
+    images = random_images()
+    with torch.no_grad():
+        found = model.features(patchify(images, PATCH), torch.arange(GRID**2).expand(3, -1))
+        torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
+
+
+def test_relative_tables_are_left_as_they_are() -> None:
+    relative = config(tokens="visible", positions="relative")
+    source = small_model(MAE, dtype=torch.float32)
+    state = to_vitmae(dict(source.named_parameters()), patch_size=PATCH, grid=GRID)
+    model = loaded(state, relative)
+    batch = crops(dtype=torch.float32)
+    torch.testing.assert_close(model(*batch), source(*batch), rtol=0, atol=1e-5)  # tables of zero
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    model = small_model(MAE, dtype=torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = to_vitmae(before, patch_size=PATCH, grid=GRID)
+    wrong = {
+        "missing: decoder.decoder_norm.bias$": {k: v for k, v in state.items() if "der_norm.b" not in k},
+        "unexpected: adapter$": state | {"adapter": torch.ones(3)},
+        r"prediction.bias \(7,\), here \(48,\)": state | {"decoder.decoder_pred.bias": torch.ones(7)},
+        "position_embeddings is missing": {k: v for k, v in state.items() if "position_emb" not in k},
+        "learned positions cannot be taken over": state | {"decoder.decoder_pos_embed": torch.randn(1, 26, 16)},
+        "expected a square grid": state | {"decoder.decoder_pos_embed": torch.randn(1, 25, 16)},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            load_vitmae(model, given)
+    with pytest.raises(ValueError, match=r"missing: |differs from"):
+        load_timm(model, timm_vit().state_dict())  # timm's own positions are learned
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

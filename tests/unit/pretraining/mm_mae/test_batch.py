@@ -1,0 +1,276 @@
+"""Batches of images with depth and segmentation: what is in them, that the modalities stay aligned, and bad maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.settings import of_upstream
+from tests.synthetic_modalities import depth_of
+from tests.unit.data.images.multimodal import (
+    DESCRIBED,
+    first_window,
+    multimodal_config,
+    sample,
+    samples,
+    write_beside,
+    write_multimodal,
+)
+from tests.unit.data.images.source_images import png
+from tests.unit.data.images.stored import config_for, jpeg, steps
+from trp_scale.config import Config, CropsConfig
+from trp_scale.data.images.crops import Cropper, Crops
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.mixture import parse_paths
+from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources, upstream_of
+from trp_scale.pretraining.mm_mae.tokens import RunModalities
+from trp_scale.pretraining.modalities.base import count_patches
+from trp_scale.pretraining.modalities.depth import standardised
+
+
+@pytest.fixture(scope="module")
+def shards() -> list[list[dict[str, str | bytes]]]:
+    every = samples(21)
+    return [every[:9], every[9:]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, shards: list[list[dict[str, str | bytes]]]) -> Path:
+    return write_multimodal(tmp_path_factory.mktemp("multimodal") / "data", shards)
+
+
+@pytest.fixture(scope="module")
+def reference(data: Path) -> list[dict[str, torch.Tensor]]:
+    """Four steps in micro-batches of 3: two epochs and six rows."""
+    return steps(multimodal_config(data), 1, 4)
+
+
+def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_shapes_types_and_counts(data: Path) -> None:
+    sources = open_sources(multimodal_config(data), rank=0, world=1)
+    assert sources.limit == 38 and sources.meta.maps["semseg"].classes == ("ground", "box", "sky")
+    for batch in sources.train.next_window():
+        found = {name: (value.dtype, tuple(value.shape)) for name, value in batch.fields.items()}
+        assert found == {
+            "images": (torch.uint8, (3, 3, 32, 32)),
+            "depth": (torch.uint16, (3, 32, 32)),
+            "depth_statistics": (torch.float32, (3, 3)),
+            "semseg": (torch.uint8, (3, 8, 8)),
+            "visible": (torch.int64, (3, 10)),
+            "depth_counts": (torch.int32, (3, 16)),
+            "semseg_counts": (torch.int32, (3, 16)),
+            "labels": (torch.int64, (3,)),
+            "row_weights": (torch.float32, (3,)),
+        }
+        assert all(value.is_contiguous() for value in batch.fields.values())
+        assert batch.corrupt == [] and (batch["row_weights"] == 1).all()
+        assert set(batch["semseg"].unique().tolist()) <= {0, 1, 2, 255}
+        for row in range(3):
+            for patch in range(16):
+                top, left = patch // 4 * 8, patch % 4 * 8
+                measured = batch["depth"][row, top : top + 8, left : left + 8] != 0
+                labelled = batch["semseg"][row, top // 4 : top // 4 + 2, left // 4 : left // 4 + 2] != 255
+                assert batch["depth_counts"][row, patch] == measured.sum()
+                assert batch["semseg_counts"][row, patch] == labelled.sum()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "fields"),
+    [
+        (["rgb"], ["depth"], {"depth", "depth_statistics", "depth_counts"}),
+        (["semseg", "rgb"], ["rgb", "raw_rgb"], {"semseg", "semseg_counts"}),
+        (["rgb"], ["raw_rgb"], set()),
+    ],
+)
+def test_only_what_is_used_is_read(data: Path, inputs: list[str], outputs: list[str], fields: set[str]) -> None:
+    config = multimodal_config(data, modalities={"inputs": inputs, "outputs": outputs})
+    sources = open_sources(config, rank=0, world=1)
+    batch = sources.train.next_window()[0]
+    assert set(batch.fields) == {"images", "visible", "labels", "row_weights"} | fields
+    assert int(batch["visible"].max()) < 16 * len(inputs)
+    assert sources.limit == 16 * len(inputs) - 10
+    opened = open_image_dataset(data, used=RunModalities(config).stored)
+    assert opened.samples.suffixes == ("jpg", *(f"{name}.png" for name in ("depth", "semseg") if name in fields))
+
+
+@pytest.mark.parametrize(("world", "workers", "micro_size"), [(1, 0, 12), (2, 0, 2), (1, 1, 3)])
+def test_ranks_workers_and_batch_sizes_change_nothing(
+    data: Path, reference: list[dict[str, torch.Tensor]], world: int, workers: int, micro_size: int
+) -> None:
+    config = multimodal_config(data, data={"workers": workers}, batch={"micro_size": micro_size})
+    assert_same(steps(config, world, 4), reference)
+
+
+def test_resume_equals_the_uninterrupted_run(data: Path, reference: list[dict[str, torch.Tensor]]) -> None:
+    assert_same(steps(multimodal_config(data), 1, 2, cursor=24), reference[2:])
+
+
+def test_maps_beside_the_images_make_the_same_batches(
+    tmp_path: Path, shards: list[list[dict[str, str | bytes]]], reference: list[dict[str, torch.Tensor]]
+) -> None:
+    beside = multimodal_config(write_beside(tmp_path / "data", shards), data={"verify": True})
+    assert_same(steps(beside, 1, 4), reference)
+
+
+def test_images_and_labels_are_those_of_plain_masked_autoencoding(data: Path) -> None:
+    """The same crops: one code cuts them."""
+    (plain,) = steps(config_for(data, crops={"count": 1}), 1, 1)
+    (ours,) = steps(multimodal_config(data), 1, 1)
+    assert torch.equal(ours["images"], plain["images"][:, 0]) and torch.equal(ours["labels"], plain["labels"])
+
+
+def test_masks_are_drawn_anew_and_repeat_after_as_many_epochs_as_there_are_maskings(data: Path) -> None:
+    config = multimodal_config(data, masking={"maskings": 2}, batch={"global_size": 21, "micro_size": 21})
+    by_key = [dict(zip(step["keys"].tolist(), step["visible"], strict=True)) for step in steps(config, 1, 3)]
+    assert all(torch.equal(by_key[2][key], visible) for key, visible in by_key[0].items())
+    assert sum(not torch.equal(by_key[1][key], visible) for key, visible in by_key[0].items()) >= 19
+
+
+def board(height: int, width: int, cell: int) -> np.ndarray:
+    """A checkerboard [height, width], and one corner that breaks its symmetry."""
+    squares = (np.arange(height)[:, None] // cell + np.arange(width) // cell) % 2 == 0
+    squares[: height // 3, : width // 3] = True
+    return squares
+
+
+@pytest.mark.parametrize(("flip", "scaled"), [(0.0, False), (1.0, False), (0.0, True), (1.0, True)])
+def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip: float, scaled: bool) -> None:
+    """Wherever a resized colour is clearly one of the two, the depth and the class there are those of that colour.
+
+    The colour in between is met within half a pixel of an edge only, so a map that is shifted by a pixel, mirrored or
+    of another crop is found. Scaled: all but the first are decoded at a half to an eighth of their size, and one pixel
+    in a thousand may lie on the other side of an edge (the large images decoded whole have some such too).
+    """
+    painted = []
+    sizes = [(150, 200), (96, 64), (64, 64), (131, 77), (333, 250), (127, 255)]
+    if scaled:
+        sizes = [(150, 100), (600, 520), (777, 1023), (1301, 1200), (1234, 999), (1500, 1600)]
+    for number, (height, width) in enumerate(sizes):
+        squares = board(height, width, cell=13 if not scaled else max(13, height // 9))
+        colour = Image.fromarray(np.where(squares, 255, 0).astype(np.uint8)).convert("RGB")
+        depth, semseg = np.where(squares, 4000, 1000).astype(np.uint16), squares.astype(np.uint8)
+        stored = {"jpg": jpeg(colour), "depth.png": png(depth), "semseg.png": png(semseg)}
+        painted.append(sample(number, 1, 1, **stored))
+    config = multimodal_config(write_multimodal(tmp_path / "data", [painted]), crops={"flip": flip, "size": 64})
+    config.crops.scaled_decoding = scaled  # type: ignore[attr-defined]
+    config.batch.global_size = config.batch.micro_size = 6
+    clear = 0
+    for step in steps(config, 1, 10):
+        brightness = step["images"].float().mean(dim=1)  # [6, 64, 64]
+        sure = (brightness - 127.5).abs() > 60
+        lit = standardised(step["depth"], step["depth_statistics"]) > 0
+        wrong = (lit != (brightness > 127.5)) & sure
+        assert int(wrong.sum()) <= (0.001 * int(sure.sum()) if scaled else 0)
+        clear += int(sure.sum())
+        middle = brightness_at_labels(brightness)  # [6, 16, 16]
+        sure = (middle - 127.5).abs() > 100
+        assert torch.equal((step["semseg"] == 1)[sure], (middle > 127.5)[sure])
+        assert float(sure.float().mean()) > 0.3
+        assert set(step["semseg"].unique().tolist()) == {0, 1}
+    assert clear / (10 * 6 * 64 * 64) > 0.8
+
+
+def brightness_at_labels(brightness: torch.Tensor) -> torch.Tensor:
+    """Mean of the 2 x 2 pixels around the centre of each label, [R, S / 4, S / 4] of [R, S, S]."""
+    rows, size, _ = brightness.shape
+    return brightness.view(rows, size // 4, 4, size // 4, 4)[:, :, 1:3, :, 1:3].mean(dim=(2, 4))
+
+
+def whole(height: int, width: int, flip: bool = False) -> Crops:
+    return Crops(
+        boxes=np.array([[[0, 0, height, width]]]), windows=None, flips=np.array([[flip]]), scales=np.array([1])
+    )
+
+
+def test_a_picked_pixel_holds_the_centre_it_is_picked_for() -> None:
+    """Exactly, where floating point gives the neighbour at some sizes (torch's nearest-exact does at some of these)."""
+    cropper = Cropper(CropsConfig())
+    differing = 0
+    for length in [*range(1, 60), 97, 127, 224, 255, 333, 375, 427, 500, 640, 1023]:
+        line = np.arange(length, dtype=np.uint16)
+        for size in (7, 14, 56, 112, 224):
+            picked = cropper.pick(line[:, None], whole(length, 1), 0, size)[:, 0].astype(np.int64)
+            twice = (2 * np.arange(size) + 1) * length  # 2 size times the centre's place
+            assert (2 * size * picked <= twice).all() and (twice < 2 * size * (picked + 1)).all()
+            theirs = torch.nn.functional.interpolate(
+                torch.from_numpy(line.astype(np.float32))[None, None], size, mode="nearest-exact"
+            )
+            differing += int((theirs.numpy()[0, 0] != picked).sum())
+    assert differing < 100  # they agree but for floating point
+
+
+def test_a_box_and_a_flip_are_applied_to_maps() -> None:
+    numbers = np.arange(30, dtype=np.uint8).reshape(5, 6)
+    crops = Crops(boxes=np.array([[[1, 2, 3, 3]]]), windows=None, flips=np.array([[True]]), scales=np.array([1]))
+    assert (Cropper(CropsConfig()).pick(numbers, crops, 0, 3) == numbers[1:4, 2:5][:, ::-1]).all()
+
+
+def test_patches_are_counted_row_by_row() -> None:
+    valid = np.random.default_rng(0).random((2, 12, 12)) < 0.4
+    counts = count_patches(valid, 4)
+    assert counts.dtype == np.int32 and counts.shape == (2, 9)
+    assert counts[1, 5] == valid[1, 4:8, 8:12].sum() and counts[0, 6] == valid[0, 8:12, :4].sum()
+    assert count_patches(np.ones((1, 600, 600), dtype=np.bool_), 300).tolist() == [[90_000] * 4]
+
+
+def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_classes(tmp_path: Path) -> None:
+    """A floor that is flat up to 3 mm, in units of 1 and of 0.1 mm: the variance floor of 1 mm^2 damps both alike."""
+    heights = 1000 + np.random.default_rng(0).integers(0, 4, (40, 40))
+    described = {"semseg": {"classes": ["a", "b", "c"]}}
+    for number, per_millimetre in enumerate((1, 10)):
+        floor = png((heights * per_millimetre).astype(np.uint16))
+        stored = [sample(number, 40, 40, **{"depth.png": floor, "cls": str(number).encode()})]
+        scale = {"depth": {"scale": 0.001 / per_millimetre}}
+        write_multimodal(tmp_path / f"data{number}", [stored], modalities={**described, **scale})
+    config = multimodal_config(f"zero:1={tmp_path / 'data0'},one:1={tmp_path / 'data1'}", crops={"min_scale": 1.0})
+    deviations: dict[int, list[float]] = {0: [], 1: []}
+    for batch in first_window(config):
+        for label, depth in zip(batch["labels"].tolist(), depth_of(batch), strict=True):
+            deviations[label].append(float(depth.std()))
+    # without the floor it would be 1.12 / 0.84, and with the other member's scale for one of them as well
+    assert all(abs(value - 0.83) < 0.1 for values in deviations.values() for value in values), deviations
+    other = write_multimodal(tmp_path / "other", [samples(2)], modalities={"semseg": {"classes": ["a", "c", "b"]}})
+    config.data.path = f"zero:1={tmp_path / 'data0'},other:1={other}"
+    with pytest.raises(DataError, match=r"the same classes in segmentation maps: zero has 3 \(a, b, c\), other has 3"):
+        open_sources(config, rank=0, world=1)
+
+
+def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> None:
+    """The maps of DPT's inverse depth are larger where it is nearer; of maps without a word, larger is farther."""
+    for name, said in (("silent", {}), ("metres", {"larger_is": "farther"}), ("labelled", {"larger_is": "nearer"})):
+        described = {**DESCRIBED, "depth": {"scale": None, **said}}
+        write_multimodal(tmp_path / name, [samples(2)], modalities=described)
+
+    def mixture(*names: str) -> Config:
+        config = multimodal_config(",".join(f"{name}:1={tmp_path / name}" for name in names))
+        config.batch.global_size = config.batch.micro_size = 2
+        return config
+
+    open_sources(mixture("silent", "metres"), rank=0, world=1)
+    message = r"larger is farther in silent, nearer in labelled\. Label .* --depth\.larger_is .* one data set at a time"
+    with pytest.raises(DataError, match=message):
+        open_sources(mixture("silent", "metres", "labelled"), rank=0, world=1)
+    with pytest.raises(DataError, match="larger is nearer in labelled, farther in metres"):
+        open_sources(mixture("labelled", "metres"), rank=0, world=1)
+    without = mixture("labelled", "metres")
+    without.modalities.inputs, without.modalities.outputs = ["rgb"], ["semseg"]
+    open_sources(without, rank=0, world=1)
+
+
+@pytest.mark.parametrize("kind", ["mae", "mm_mae"])
+def test_workers_import_the_builder_beforehand(data: Path, kind: str) -> None:
+    config = of_upstream(multimodal_config(data), kind)
+    open_rows = upstream_of(config).open_rows
+    assert open_rows.__module__ == type(open_rows(config, parse_paths(config.data.path)).builder).__module__

@@ -1,0 +1,133 @@
+"""What training asks of the multi-modal masked autoencoder: low precision, one static graph, weights by their names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.synthetic_modalities import CLASSES, batch
+from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
+from trp_scale.config import Config
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
+from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.tokens import visible_slots
+from trp_scale.pretraining.modalities.semseg import SegmentationTokeniser
+
+
+def inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    modalities = settings.modalities
+    rows = batch(range(first, first + 2), modalities.visible_tokens, len(modalities.inputs))
+    objective = MultimodalReconstruction(settings)
+    return objective.seen(objective.patches(rows), rows), rows["visible"]
+
+
+@pytest.mark.parametrize("way", ["bf16 autocast", "bf16 weights", "fp16 weights"])
+def test_low_precision_is_near_single_precision(way: str) -> None:
+    settings = config(outputs=EVERY_TASK)
+    reference = small_model(settings, dtype=torch.float32)
+    dtype = {"bf16 autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}[way]
+    model = copy.deepcopy(reference)
+    for parameter in model.parameters():  # DeepSpeed leaves buffers as they are
+        parameter.data = parameter.data.to(dtype)
+    taps = torch.zeros(4, 2, 10, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16 autocast"):
+        found = model(*inputs(settings), task_taps=taps)
+    for one, other in zip(found.predictions, reference(*inputs(settings)).predictions, strict=True):
+        assert one.dtype == (torch.float16 if way == "fp16 weights" else torch.bfloat16)
+        assert (one.float() - other).norm() < (0.02 if way == "fp16 weights" else 0.1) * other.norm()
+    sum(one.float().square().mean() for one in found.predictions).backward()
+    assert taps.grad is not None and taps.grad.dtype == torch.float32 and taps.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_it_is_one_graph_of_static_shapes_with_and_without_taps() -> None:
+    """A look at a value on the host, or a branch on one, would break the graph, which fullgraph refuses; other shares
+    of the modalities do not compile it anew."""
+    settings = config(outputs=("depth", "raw_rgb"))
+    settings.model.layers = 1
+    model = small_model(settings, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    for taps in (None, torch.zeros(2, 2, 10, 32)):
+        found: MultimodalOutput = compiled(*inputs(settings), task_taps=taps)
+        expected = model(*inputs(settings), task_taps=taps)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(*inputs(settings, first=6), task_taps=taps)
+
+
+def test_sharding_units_are_the_encoder_s_blocks_and_the_decoders() -> None:
+    model = small_model(config(outputs=("semseg", "rgb")))
+    assert model.layers == [*model.blocks, model.decoders["semseg"], model.decoders["rgb"]]
+    inside = {id(parameter) for unit in model.layers for parameter in unit.parameters()}
+    outside = {name for name, parameter in model.named_parameters() if id(parameter) not in inside}
+    assert {name.split(".")[0] for name in outside} == {"tokenisers", "cls_token"}
+    assert {name for name, _ in small_model(config(encoder_norm=True)).named_parameters()} == {
+        *(name for name, _ in small_model(config()).named_parameters()), "norm.weight", "norm.bias"
+    }  # fmt: skip
+
+
+def test_initial_weights_follow_from_seed_and_name_alone() -> None:
+    torch.manual_seed(1)
+    first = dict(MultimodalMaskedAutoencoder(config(), {"semseg": CLASSES}).named_parameters())
+    torch.manual_seed(2)
+    reordered = config(inputs=ALL[::-1], outputs=EVERY_TASK[::-1])
+    second = dict(MultimodalMaskedAutoencoder(reordered, {"semseg": CLASSES}).named_parameters())
+    assert set(first) < set(second) and all(torch.equal(first[name], second[name]) for name in first)
+    other_seed = config()
+    other_seed.training.seed += 1
+    third = dict(MultimodalMaskedAutoencoder(other_seed, {"semseg": CLASSES}).named_parameters())
+    drawn = [name for name in first if not name.endswith(("bias", "mask_token")) and "norm" not in name]
+    assert not any(torch.allclose(first[name], third[name], atol=1e-4) for name in drawn)
+
+
+def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed() -> None:
+    """Decay is of matrices; a class's vectors are one long vector for that. Queries, keys and values are drawn as
+    matrices of their own (MultiMAE's code)."""
+    settings = config(outputs=EVERY_TASK)
+    settings.model.initializer_range, settings.semseg.class_embedding = 0.03, 64
+    found = dict(MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES}).named_parameters())
+    normal = {name: each for name, each in found.items() if name.endswith(("_token", "_embedding"))}
+    masked = {f"decoders.{task}.mask_token" for task in EVERY_TASK}
+    embeddings = {f"decoders.{task}.{name}_embedding" for task in EVERY_TASK for name in ALL}
+    assert set(normal) == {"cls_token"} | masked | embeddings | {"tokenisers.semseg.class_embedding"}
+    assert all(each.ndim == 1 for each in normal.values())
+    assert not any(normal.pop(name).any() for name in masked)
+    assert float(torch.cat(list(normal.values())).detach().std()) == pytest.approx(0.03, rel=0.1)
+    classes = normal["tokenisers.semseg.class_embedding"]
+    assert len(classes) == (CLASSES + 1) * 64 and float(classes.detach().std()) == pytest.approx(0.03, rel=0.15)
+    for name in set(found) - set(normal) - masked:
+        if found[name].ndim > 1:
+            parts = 3 if "qkv" in name else 2 if "key_value" in name else 1
+            for part in found[name].detach().chunk(parts):
+                expected = torch.nn.init.xavier_uniform_(torch.empty_like(part))
+                bound = (6 / sum(part.shape)) ** 0.5
+                assert 0.9 * bound < float(part.abs().max()) <= bound, name
+                assert float(part.std()) == pytest.approx(float(expected.std()), rel=8 / part.numel() ** 0.5), name
+        else:
+            assert (found[name] == (1.0 if name.endswith("weight") else 0.0)).all(), name
+
+
+def test_a_decoder_of_no_input_has_an_embedding_for_what_it_predicts() -> None:
+    found = dict(MultimodalMaskedAutoencoder(config(inputs=("rgb",), outputs=("depth",)), {}).named_parameters())
+    embeddings = {name for name in found if name.endswith("_embedding")}
+    assert embeddings == {"decoders.depth.rgb_embedding", "decoders.depth.depth_embedding"}
+
+
+def test_each_label_has_its_own_vector_and_void_one_more() -> None:
+    tokeniser = SegmentationTokeniser(CLASSES, 1, 3, 3)
+    with torch.no_grad():
+        tokeniser.class_embedding.copy_(torch.arange(3.0 * (CLASSES + 1)))
+        tokeniser.projection.weight.copy_(torch.eye(3))
+        tokeniser.projection.bias.zero_()
+    labels = torch.tensor([[[0], [CLASSES - 1], [255]]], dtype=torch.uint8)
+    assert tokeniser(labels)[0].tolist() == [[0, 1, 2], [12, 13, 14], [15, 16, 17]]
+    with pytest.raises(IndexError):
+        tokeniser(torch.tensor([[[CLASSES + 1]]], dtype=torch.uint8))
+
+
+def test_slots_say_where_each_visible_token_is() -> None:
+    visible = torch.tensor([[1, 2, 5], [0, 3, 4]])
+    assert visible_slots(visible, 6).tolist() == [[3, 0, 1, 3, 3, 2], [0, 3, 3, 1, 2, 3]]

@@ -1,0 +1,234 @@
+"""Our model beside transformers' BertForPreTraining with the same weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import BertForPreTraining
+
+from tests.unit.methods.balancing.toy import balancer, take_step
+from tests.unit.models.masked_rows import (
+    LENGTH,
+    VOCABULARY,
+    changed,
+    masked_rows,
+    part,
+    slots,
+    small_model,
+    small_sizes,
+    without,
+)
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
+from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
+
+PADDED = 128
+
+
+def reference_of(model: BertForMaskedPositions) -> BertForPreTraining:
+    """transformers' model with our weights, in its own attention implementation without fused kernels."""
+    reference = BertForPreTraining(bert_config(small_sizes(), VOCABULARY, attn_implementation="eager"))
+    reference.load_state_dict(to_transformers(weights(model), VOCABULARY), strict=True)
+    return reference.eval()
+
+
+def weights(model: BertForMaskedPositions) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def random_reference() -> BertForPreTraining:
+    """transformers' model with no weight at 0 or 1, and so none that would be right by accident."""
+    torch.manual_seed(4)
+    reference = BertForPreTraining(bert_config(small_sizes(), VOCABULARY))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return reference.eval()
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """[R, L] the original id at masked positions, -100 elsewhere."""
+    labels = torch.full((batch.rows, LENGTH), -100)
+    for r, m in slots(batch):
+        labels[r, int(batch["masked_positions"][r, m])] = batch["labels"][r, m]
+    return labels
+
+
+def reference_output(reference: BertForPreTraining, batch: Batch, **labels: Tensor):  # type: ignore[no-untyped-def]
+    return reference(
+        input_ids=batch["tokens"],
+        token_type_ids=batch["token_types"],
+        attention_mask=batch["attention_mask"].long(),
+        **labels,
+    )
+
+
+def our_output(model: BertForMaskedPositions, batch: Batch):  # type: ignore[no-untyped-def]
+    return model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+
+
+def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
+    state = random_reference().state_dict()
+    model = small_model()
+    model.load_transformers(dict(state))
+    out = to_transformers(weights(model), VOCABULARY)
+    assert set(out) == set(state)
+    assert [name for name in state if not torch.equal(out[name], state[name])] == []
+    fresh = BertForPreTraining(bert_config(small_sizes(), VOCABULARY))
+    fresh.load_state_dict(out, strict=True)
+    assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items())
+
+
+def test_our_weights_go_out_and_come_in_unchanged() -> None:
+    model, other = small_model(seed=1), small_model(seed=2)
+    other.load_transformers(to_transformers(weights(model), VOCABULARY))
+    other.load_transformers(to_transformers(weights(other), VOCABULARY))  # its own memory, given back to it
+    for name, tensor in weights(model).items():
+        rows = VOCABULARY if tensor.shape[0] == PADDED else tensor.shape[0]
+        assert torch.equal(weights(other)[name][:rows], tensor[:rows]), name
+        assert not weights(other)[name][rows:].any(), f"{name}: padding rows of the vocabulary become zero"
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    state = to_transformers(weights(small_model()), VOCABULARY)
+    name = "cls.predictions.transform.dense.weight"
+    lacking = {key: tensor for key, tensor in state.items() if key != name}
+    with pytest.raises(ValueError, match=rf"missing: {name}$"):
+        small_model().load_transformers(lacking)
+    with pytest.raises(ValueError, match=r"unexpected: bert.extra$"):
+        small_model().load_transformers(state | {"bert.extra": torch.zeros(2)})
+    with pytest.raises(ValueError, match=rf"of another shape: {name} \(16, 15\), here \(16, 16\)"):
+        small_model().load_transformers(state | {name: torch.zeros(16, 15)})
+    embeddings = "bert.embeddings.word_embeddings.weight"
+    for rows in (VOCABULARY - 1, VOCABULARY + 1, PADDED):  # a vocabulary of another size is never cut or filled up
+        with pytest.raises(ValueError, match=rf"{embeddings} \({rows}, 16\), here \({VOCABULARY}, 16\)"):
+            small_model().load_transformers(state | {embeddings: torch.zeros(rows, 16)})
+
+
+@pytest.mark.parametrize(
+    ("copy_name", "name"),
+    [
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ],
+)
+def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) -> None:
+    state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
+    model = small_model()
+    before = copy.deepcopy(weights(model))
+    with pytest.raises(ValueError, match=rf"{copy_name} is not {name}: .*tie_word_embeddings=False"):
+        model.load_transformers(state | {copy_name: state[name] + 1e-6})
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
+    model.load_transformers(state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
+    model.load_transformers({key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
+
+
+def test_an_untied_model_of_transformers_is_refused() -> None:
+    untied = BertForPreTraining(bert_config(small_sizes(), VOCABULARY, tie_word_embeddings=False))
+    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings\.word_embeddings\.weight"):
+        small_model().load_transformers(untied.state_dict())
+
+
+def test_a_refused_state_leaves_the_model_as_it_was() -> None:
+    model = small_model()
+    before = copy.deepcopy(weights(model))
+    state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
+    with pytest.raises(ValueError, match="shape"):
+        model.load_transformers(state | {"cls.seq_relationship.bias": torch.zeros(3)})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_agree_at_masked_positions_of_padded_rows(training: bool) -> None:
+    """In training mode too: dropout is 0, and nothing else may differ."""
+    model, batch = small_model().train(training), masked_rows(10)
+    reference = reference_of(model).train(training)
+    assert not bool(batch["attention_mask"].all()), "some rows must end in padding"
+    with torch.no_grad():
+        ours, theirs = our_output(model, batch), reference_output(reference, batch)
+    assert ours.prediction_logits.shape == (10, batch["labels"].shape[1], PADDED)
+    position = batch["masked_positions"].unsqueeze(-1).expand(-1, -1, VOCABULARY)
+    expected = theirs.prediction_logits.gather(1, position)
+    assert float(expected.std()) > 0.3, "logits that are all alike would agree by accident"
+    torch.testing.assert_close(ours.prediction_logits[..., :VOCABULARY], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.next_sentence_logits, theirs.seq_relationship_logits, rtol=0, atol=1e-5)
+
+
+def test_padding_is_not_attended_to() -> None:
+    model, batch = small_model(), masked_rows(6)
+    padding = ~batch["attention_mask"]
+    other = torch.where(padding, (batch["tokens"] + 1) % VOCABULARY, batch["tokens"])
+    used = batch["label_weights"] > 0
+    with torch.no_grad():
+        first = our_output(model, batch).prediction_logits[used]
+        second = model(other, batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+        everywhere = model(other, batch["token_types"], torch.ones_like(padding), batch["masked_positions"])
+    assert torch.equal(first, second.prediction_logits[used])
+    assert not torch.allclose(first, everywhere.prediction_logits[used], atol=1e-2)
+
+
+def test_rows_without_padding_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch is given none: its flash attention refuses masks."""
+    model, batch = small_model().double(), masked_rows(6)
+    batch = changed(batch, attention_mask=torch.ones_like(batch["attention_mask"]))
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=16)
+    attention, masks = F.scaled_dot_product_attention, []
+
+    def noting(*arguments: Any, **named: Any) -> Tensor:
+        masks.append(named["attn_mask"])
+        return attention(*arguments, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    found = []
+    for given in (batch, without(batch, "attention_mask")):
+        model.zero_grad()
+        sums = objective(model, given).sums
+        sums.sum().backward()
+        found.append([sums.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert [mask is None for mask in masks] == [False, False, True, True]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_transformers_own_loss_and_gradient_are_proportional_with_next_sentence(accumulation: int) -> None:
+    """BERT: the mean over all masked positions + the mean over rows; with `other: task`, proportional is just that."""
+    model, batch = small_model(), masked_rows(9)
+    reference = reference_of(model)
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(other="task"), GROUPS, hidden_size=32)
+    window = [batch] if accumulation == 1 else [part(batch, 0, 2), part(batch, 2, 3), part(batch, 3, 9)]
+    step = take_step(balancer(objective, "proportional"), objective, model, window)
+    theirs = reference_output(reference, batch, labels=labels_of(batch), next_sentence_label=batch["next_sentence"])
+    theirs.loss.backward()
+    assert sum(step.totals) == pytest.approx(float(theirs.loss.detach()), abs=1e-5)
+    named = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and named[name].grad is not None, name
+        rows = named[name].shape[0]
+        torch.testing.assert_close(parameter.grad[:rows], named[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed() -> None:
+    model, batch = small_model(dropout=0.3), masked_rows(4)
+
+    def logits(training: bool, seed: int) -> Tensor:
+        model.train(training)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return our_output(model, batch).prediction_logits[..., :VOCABULARY]  # type: ignore[no-any-return]
+
+    assert torch.equal(logits(False, 1), logits(False, 2))
+    assert torch.equal(logits(True, 1), logits(True, 1))
+    assert not torch.allclose(logits(True, 1), logits(True, 2), atol=1e-2)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 64), (63, 64), (64, 64), (65, 128), (90, 128), (30522, 30528)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_64(size: int, padded: int) -> None:
+    assert padded_vocabulary(size) == padded

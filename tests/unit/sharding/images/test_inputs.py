@@ -1,0 +1,248 @@
+"""Every kind of input gives the images, classes and maps that it holds."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.unit.data.images.source_images import (
+    HEIGHT,
+    WIDTH,
+    class_folder,
+    class_map,
+    decoded,
+    depth_map,
+    jpeg,
+    pixels,
+    png,
+    shard,
+    stored,
+)
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.samples import LONGEST_KEY, plain_key
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def test_class_folders_are_numbered_by_sorted_name(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "images")
+    (folder / "c1" / "deep").mkdir()
+    (folder / "c1" / "deep" / "a b.v2.JPEG").write_bytes(jpeg(50))
+    found = shard(tmp_path / "out", folder)
+    dataset = read_json(tmp_path / "out" / "dataset.json")
+    assert dataset["classes"] == ["c0", "c1", "c2"] and dataset["suffixes"] == ["jpg", "cls"]
+    assert dataset["synthetic"] is False
+    assert len(found) == 19
+    for key, members in found.items():
+        assert members["cls"].decode() == key[1]
+        if "deep" not in key:
+            assert members["jpg"] == (folder / f"{key}.jpg").read_bytes()
+    assert found["c1/deep/a%20b%2Ev2"]["jpg"] == jpeg(50)
+
+
+def test_a_flat_folder_has_no_classes_and_a_mixed_one_is_refused(tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number in range(3):
+        (flat / f"{number}.jpg").write_bytes(jpeg(number))
+    found = shard(tmp_path / "out", flat)
+    assert found == {str(number): {"jpg": jpeg(number)} for number in range(3)}
+    assert read_json(tmp_path / "out" / "dataset.json")["classes"] is None
+    (flat / "class").mkdir()
+    (flat / "class" / "a.jpg").write_bytes(jpeg())
+    with pytest.raises(DataError, match=r"both in it .* and in sub-folders"):
+        shard(tmp_path / "mixed", flat)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="no file there ends in"):
+        shard(tmp_path / "nothing", tmp_path / "none")
+
+
+def test_keys_fit_a_tar_header_and_stay_apart() -> None:
+    long = "class/" + "ünbelievably long name " * 10
+    keys = [plain_key(name) for name in (long, long + "2", "a.b/c", "a%2Eb/c", "a_b", "ü")]
+    assert len(set(keys)) == 6
+    assert keys[2] == "a%2Eb/c" and keys[3] == "a%252Eb/c" and keys[5] == "%C3%BC"
+    assert all(len(key.encode()) <= LONGEST_KEY and "." not in key for key in keys)
+    assert LONGEST_KEY + len(".semseg.png") <= 100
+    assert "" not in keys[0].split("/")
+
+
+def maps_folder(folder: Path, images: Path, make: object) -> Path:
+    for number, path in enumerate(sorted(images.rglob("*.jpg"))):
+        target = folder / path.relative_to(images).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(png(make(number)))  # type: ignore[operator]
+    return folder
+
+
+def class_names(folder: Path, count: int = 20) -> str:
+    """A file that names the numbers of `class_map`."""
+    path = folder / "classes.txt"
+    path.write_text("".join(f"kind {number}\n" for number in range(count)))
+    return str(path)
+
+
+def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) -> None:
+    images = class_folder(tmp_path / "images", each=10)
+    depth = maps_folder(tmp_path / "depth", images, depth_map)
+    semseg = maps_folder(tmp_path / "semseg", images, class_map)
+    modality = [f"semseg={semseg}", f"depth={depth}"]
+    names = class_names(tmp_path)
+    (depth / "c0" / "image3.png").unlink()
+    (semseg / "c2" / "image1.png").write_bytes(png(class_map(width=5)))
+    with pytest.raises(DataError, match="2 of 30 images were skipped"):
+        shard(tmp_path / "out", images, modality=modality, semseg={"classes": names})
+    found = shard(tmp_path / "out", images, modality=modality, semseg={"classes": names}, max_skipped=0.1)
+    dataset = read_json(tmp_path / "out" / "dataset.json")
+    assert dataset["suffixes"] == ["jpg", "cls", "depth.png", "semseg.png"]
+    assert dataset["skipped"] == {"no_map": 1, "map_size": 1}
+    assert {entry["place"].partition(" (")[0] for entry in dataset["skipped_places"]} == {
+        f"{images}/c0/image3.jpg",
+        f"{images}/c2/image1.jpg",
+    }
+    assert len(found) == 28
+    for key, members in found.items():
+        assert members["depth.png"] == (depth / f"{key}.png").read_bytes()
+        assert members["semseg.png"] == (semseg / f"{key}.png").read_bytes()
+    with pytest.raises(DataError, match=r"modality \['depth', 'semseg'\] there, \[\] asked for"):
+        shard(tmp_path / "out", images)
+
+
+def test_tars_give_images_classes_and_maps(tmp_path: Path) -> None:
+    members = {}
+    for number in range(8):
+        key = f"./set/{number:03d}"
+        members[f"{key}.{('jpg', 'jpeg', 'png', 'JPG')[number % 4]}"] = (
+            png(pixels(number)) if number % 4 == 2 else jpeg(number)
+        )
+        members[f"{key}.cls"] = f"{number % 3}\n".encode()
+        members[f"{key}.depth.png"] = png(depth_map(number))
+        members[f"{key}.json"] = b"{}"
+    tars = [
+        write_tar(tmp_path / "a-0.tar", dict(list(members.items())[:16])),
+        write_tar(tmp_path / "a-1.tar", dict(list(members.items())[16:])),
+    ]
+    names = tmp_path / "names.txt"
+    names.write_text("ant\nbee\ncat\n")
+    found = shard(tmp_path / "out", *tars, class_names=str(names))
+    assert read_json(tmp_path / "out" / "dataset.json")["classes"] == ["ant", "bee", "cat"]
+    assert set(found) == {f"set/{number:03d}" for number in range(8)}
+    for number in range(8):
+        sample = found[f"set/{number:03d}"]
+        assert set(sample) == {"jpg", "cls", "depth.png"}
+        assert sample["cls"] == str(number % 3).encode()
+        assert sample["depth.png"] == png(depth_map(number))
+        assert np.abs(decoded(sample["jpg"]) - pixels(number)).mean() < 6
+        if number % 4 != 2:
+            assert sample["jpg"] == jpeg(number)
+    for place, inputs in enumerate(([tmp_path / "a-*.tar"], [tmp_path])):
+        assert shard(tmp_path / f"again{place}", *inputs, class_names=str(names)) == found
+
+
+def test_what_a_sample_of_a_tar_lacks_is_named(tmp_path: Path) -> None:
+    members = {f"{number}.{suffix}": data for number in range(4) for suffix, data in (("jpg", jpeg()), ("cls", b"1"))}
+    del members["0.cls"]
+    del members["1.jpg"]
+    members["2.cls"] = b"-1"
+    members |= {"4.jpg": jpeg(), "4.cls": b"9", "5.jpg": b"", "5.cls": b"0"}
+    tar = write_tar(tmp_path / "a.tar", members)
+    names = tmp_path / "names.txt"
+    names.write_text("ant\nbee\n")
+    found = shard(tmp_path / "out", tar, max_skipped=0.9, class_names=str(names))
+    assert set(found) == {"3"}
+    listed = read_json(tmp_path / "out" / "dataset.json")["skipped_places"]
+    assert {(entry["place"].partition(" (")[0], entry["reason"]) for entry in listed} == {
+        (f"{tar}:0", "no_class"),
+        (f"{tar}:1", "no_image"),
+        (f"{tar}:2", "bad_class"),
+        (f"{tar}:4", "bad_class"),
+        (f"{tar}:5", "empty"),
+    }
+
+
+def test_tars_that_each_count_from_zero_keep_all_their_samples(tmp_path: Path) -> None:
+    for number in range(2):
+        write_tar(tmp_path / f"part{number}.tar", {f"{key}.jpg": jpeg(10 * number + key) for key in range(3)})
+    found = shard(tmp_path / "out", tmp_path)
+    assert found == {f"part{n}/{key}": {"jpg": jpeg(10 * n + key)} for n in range(2) for key in range(3)}
+
+
+def test_tars_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "a.tar", {f"{key}.jpg": jpeg(key) for key in range(9)})
+    whole = tar.read_bytes()
+    for length in (100, 512, 5000, whole.index(b"3.jpg"), len(whole.rstrip(b"\0"))):
+        tar.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"a\.tar: not a tar that can be read to its end"):
+            shard(tmp_path / "out", tar)
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError, match=r"uncompressed \.tar expected"):
+        shard(tmp_path / "out", tmp_path / "b.tar.gz")
+    with pytest.raises(DataError, match="no such file"):
+        shard(tmp_path / "out", tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"no \.jpg"):
+        shard(tmp_path / "out", write_tar(tmp_path / "c.tar", {"1.cls": b"0"}))
+
+
+def test_a_data_set_of_ours_is_an_input_too(tmp_path: Path) -> None:
+    first = shard(tmp_path / "first", class_folder(tmp_path / "images"))
+    assert shard(tmp_path / "second", tmp_path / "first" / "shards") == first
+
+
+def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "images", classes=1, each=2)
+    names = tmp_path / "names.txt"
+    names.write_text("ant\n")
+    with pytest.raises(DataError, match="goes with tars, not with an image folder"):
+        shard(tmp_path / "out", folder, class_names=str(names))
+    with pytest.raises(DataError, match=r"1\.JPG: a single image; give the folder of all, .*/photos, which"):
+        shard(tmp_path / "out", tmp_path / "photos" / "1.JPG", tmp_path / "photos" / "2.JPG")
+    with pytest.raises(DataError, match="only tars may be several"):
+        shard(tmp_path / "out", folder, folder)
+    tar = write_tar(tmp_path / "a.tar", {"1.jpg": jpeg()})
+    with pytest.raises(DataError, match="goes with an image folder, not with tars"):
+        shard(tmp_path / "out", tar, modality=[f"depth={folder}"])
+    with pytest.raises(DataError, match=r"nowhere\.txt: not found"):
+        shard(tmp_path / "out", tar, class_names="nowhere.txt")
+
+
+@pytest.mark.exhaustive
+def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[4]
+    images = class_folder(tmp_path / "images", classes=1, each=3)
+    depth, semseg = (maps_folder(tmp_path / n, images, m) for n, m in (("depth", depth_map), ("semseg", class_map)))
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", str(images)]
+    command += ["--output", str(tmp_path / "out")]
+    command += ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--processes", "1"]
+    command += ["--semseg.classes", class_names(tmp_path)]
+    result = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(stored(tmp_path / "out")["c0/image0"]) == {"jpg", "cls", "depth.png", "semseg.png"}
+    missing = subprocess.run(
+        [*command[:5], "nowhere", "--output", str(tmp_path / "none")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert missing.returncode == 2 and "--inputs nowhere" in missing.stderr and "Traceback" not in missing.stderr
+    assert Image.open(io.BytesIO(stored(tmp_path / "out")["c0/image0"]["depth.png"])).size == (WIDTH, HEIGHT)

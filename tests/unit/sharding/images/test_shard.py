@@ -1,0 +1,339 @@
+"""An image data set is the same bytes however it was made, is never half there, and says what it left out."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fixtures import small_image_dataset
+from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
+from trp_scale.data.hashing import name_hash
+from trp_scale.data.images.reader import known_suffixes
+from trp_scale.data.index import read_index, read_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.samples import Sample, cut_into_portions
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
+from trp_scale.sharding.merge import merge
+from trp_scale.storage.locks import only_run
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_image_dataset(tmp_path_factory.mktemp("made") / "data")
+
+
+def config_of(output: Path, **changes: object) -> ShardImagesConfig:
+    """The settings that `made` was made with."""
+    config = ShardImagesConfig(
+        output=output,
+        embedded=True,
+        count=96,
+        size=32,
+        rows_per_block=8,
+        samples_per_shard=32,
+        processes=1,
+        progress=False,
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def folder_config(folder: Path, output: Path, **changes: object) -> ShardImagesConfig:
+    config = ShardImagesConfig(
+        inputs=[str(folder)], output=output, rows_per_block=4, processes=1, progress=False, samples_per_shard=8
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_classes_are_told_and_parts_of_a_data_set_are_no_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for names in (("cat", "dog"), ("train", "val")):
+        for name in names:
+            (tmp_path / names[0] / name).mkdir(parents=True)
+            (tmp_path / names[0] / name / "a.png").write_bytes(png(np.full((16, 16, 3), 9, np.uint8)))
+        shard_images(folder_config(tmp_path / names[0], tmp_path / f"out_{names[0]}"))
+    told = [line for line in caplog.messages if "shards, " in line]
+    assert [line.rpartition("shards, ")[2] for line in told] == ["2 classes: cat, dog", "2 classes: train, val"]
+    warned = [line for line in caplog.messages if "parts of a data set" in line]
+    assert len(warned) == 1 and warned[0].startswith("the classes are train, val") and "/train" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "odd"), [(7, 9, True), (8, 8, False), (8, 128, False), (8, 129, True), (1, 1, True)]
+)
+def test_images_of_no_use_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, height: int, width: int, odd: bool
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, shape in (("a", (16, 16, 3)), ("b", (height, width, 3))):
+        (tmp_path / f"in/{name}.png").write_bytes(png(np.full(shape, 9, np.uint8)))
+    shard_images(folder_config(tmp_path / "in", tmp_path / "out", samples_per_shard=1, rows_per_block=1))
+    warned = [line for line in caplog.messages if "little can be learned" in line]
+    assert len(warned) == odd
+    assert all(line.startswith("1 of 2 images ") and line.endswith(f"b.png ({width} x {height})") for line in warned)
+
+
+def test_images_of_no_use_are_told_when_the_parts_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "in").mkdir()
+    for name, side in (("a", 16), ("b", 3), ("c", 16), ("d", 5)):
+        (tmp_path / f"in/{name}.png").write_bytes(png(np.full((side, side, 3), 9, np.uint8)))
+    for part in range(2):
+        shard_images(
+            folder_config(
+                *(tmp_path / "in", tmp_path / "out"),
+                samples_per_shard=1,
+                rows_per_block=1,
+                shard_index=part,
+                num_shards=2,
+            )
+        )
+    assert "little can be learned" not in caplog.text
+    merge(tmp_path / "out")
+    assert "2 of 4 images have a side below 8 pixels" in caplog.text
+
+
+@pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
+@pytest.mark.parametrize("processes", [3])
+def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:
+    shard_images(config_of(tmp_path / "more", processes=processes))
+    assert content(tmp_path / "more") == content(made)
+
+
+@pytest.mark.exhaustive
+def test_processes_agree_on_files_too(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "images")
+    (folder / "c1" / "bad.jpg").write_bytes(b"")
+    (folder / "c0" / "bad.png").write_bytes(b"none")
+    for processes in (1, 2):
+        shard_images(folder_config(folder, tmp_path / str(processes), processes=processes, max_skipped=1.0))
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    output = tmp_path / "killed"
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--embedded", "--count", "96", "--size", "32"]
+    command += ["--rows_per_block", "8", "--samples_per_shard", "32", "--processes", "2", "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    shards = output / "shards"
+    deadline = time.monotonic() + 180
+    while not list(shards.glob("*.index.json")) and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    finished = sorted(shards.glob("*.index.json"))
+    assert len(finished) > 0 and not (output / "dataset.json").exists()
+    for path in shards.glob("image-*.tar"):
+        assert path.read_bytes() == (made / "shards" / path.name).read_bytes(), "nothing half-written has its name"
+    tar = finished[0].with_name(finished[0].name.replace(".index.json", ".tar"))
+    kept = tar.stat().st_mtime_ns
+    shard_images(config_of(output))
+    assert content(output) == content(made)
+    assert tar.stat().st_mtime_ns == kept
+
+
+def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, tmp_path: Path) -> None:
+    before = content(made)
+    shard_images(config_of(made))
+    assert content(made) == before
+    with pytest.raises(
+        DataError, match="samples_per_shard 32 there, 64 asked for; rows_per_block 8 there, 16 asked for"
+    ):
+        shard_images(config_of(made, samples_per_shard=64, rows_per_block=16))
+    folder = class_folder(tmp_path / "images")
+    shard_images(folder_config(folder, tmp_path / "out"))
+    (folder / "c0" / "image0.jpg").write_bytes(jpeg(77) + b"\0")
+    with pytest.raises(DataError, match="input"):
+        shard_images(folder_config(folder, tmp_path / "out"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("do not touch")
+    with pytest.raises(DataError, match="not empty"):
+        shard_images(config_of(tmp_path / "full"))
+    assert content(made) == before
+
+
+def test_two_runs_at_once_are_refused(made: Path, tmp_path: Path) -> None:
+    with only_run(tmp_path / "data"), pytest.raises(DataError, match="another run is making this data set"):
+        shard_images(config_of(tmp_path / "data"))
+    shard_images(config_of(tmp_path / "data"))
+    assert content(tmp_path / "data") == content(made)
+
+
+def test_the_index_gives_every_member_as_tarfile_does(made: Path) -> None:
+    dataset = read_json(made / "dataset.json")
+    assert dataset["format"] == 1 and dataset["kind"] == "image"
+    assert dataset["suffixes"] == list(known_suffixes())
+    found = stored(made)
+    samples = 0
+    for name in dataset["shards"]:
+        with tarfile.open(made / "shards" / name) as tar:
+            for entry in tar:
+                key, _, suffix = entry.name.partition(".")
+                stream = tar.extractfile(entry)
+                assert stream is not None and stream.read() == found[key][suffix]
+                assert (entry.uname, entry.mtime, entry.mode) == ("trp", 0, 0o444)
+        blocks = read_index(made / "shards" / name).blocks
+        assert all(block.rows == 1 and set(block.members) == set(dataset["suffixes"]) for block in blocks)
+        samples += len(blocks)
+    assert samples == dataset["rows"] == len(found) == 96
+
+
+def test_the_webdataset_library_reads_the_shards(made: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    dataset = read_json(made / "dataset.json")
+    found = stored(made)
+    for name in dataset["shards"]:
+        shard = made / "shards" / name
+        samples: Iterator[dict[str, bytes]] = iter(webdataset.WebDataset(str(shard), shardshuffle=False))
+        for block in read_index(shard).blocks:
+            sample = next(samples)
+            assert sample["__key__"] == block.key
+            assert {suffix: sample[suffix] for suffix in dataset["suffixes"]} == found[block.key]
+        assert next(samples, None) is None
+
+
+def test_samples_lie_in_the_order_of_their_keys_hashes(made: Path) -> None:
+    dataset = read_json(made / "dataset.json")
+    keys = [block.key for name in dataset["shards"] for block in read_index(made / "shards" / name).blocks]
+    assert keys == sorted(keys, key=name_hash)
+    labels = [int(members["cls"]) for members in stored(made).values()]
+    for start in range(0, 96, 32):
+        assert len(set(labels[start : start + 32])) == 8, "every shard has every class"
+
+
+def test_scenes_are_stored_with_their_labels(made: Path) -> None:
+    from trp_scale.sharding.images.scenes import render_scene
+
+    dataset = read_json(made / "dataset.json")
+    assert dataset["synthetic"] is True
+    assert dataset["counts"]["per_class"] == {str(label): 12 for label in range(8)}
+    assert "1/1000 metre" in dataset["modalities"]["depth"]["unit"]
+    for number in (0, 13, 95):
+        scene, members = render_scene(0, number, 32), stored(made)[f"scene-{number:08d}"]
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(members["depth.png"]))), scene.depth)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(members["semseg.png"]))), scene.segmentation)
+        assert int(members["cls"]) == scene.label
+        shown = np.asarray(Image.open(io.BytesIO(members["jpg"]))).astype(int)
+        assert np.abs(shown - scene.image).mean() < 3
+        assert dataset["modalities"]["semseg"]["classes"][int(scene.segmentation.max())] in dataset["classes"]
+
+
+def test_bad_images_of_every_kind_are_counted_and_listed(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "images", each=10)
+    bad = {
+        "c0/empty.jpg": (b"", "empty"),
+        "c0/text.jpg": (b"no image at all", "not_an_image"),
+        "c1/truncated.jpg": (jpeg()[:-200], "damaged"),
+        "c1/truncated.png": (png(np.asarray(Image.open(io.BytesIO(jpeg()))))[:-200], "duplicate_key"),
+        "c2/bomb.png": (bomb(100_000, 100_000), "too_many_pixels"),
+        "c2/floats.tif": (b"", "unsupported_mode"),
+        "c2/link.jpg": (b"", "unreadable"),
+    }
+    for name, (data, _) in bad.items():
+        (folder / name).write_bytes(data)
+    Image.fromarray(np.ones((9, 9), np.float32)).save(folder / "c2" / "floats.tif")
+    (folder / "c2" / "link.jpg").unlink()
+    (folder / "c2" / "link.jpg").symlink_to("nowhere.jpg")
+    (folder / "c2" / "notes.txt").write_text("not looked at")
+    (folder / "c2" / "turned.jpg").write_bytes(rotated_jpeg(6))
+    (folder / "c2" / ".hidden.jpg").write_bytes(b"")
+    output = tmp_path / "out"
+    with pytest.raises(DataError) as raised:
+        shard_images(folder_config(folder, output))
+    assert "7 of 38 images were skipped, more than --max_skipped 0.01 allows" in str(raised.value)
+    for name, (_, reason) in bad.items():
+        assert f"1 {reason} (" in str(raised.value)
+        assert f"{folder}/{name}" in str(raised.value)
+    assert list((output / "shards").glob("*.tar")) and not (output / "dataset.json").exists()
+    shard_images(folder_config(folder, output, max_skipped=0.2))
+    dataset = read_json(output / "dataset.json")
+    assert dataset["skipped"] == dict(Counter(reason for _, reason in bad.values()))
+    listed = {(entry["place"].partition(" (")[0], entry["reason"]) for entry in dataset["skipped_places"]}
+    assert listed == {(f"{folder}/{name}", reason) for name, (_, reason) in bad.items()}
+    assert dataset["rows"] == dataset["counts"]["images"] == 31
+    assert dataset["counts"]["unchanged"] == 30
+    assert dataset["counts"]["per_class"] == {"0": 10, "1": 10, "2": 11}
+    keys = set(stored(output))
+    assert "c2/turned" in keys and not keys & {name.rpartition(".")[0] for name in bad}
+
+
+def test_an_input_of_nothing_but_bad_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match="no images that can be used"):
+        shard_images(folder_config(tmp_path / "images", tmp_path / "out", max_skipped=1.0))
+
+
+@pytest.mark.parametrize(
+    ("count", "samples_per_shard", "rows_per_block", "sizes"),
+    [
+        (100, 0, 8, [8] * 12 + [4]),
+        (10, 0, 64, [10]),
+        (40_000, 0, 64, [2048] * 19 + [1088]),
+        (10, 4, 64, [4, 4, 2]),
+    ],
+)
+def test_shards_are_cut_in_whole_blocks(
+    count: int, samples_per_shard: int, rows_per_block: int, sizes: list[int]
+) -> None:
+    samples = [Sample(f"image-{number}", "", None) for number in range(count)]
+    portions = cut_into_portions(samples, samples_per_shard, rows_per_block)
+    assert [len(portion.samples) for portion in portions] == sizes
+    assert {sample for portion in portions for sample in portion.samples} == set(samples)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ["here"]}, "one of the two"),
+        ({"size": 4}, "--size 4"),
+        ({"count": 0}, "--count 0"),
+        ({"quality": 101}, "--quality 101"),
+        ({"max_skipped": 2.0}, "--max_skipped 2.0"),
+        ({"modality": ["depth=."]}, "not with --embedded"),
+        ({"class_names": "names.txt"}, "not with --embedded"),
+        ({"modality": ["edges=."]}, "depth=FOLDER or semseg=FOLDER or"),
+        ({"modality": ["depth=nowhere"]}, "nowhere is not a folder"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        shard_images(config_of(tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_explains_itself() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "trp_scale", "shard-images", "--help-all"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0
+    for word in ("--short_side", "--quality", "--modality", "--embedded", "synthetic", "torchvision:NAME=ROOT"):
+        assert word in result.stdout

@@ -1,0 +1,236 @@
+"""Every damaged byte of an image data set is found; samples are shown with their classes and maps."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fixtures import small_image_dataset
+from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
+from trp_scale.cli import main as cli
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.reader import known_suffixes
+from trp_scale.data.index import Member, read_index, read_json, write_index, write_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.display import contact_sheet, stored_images
+from trp_scale.sharding.verify import verify_dataset
+
+ROOT = Path(__file__).resolve().parents[4]
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_image_dataset(tmp_path_factory.mktemp("verify") / "data", count=40, samples_per_shard=20)
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "data"))
+
+
+def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "trp_scale", command, *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_whole_data_set_is_whole(whole: Path) -> None:
+    found = verify_dataset(whole)
+    assert (found.rows, found.shards) == (40, 2)
+    assert found.blocks == len(open_image_dataset(whole).blocks.rows) == 6
+    assert found.bytes == sum(path.stat().st_size for path in (whole / "shards").glob("*.tar"))
+
+
+def test_every_flipped_byte_is_found(copy: Path) -> None:
+    generator = np.random.default_rng(0)
+    shard = copy / "shards" / "image-000001.tar"
+    original = shard.read_bytes()
+    header = 512 * (original[512:].index(b"scene-") // 512 + 1)
+    for place in [0, len(original) - 1, *range(header + 148, header + 156), *generator.integers(0, len(original), 40)]:
+        damaged = bytearray(original)
+        damaged[place] ^= 0x01
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError) as raised:
+            verify_dataset(copy)
+        named = re.search(r"bytes (\d+)-(\d+)", str(raised.value))
+        assert shard.name in str(raised.value)
+        assert named and int(named[1]) <= place <= int(named[2])
+
+
+def replace_sample(shard: Path, number: int, members: dict[str, bytes], **changes: int) -> None:
+    """Write the shard anew with other members in one sample and an index that agrees; `changes`: of its block."""
+    index = read_index(shard)
+    content = shard.read_bytes()
+    blocks = []
+    with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for place, block in enumerate(index.blocks):
+            files = {suffix: content[m.offset : m.offset + m.length] for suffix, m in block.members.items()}
+            placed = {}
+            for suffix, data in sorted((members if place == number else files).items()):
+                entry = tarfile.TarInfo(f"{block.key}.{suffix}")
+                entry.size = len(data)
+                placed[suffix] = Member(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
+                tar.addfile(entry, io.BytesIO(data))
+            blocks.append(replace(block, members=placed, **(changes if place == number else {})))
+    write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "message"),
+    [
+        ("jpg", jpeg()[:300], "not a JPEG that can be decoded"),
+        ("jpg", png(pixels(0, SIZE, SIZE)), "not a JPEG"),
+        ("jpg", encoded(Image.new("CMYK", (SIZE, SIZE)), "JPEG"), "mode CMYK found, RGB or L expected"),
+        ("jpg", jpeg(), r"32 x 32 pixels, the image has 40 x 28"),
+        (
+            "depth.png",
+            png(class_map(0, SIZE, SIZE)),
+            r"PNG of 8 bits and .*; 16 bits and colour type 0 \(grey\) expected",
+        ),
+        ("depth.png", png(depth_map(0, SIZE, SIZE - 1)), "32 x 31 pixels"),
+        (
+            "semseg.png",
+            png(depth_map(0, SIZE, SIZE)),
+            r"PNG of 16 bits and .*; 8 bits and colour type 0 \(grey\) expected",
+        ),
+        ("semseg.png", b"", "not a PNG"),
+        ("cls", b"8", "class b'8' found, a number from 0 to 7 expected"),
+        ("cls", b"-1", "class b'-1' found"),
+        ("cls", b"", "class b'' found"),
+        ("cls", b"07", "class b'07' found, the index says"),
+        ("cls", None, r"member \.cls is missing"),
+        ("pyd", pickle.dumps(None), rf"member \.pyd is refused; only {', '.join(known_suffixes())} may be"),
+    ],
+)
+def test_members_that_break_the_promise_of_dataset_json_are_named(
+    copy: Path, suffix: str, content: bytes | None, message: str
+) -> None:
+    shard = copy / "shards" / "image-000000.tar"
+    key = read_index(shard).blocks[3].key
+    members = {**stored(copy)[key], suffix: content}
+    replace_sample(shard, 3, {name: data for name, data in members.items() if data is not None})
+    with pytest.raises(DataError, match=message) as raised:
+        verify_dataset(copy)
+    assert key in str(raised.value)
+
+
+def test_the_classes_of_unnamed_numbers_may_be_any(copy: Path) -> None:
+    shard = copy / "shards" / "image-000000.tar"
+    members = stored(copy)[read_index(shard).blocks[0].key]
+    replace_sample(shard, 0, {**members, "cls": b"812"}, label=812)
+    dataset = read_json(copy / "dataset.json")
+    write_json(copy / "dataset.json", {**dataset, "classes": None})
+    assert verify_dataset(copy).rows == 40
+
+
+def test_counts_suffixes_and_kinds_are_noticed(copy: Path) -> None:
+    dataset = read_json(copy / "dataset.json")
+    for changes, message in (
+        ({"rows": 41}, "41 rows written there, 40 found"),
+        ({"shards": dataset["shards"][:1]}, r"not listed in dataset\.json"),
+        ({"suffixes": [*dataset["suffixes"], "pkl"]}, "suffix 'pkl' found"),
+        ({"kind": "sound"}, "kind 'sound' found, one of text, image expected"),
+    ):
+        write_json(copy / "dataset.json", {**dataset, **changes})
+        with pytest.raises(DataError, match=message):
+            verify_dataset(copy)
+
+
+@pytest.mark.exhaustive
+def test_the_script_names_the_sample_and_exits_with_1(copy: Path) -> None:
+    shard = copy / "shards" / "image-000000.tar"
+    block = read_index(shard).blocks[1]
+    member = block.members["jpg"]
+    content = bytearray(shard.read_bytes())
+    content[member.offset + 100] ^= 0xFF
+    shard.write_bytes(content)
+    result = run("verify", str(copy))
+    assert result.returncode == 1
+    last = member.offset + member.length - 1
+    assert f"{shard}: block {block.key}, member jpg, bytes {member.offset}-{last}" in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Path) -> None:
+    shard = whole / "shards" / "image-000000.tar"
+    keys = [block.key for block in read_index(shard).blocks]
+    result = run("inspect", str(whole), "--rows", "3", "--block", keys[4], "--output", str(tmp_path / "sheet.png"))
+    assert result.returncode == 0, result.stderr
+    for key in keys[4:7]:
+        label = int(stored(whole)[key]["cls"])
+        assert key in result.stdout
+        assert f"class {label} ({read_json(whole / 'dataset.json')['classes'][label]})" in result.stdout
+    assert keys[3] not in result.stdout and keys[7] not in result.stdout
+    assert result.stdout.count("depth.png 32 x 32 I;16") == result.stdout.count("semseg.png 32 x 32 L") == 3
+    assert Image.open(tmp_path / "sheet.png").format == "PNG"
+    missing = run("inspect", str(shard), "--block", "nothing")
+    assert missing.returncode == 2 and "no image 'nothing'" in missing.stderr
+
+
+def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:
+    shown = list(stored_images(whole / "shards" / "image-000000.tar", 4))
+    sheet = np.asarray(contact_sheet(shown, side=SIZE + 2)).astype(int)
+    wanted = np.asarray(Image.open(io.BytesIO(shown[2].members["jpg"]))).astype(int)
+    tiles = np.lib.stride_tricks.sliding_window_view(sheet, wanted.shape)[:, :, 0]
+    nearest = np.abs(tiles - wanted).mean(axis=(2, 3, 4)).min()
+    assert nearest < 1, "the third image is somewhere on the sheet"
+    segmentation = np.asarray(Image.open(io.BytesIO(shown[0].members["semseg.png"])))
+    corner = sheet[2 : SIZE + 2, 2 * (SIZE + 2) : 2 * (SIZE + 2) + SIZE]
+    for number in np.unique(segmentation):
+        assert len(np.unique(corner[segmentation == number], axis=0)) == 1
+    assert len(np.unique(corner.reshape(-1, 3), axis=0)) == len(np.unique(segmentation))
+
+
+def test_a_sharding_that_has_failed_or_was_stopped_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of two images can be read; then one of a hundred and one of two shards is there."""
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        (tmp_path / "in" / f"{number}.jpg").write_bytes(b"junk")
+    failed, stopped = tmp_path / "failed", tmp_path / "stopped"
+    sharding = ["shard-images", "--inputs", str(tmp_path / "in"), "--output", str(failed), "--processes", "1"]
+    assert cli.main(sharding) == 2
+    small_image_dataset(stopped, count=16, samples_per_shard=8)
+    (stopped / "dataset.json").unlink()
+    (stopped / "progress").mkdir()
+    part = {"kind": "image", "settings": {}, "max_skipped": 0.01, "shards": 2}
+    write_json(stopped / "progress" / "part-00000-of-00001.json", part)
+    (stopped / "shards" / "image-000001.index.json").unlink()
+    capsys.readouterr()
+    for place, said in (
+        (failed, "1 shards are finished, with 0 samples; skipped so far: 2 not_an_image"),
+        (failed / "shards" / "image-000000.tar", "skipped so far: 2 not_an_image"),
+        (stopped, "1 shards are finished, with 8 samples; skipped so far: nothing"),
+        (stopped / "shards" / "image-000000.tar", "the sharding of kind 'image' has not come to its end"),
+    ):
+        assert cli.main(["inspect", str(place)]) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err and "noun" not in printed.out, "it was taken for text"
+
+
+def test_an_unlisted_member_is_not_shown(copy: Path) -> None:
+    shard = copy / "shards" / "image-000000.tar"
+    members = stored(copy)[read_index(shard).blocks[0].key]
+    replace_sample(shard, 0, {**members, "pickle": pickle.dumps(None)})
+    with pytest.raises(DataError, match=r"member \.pickle is refused"):
+        list(stored_images(shard, 1))

@@ -1,0 +1,235 @@
+"""Parts of a data set, made by several runs, are joined to the bytes that one run makes, or the join is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import small_text_dataset
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.images.shard import shard_images
+from trp_scale.sharding.job.job import PortionReport, check_skipped
+from trp_scale.sharding.job.parts import begun_parts, part_of
+from trp_scale.sharding.merge import merge
+from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
+from trp_scale.storage.locks import only_run
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_text_dataset(tmp_path_factory.mktemp("made") / "data")
+
+
+def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
+    """Make a part with the settings that `text` was made with."""
+    config = ShardTextConfig(
+        inputs=[str(text.with_suffix(".jsonl"))],
+        output=output,
+        tagger="textblob",
+        length=64,
+        vocab_size=1000,
+        rows_per_block=16,
+        shard_bytes=20_000,
+        processes=1,
+        progress=False,
+        shard_index=index,
+        num_shards=count,
+    )
+    shard_text(replace(config, **changes))
+
+
+def text_command(text: Path, output: Path) -> list[str]:
+    """The command that makes what `text_part` makes."""
+    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_suffix(".jsonl"))]
+    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
+    return [*command, "--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
+
+
+def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None:
+    config = ShardImagesConfig(
+        output=output,
+        embedded=True,
+        count=48,
+        size=32,
+        rows_per_block=8,
+        samples_per_shard=8,
+        processes=1,
+        progress=False,
+        shard_index=index,
+        num_shards=parts,
+    )
+    shard_images(replace(config, **changes))
+
+
+def test_text_in_parts_in_any_order_is_the_same_data_set(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    for index in (2, 0, 1):
+        text_part(text, output, index)
+        assert not (output / "dataset.json").exists()
+    merge(output)
+    assert content(output) == content(text)
+    merge(output)
+    text_part(text, output, 1)  # of a finished data set nothing is left to do
+    assert content(output) == content(text)
+
+
+def test_images_in_parts_are_the_same_data_set(tmp_path: Path) -> None:
+    image_part(tmp_path / "one", 0, 1)
+    for index in (1, 2, 0):
+        image_part(tmp_path / "parts", index)
+    merge(tmp_path / "parts")
+    assert content(tmp_path / "parts") == content(tmp_path / "one")
+
+
+def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    image_part(tmp_path / "made", 0, 1, count=24, coco=True)
+    folder.mkdir()
+    for image in (tmp_path / "made" / "images").iterdir():
+        image.rename(folder / image.name)
+    for name, stored in (("empty.jpg", b""), ("broken.jpg", b"no image"), ("scene-00000000.jpg", b"a second name")):
+        (folder / name).write_bytes(stored)
+    of_scenes = {name: getattr(ShardImagesConfig, name) for name in ("count", "size", "seed")}
+    changes = {"embedded": False, "inputs": [str(folder)], "max_skipped": 0.5, **of_scenes}
+    image_part(tmp_path / "one", 0, 1, **changes)
+    for index in range(3):
+        image_part(tmp_path / "parts", index, **changes)
+    with pytest.raises(DataError, match=r"more than --max_skipped 0\.01 allows"):
+        merge(tmp_path / "parts", max_skipped=0.01)
+    merge(tmp_path / "parts")
+    assert content(tmp_path / "parts") == content(tmp_path / "one")
+    assert sum(read_json(tmp_path / "parts" / "dataset.json")["skipped"].values()) == 4
+
+
+def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    command = [*text_command(text, output), "--shard_index", "0", "--num_shards", "2"]
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    first = output / "shards" / "text-000000.index.json"
+    deadline = time.monotonic() + 120
+    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
+    kept = first.with_name("text-000000.tar").stat().st_mtime_ns
+    text_part(text, output, 1, 2)
+    with pytest.raises(DataError, match=r"1 of 2 parts are missing.*\n  --shard_index 0 --num_shards 2 \(unfinished"):
+        merge(output)
+    text_part(text, output, 0, 2)
+    assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
+    merge(output)
+    assert content(output) == content(text)
+
+
+def test_missing_parts_are_named(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    text_part(text, output, 1)
+    with pytest.raises(DataError) as raised:
+        merge(output)
+    assert "2 of 3 parts are missing" in str(raised.value)
+    assert "--shard_index 0 --num_shards 3 (not begun)" in str(raised.value)
+    assert "--shard_index 2 --num_shards 3 (not begun)" in str(raised.value)
+    text_part(text, output, 0)
+    text_part(text, output, 2)
+    (output / "shards" / "text-000001.tar").write_bytes(b"cut short by a full disk")
+    with pytest.raises(DataError, match=r"--shard_index 1 --num_shards 3 \(unfinished: 1 shards are missing, text-0"):
+        merge(output)
+    assert not (output / "dataset.json").exists()
+    text_part(text, output, 1)
+    merge(output)
+    assert content(output) == content(text)
+
+
+def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    text_part(text, output, 0)
+    before = content(output)
+    with pytest.raises(DataError, match="rows_per_block 16 there, 8 asked for"):
+        text_part(text, output, 1, rows_per_block=8)
+    with pytest.raises(DataError, match="made in 3 parts, --num_shards 4 asked for"):
+        text_part(text, output, 1, 4)
+    with pytest.raises(DataError, match="made in 3 parts, --num_shards 1 asked for"):
+        text_part(text, output, 0, 1)
+    assert content(output) == before
+    text_part(text, output, 1)
+    text_part(text, output, 2)
+    path = part_of(2, 3).path(output)
+    document = read_json(path)
+    for changed in ({"settings": {**document["settings"], "length": 32}}, {"max_skipped": 0.5}, {"shards": 2}):
+        path.write_text(json.dumps({**document, **changed}))
+        with pytest.raises(DataError, match="part 2 of 3 has other settings than part 0 of 3"):
+            merge(output)
+    assert not (output / "dataset.json").exists()
+
+
+def test_parts_that_begin_together_with_other_settings_are_not_both_made(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other part writes its settings after this one has looked for them."""
+    output = tmp_path / "data"
+    part = part_of(1, 3)
+    theirs = {"kind": "text", "settings": {"length": 9}, "shards": 3, "max_skipped": 0.1}
+    write = type(part).write
+
+    def slow(self: Any, directory: Path, document: dict[str, object]) -> None:
+        write(self, directory, document)
+        write(part, directory, theirs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(part), "write", slow)
+    with pytest.raises(DataError, match="length 9 there, 64 asked for"):
+        text_part(text, output, 0)
+    assert list(begun_parts(output)) == [part]
+
+
+def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    for index in range(2):
+        text_part(text, output, index, 2)
+    with only_run(output, part_of(1, 2).lock):
+        with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):
+            text_part(text, output, 1, 2)
+        with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):
+            merge(output)
+        text_part(text, output, 0, 2)
+    merge(output)
+
+
+@pytest.mark.parametrize(("index", "count", "flag"), [(3, 3, "shard_index 3"), (-1, 3, "shard_index"), (0, 0, "num_")])
+def test_parts_that_there_are_not_are_refused(tmp_path: Path, index: int, count: int, flag: str) -> None:
+    with pytest.raises(DataError, match=f"--{flag}"):
+        image_part(tmp_path / "data", index, count)
+    with pytest.raises(DataError, match="--coco writes one file"):
+        image_part(tmp_path / "data", 0, 2, coco=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no part of a data set"):
+        merge(tmp_path / "empty")
+
+
+def test_a_reason_that_only_a_file_knows_is_told() -> None:
+    report = PortionReport(skipped={"bent": 2}, skipped_places=[("bent", "a"), ("bent", "b")])
+    with pytest.raises(DataError, match=r"^2 of 3 images were skipped, .*: 2 bent \(not a reason known here\)\."):
+        check_skipped("images", 1, report, {"damaged": "broken inside"}, 0.1)

@@ -1,0 +1,158 @@
+"""A process that is lost costs what ends it, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.runs import ROOT, environment, hear_ctrl_c
+from trp_scale.errors import DataError
+from trp_scale.sharding.job.workers import Advance, Progressed, begun, run_portions
+
+
+@dataclass(frozen=True)
+class Names:
+    """A portion. Attributes: those: names of its inputs."""
+
+    number: int
+    those: tuple[str, ...]
+
+
+class Reader:
+    """Reads inputs; those whose names begin with "lethal" end the process, "once" does where it is the first time, and
+    "refused" is an error. Without `tells` nobody knows what it is at."""
+
+    def __init__(self, directory: Path, tells: bool, advance: Advance) -> None:
+        self.directory, self.tells = directory, tells
+
+    def __call__(self, portion: Names) -> list[str]:
+        read = []
+        for name in portion.those:
+            if self.tells and not begun(name):
+                read.append(f"without {name}")
+                continue
+            if name.startswith("lethal") or (name == "once" and not (self.directory / name).exists()):
+                (self.directory / name).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "refused":
+                raise DataError("refused")
+            read.append(name)
+        return read
+
+
+def read(directory: Path, *portions: tuple[str, ...], tells: bool = True) -> dict[int, list[str]]:
+    progressed = Progressed(counters=1, total=1, text=lambda counters, seconds: "", shown=False)
+    numbered = [Names(number, those) for number, those in enumerate(portions)]
+    return run_portions(numbered, Reader, (directory, tells), processes=2, progressed=progressed)
+
+
+def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = read(tmp_path, ("a", "b"), ("c", "lethal 1", "d", "lethal 2"), ("e",), ("f", "once", "g"), ("h",))
+    assert found == {
+        0: ["a", "b"],
+        1: ["c", "without lethal 1", "d", "without lethal 2"],
+        2: ["e"],
+        3: ["f", "once", "g"],
+        4: ["h"],
+    }
+    assert [each for each in ("lethal 1", "lethal 2") if f"{each} is left out: it ends" not in caplog.text] == []
+
+
+def test_a_process_is_lost_while_more_than_a_pipe_holds_is_to_be_done(tmp_path: Path) -> None:
+    """The pool of Python 3.10 and 3.11.2 waits without end for it to be read; those of 3.11.7 and later do not."""
+    long = "a" * 200_000
+    found = read(tmp_path, ("lethal",), *[(long,)] * 8)
+    assert found == {0: ["without lethal"], **{number: [long] for number in range(1, 9)}}
+
+
+def test_what_cannot_be_named_ends_the_command(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a sharding process died"):
+        read(tmp_path, ("a",), ("lethal",), tells=False)
+
+
+def test_a_refusal_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^refused$"):
+        read(tmp_path, ("a", "refused"), ("b",))
+
+
+PATCHED = """
+import os, signal
+import trp_scale.sharding.images.shard as shard
+
+right = shard.encode_sample
+
+def encode(loaded, settings):
+    if loaded.image.endswith(b"lethal"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return right(loaded, settings)
+
+shard.encode_sample = encode
+"""
+"""Imported by every process at its start."""
+
+
+@pytest.mark.exhaustive
+def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for number in range(12):
+        stream = io.BytesIO()
+        Image.fromarray(np.full((16, 16, 3), number, np.uint8)).save(stream, "JPEG")
+        content = stream.getvalue() + b"lethal" * (number in (3, 10))
+        (tmp_path / "images" / f"{number}.jpg").write_bytes(content)
+    (tmp_path / "sitecustomize.py").write_text(PATCHED)
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", tmp_path / "images"]
+    command += ["--output", tmp_path / "made", "--samples_per_shard", "4", "--rows_per_block", "2"]
+    environ = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    made = subprocess.run(
+        [*map(str, command), "--processes", "2", "--max_skipped", "0.2"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert made.returncode == 0, made.stdout
+    for number in (3, 10):
+        assert f"images/{number}.jpg is left out: it ends the process that reads it" in made.stdout
+    document = json.loads((tmp_path / "made" / "dataset.json").read_text())
+    assert (document["rows"], document["skipped"]) == (10, {"damaged": 2})
+
+
+@pytest.mark.parametrize("seconds", [4.0, 9.0], ids=["while processes start", "while they work"])
+def test_ctrl_c_is_one_line_and_leaves_no_process(seconds: float, tmp_path: Path) -> None:
+    """A terminal sends it to all processes."""
+    words = ["shard-images", "--embedded", "--count", "200000", "--size", "64", "--processes", "2", "--output"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trp_scale", *words, str(tmp_path / "scenes")],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_ctrl_c,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # one that hangs goes on beside all other tests
+        raise
+    assert (process.returncode, said.splitlines()[-1:]) == (130, ["error: interrupted by Ctrl-C"])
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # the standard library's tracker of semaphores ends a moment later
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)

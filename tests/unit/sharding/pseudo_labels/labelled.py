@@ -1,0 +1,73 @@
+"""A small data set to label, and what labelling leaves behind."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from tests.unit.data.images.stored import sample, write_images
+from trp_scale.config.loader import read_section
+from trp_scale.data.index import read_index, read_json
+from trp_scale.sharding.pseudo_labels.label import PseudoLabelConfig, pseudo_label
+
+SIZES = [(40, 60), (64, 48), (33, 33), (48, 64), (40, 60), (60, 40), (36, 48), (1, 1), (40, 60)]
+
+
+class Models(NamedTuple):
+    """Saved models that tests share."""
+
+    depth: Path
+    semseg: Path
+
+
+def nine_images(directory: Path, **changes: bytes) -> Path:
+    """Nine images of eight shapes in shards of 5, 3 and 1; `changes` are contents of the fourth (jpg)."""
+    samples = [sample(number, *size, **(changes if number == 3 else {})) for number, size in enumerate(SIZES)]
+    return write_images(directory, [samples[:5], samples[5:8], samples[8:]])
+
+
+def config_of(data: Path, models: Models, **settings: object) -> PseudoLabelConfig:
+    """Both models on a data set, in batches of 2; of a modality's section what differs."""
+    given: dict[str, Any] = {"data": str(data), "device": "cpu", "progress": False, "batch": 2, **settings}
+    for name, model in models._asdict().items():
+        given[name] = {"model": str(model), **given.get(name, {})}
+    return read_section(PseudoLabelConfig.completed(), given, "the test")
+
+
+def label(data: Path, models: Models, **settings: object) -> bool:
+    """Run it."""
+    return pseudo_label(config_of(data, models, **settings))
+
+
+def maps(data: Path, directory: str, suffix: str) -> dict[str, np.ndarray]:
+    """The maps of a labels' directory by key, int64, read from the tars' bytes by their indexes."""
+    found = {}
+    for shard in sorted((data / directory).glob("*.tar")):
+        content = shard.read_bytes()
+        for block in read_index(shard).blocks:
+            assert list(block.members) == [suffix] and block.rows == 1
+            member = block.members[suffix]
+            image = Image.open(io.BytesIO(content[member.offset : member.offset + member.length]), formats=("PNG",))
+            assert image.mode == ("I;16" if suffix == "depth.png" else "L")
+            found[block.key] = np.asarray(image).astype(np.int64)
+    return found
+
+
+def images(data: Path) -> dict[str, Image.Image]:
+    """The images by key."""
+    found = {}
+    for name in read_json(data / "dataset.json")["shards"]:
+        content = (data / "shards" / name).read_bytes()
+        for block in read_index(data / "shards" / name).blocks:
+            member = block.members["jpg"]
+            found[block.key] = Image.open(io.BytesIO(content[member.offset : member.offset + member.length]))
+    return found
+
+
+def files(data: Path) -> dict[str, bytes]:
+    """Every file of a data set."""
+    return {str(path.relative_to(data)): path.read_bytes() for path in data.rglob("*") if path.is_file()}

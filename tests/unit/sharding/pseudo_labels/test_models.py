@@ -1,0 +1,268 @@
+"""What cannot work is refused before any work is done, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DPTModel
+
+from tests.unit.data.images.stored import write_images
+from tests.unit.sharding.pseudo_labels.labelled import Models, config_of, files, label, nine_images
+from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, dpt_depth, dpt_segmentation, segformer
+from trp_scale.cli import main as cli
+from trp_scale.data.index import read_json
+from trp_scale.errors import DataError
+from trp_scale.pretraining.modalities.depth import depth_maps
+from trp_scale.sharding.pseudo_labels.label import pseudo_label
+from trp_scale.sharding.pseudo_labels.labeller import Labeller
+from trp_scale.sharding.pseudo_labels.models import find_model, load_model, load_processor
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nine_images(tmp_path_factory.mktemp("refused") / "data")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": {"model": ""}, "semseg": {"model": ""}}, "give one model or more: --depth.model, --semseg.model"),
+        ({"batch": 0}, "--batch 0: 1 to 4096"),
+        ({"processes": -1}, "--processes -1"),
+        ({"shard_index": 2, "num_shards": 2}, "--shard_index 2: 0 to 1 is allowed with --num_shards 2"),
+        ({"shard_index": -1}, "--shard_index -1"),
+        ({"max_skipped": 2.0}, "--max_skipped 2.0"),
+        ({"depth": {"directory": "shards"}}, "--depth.directory 'shards': a plain name other than"),
+        ({"semseg": {"directory": "../labels"}}, "--semseg.directory '../labels'"),
+        ({"depth": {"directory": "maps"}, "semseg": {"directory": "maps"}}, "maps: --depth.directory is the same"),
+        ({"depth": {"directory": "semseg"}}, "--semseg.directory semseg: --depth.directory is the same"),
+        ({"depth": {"scale": 0.0}}, "--depth.scale is 0.0, allowed: more than 0"),
+        ({"depth": {"scale": 0.001, "model": ""}}, "--depth.scale 0.001: goes with --depth.model"),
+        ({"depth": {"scale": 0.001, "larger_is": "nearer"}}, "--depth.larger_is nearer: not with --depth.scale"),
+        ({"depth": {"scale": 0.001}}, "its depth is relative, not in metres"),
+        ({"device": "cuda"}, "--device cuda: no GPU is there"),
+        ({"depth": {"model": "/no/such/model"}}, "--depth.model /no/such/model: no such directory"),
+        ({"semseg": {"model": "nobody/has-this"}}, "the Hugging Face hub gives no model of that name .*HF_HOME"),
+    ],
+)
+def test_settings_that_cannot_work(data: Path, models: Models, changes: dict[str, object], message: str) -> None:
+    config = config_of(data, models, **changes)
+    with pytest.raises(DataError, match=message):
+        pseudo_label(config)
+    assert sorted(path.name for path in data.iterdir()) == ["dataset.json", "shards"]
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """Take a file out of a model's directory."""
+    return lambda model: (model / name).unlink()
+
+
+def changed(file: str, **fields: object) -> Callable[[Path], None]:
+    """Change fields of a JSON file of a model's directory."""
+
+    def change(model: Path) -> None:
+        path = model / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def only_pickled(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), "no model of a kind that transformers knows"),
+        (changed("config.json", model_type="made_up"), "no model of a kind .*code that comes with a model is not run"),
+        (only_pickled, "no model.safetensors in .*can run code when they are read"),
+        (without("preprocessor_config.json"), "no image processor .*preprocessor_config.json must lie beside"),
+        (changed("preprocessor_config.json", do_center_crop=True), "cuts off the edges of images"),
+        (changed("config.json", architectures=["Mask2FormerModel"]), "Mask2FormerModel of kind mask2former found"),
+        (changed("config.json", id2label={"0": "a", "2": "b"}), "must name the classes 0 to 1"),
+    ],
+)
+def test_directories_that_hold_no_model(
+    tmp_path: Path, models: Models, damage: Callable[[Path], None], message: str
+) -> None:
+    model = shutil.copytree(models.semseg, tmp_path / "model")
+    damage(model)
+    with pytest.raises(DataError, match=message):
+        find_model("semseg", str(model))
+
+
+def test_a_hub_name_is_found_in_the_cache(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--depth"
+    shutil.copytree(models.depth, repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    found = find_model("depth", "somebody/depth")
+    assert found.fingerprint == find_model("depth", str(models.depth)).fingerprint
+    assert found.name == "somebody/depth" and found.directory.name == "0123abcd"
+
+
+def test_a_file_is_no_model(models: Models) -> None:
+    with pytest.raises(DataError, match="a file; give the directory"):
+        find_model("depth", str(models.depth / "config.json"))
+
+
+def test_models_of_the_other_task(tmp_path: Path, models: Models) -> None:
+    with pytest.raises(DataError, match=r"Mask2Former.* found, no model for depth estimation; .*depth_anything"):
+        find_model("depth", str(models.semseg))
+    with pytest.raises(DataError, match=r"DepthAnything.* found, no model for semantic segmentation; .*segformer"):
+        find_model("semseg", str(models.depth))
+    both = dpt_segmentation(tmp_path / "dpt")  # a kind that is in both lists
+    assert find_model("semseg", str(both)).said == ("floor", "wall")
+    with pytest.raises(DataError, match="DPTForSemanticSegmentation of kind dpt found, no model for depth"):
+        find_model("depth", str(both))
+
+
+def test_more_classes_than_8_bits_hold(tmp_path: Path) -> None:
+    assert len(find_model("semseg", str(segformer(tmp_path / "most", classes=255))).said) == 255
+    with pytest.raises(DataError, match="256 classes; at most 255 can be stored in 8 bits"):
+        find_model("semseg", str(segformer(tmp_path / "many", classes=256)))
+
+
+def test_a_model_without_all_its_weights(tmp_path: Path, models: Models) -> None:
+    """A backbone whose configuration says that it is whole: transformers would draw the head at random."""
+    model = dpt_segmentation(tmp_path / "dpt")
+    config = json.loads((model / "config.json").read_text())
+    DPTModel.from_pretrained(model).save_pretrained(model)
+    (model / "config.json").write_text(json.dumps(config))
+    data = nine_images(tmp_path / "data")
+    with pytest.raises(DataError, match=r"weights are not in its safetensors \(.* the whole model, not its backbone"):
+        label(data, models, semseg={"model": str(model)}, depth={"model": ""})
+    assert "modalities" not in read_json(data / "dataset.json")
+    assert not list((data / "semseg").glob("image-*.tar"))
+
+
+def forget_weights(model: Path, beginning: str) -> int:
+    """Take the weights whose names begin so out of a model's safetensors; how many they were."""
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(beginning)}
+    save_file(kept, path, metadata={"format": "pt"})
+    return len(weights) - len(kept)
+
+
+def test_a_dpt_without_the_weights_that_it_never_uses(tmp_path: Path, models: Models) -> None:
+    """As Intel/dpt-large is: the first fusion layer has no second input, its unit for it no weights."""
+    model = dpt_depth(tmp_path / "dpt")
+    whole, without = (nine_images(tmp_path / name) for name in ("whole", "without"))
+    assert label(whole, models._replace(depth=model), semseg={"model": ""})
+    assert forget_weights(model, "neck.fusion_stage.layers.0.residual_layer1.") == 4
+    assert label(without, models._replace(depth=model), semseg={"model": ""})
+    labels = [files(each / "depth") for each in (whole, without)]
+    assert labels[0] == labels[1] and len(labels[0]) == 7
+    found = find_model("depth", str(model))
+    for needed in ("neck.fusion_stage.layers.0.residual_layer2.", "neck.fusion_stage.layers.1.residual_layer1."):
+        assert forget_weights(model, needed) == 4
+        with pytest.raises(DataError, match=r"weights are not in its safetensors \(neck\.fusion_stage\.layers\.[01]"):
+            load_model(found, torch.device("cpu"))
+
+
+def test_metres_of_a_model_that_does_not_speak_of_metres(
+    tmp_path: Path, models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DPT may be MiDaS, whose output is inverse depth, or trained on metres: only who asks knows."""
+    unknown, metric = dpt_depth(tmp_path / "dpt"), depth_anything(tmp_path / "m", depth_estimation_type="metric")
+    silent: dict[str, object] = {"depth": {"scale": 0.001, "larger_is": "farther"}}
+    for number, (model, settings, warned) in enumerate(
+        (
+            (unknown, {"depth": {"scale": 0.001}}, True),
+            (unknown, silent, False),
+            (unknown, {}, False),
+            (metric, {"depth": {"scale": 0.001}}, False),
+        )
+    ):
+        caplog.clear()
+        data = nine_images(tmp_path / f"data{number}")
+        assert label(data, models._replace(depth=model), semseg={"model": ""}, **settings)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert (
+            any(f"--depth.model {model} does not say" in each and "--depth.larger_is" in each for each in said)
+            == warned
+        )
+
+
+def test_weights_that_are_no_safetensors_are_not_opened(tmp_path: Path, models: Models) -> None:
+    model = shutil.copytree(models.depth, tmp_path / "model")
+    found = find_model("depth", str(model))
+    torch.save(load_model(found, torch.device("cpu")).state_dict(), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"the weights cannot be loaded .*safetensors"):
+        load_model(found, torch.device("cpu"))
+
+
+def test_weights_of_another_shape(tmp_path: Path, models: Models) -> None:
+    model = shutil.copytree(models.depth, tmp_path / "model")
+    changed("config.json", head_hidden_size=6)(model)
+    with pytest.raises(DataError, match="the weights cannot be loaded"):
+        load_model(find_model("depth", str(model)), torch.device("cpu"))
+
+
+def test_a_processor_that_pads(tmp_path: Path, models: Models) -> None:
+    model = shutil.copytree(models.semseg, tmp_path / "model")
+    changed("preprocessor_config.json", pad_size={"height": 128, "width": 128})(model)
+    with pytest.raises(DataError, match="pads images, so its labels would not lie on them"):
+        labeller(model, "semseg")
+
+
+def test_a_model_that_needs_more_than_an_image(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import DepthAnythingForDepthEstimation
+
+    def needs_text(self: object, pixel_values: object, input_ids: object) -> None: ...
+
+    monkeypatch.setattr(DepthAnythingForDepthEstimation, "forward", needs_text)
+    with pytest.raises(DataError, match=r"cannot label an image by itself .*input_ids"):
+        labeller(models.depth, "depth")
+
+
+def labeller(model: Path, modality: str) -> Labeller:
+    found = find_model(modality, str(model))
+    device, processor = torch.device("cpu"), load_processor(found.flag, found.directory)
+    loaded = load_model(found, device)
+    return Labeller(found, loaded, processor, depth_maps(processor, None), device=device, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"kind": "text"}, "kind 'text' found, 'image' expected"), ({"format": 2}, "format 2 found, 1 expected")],
+)
+def test_data_sets_of_another_kind(tmp_path: Path, models: Models, changes: dict[str, object], message: str) -> None:
+    data = write_images(tmp_path / "data", [[]], changes=changes)
+    with pytest.raises(DataError, match=message):
+        label(data, models)
+    with pytest.raises(DataError, match=r"--data .*nothing: no such file"):
+        label(tmp_path / "nothing", models)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_command_labels_refuses_and_explains_itself(
+    tmp_path: Path, models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = nine_images(tmp_path / "data")
+    arguments = ["--data", str(data), "--semseg.model", str(models.semseg), "--no_progress", "--device", "cpu"]
+    assert cli.main(["pseudo-label", *arguments]) == 0
+    assert "semseg" in read_json(data / "dataset.json")["modalities"]
+    capsys.readouterr()
+    assert cli.main(["pseudo-label", *arguments, "--semseg.model", "/no/model"]) == 2
+    assert capsys.readouterr().err == "error: --semseg.model /no/model: no such directory\n"
+    assert cli.main(["pseudo-label", *arguments, "--depth_model", "/no/model"]) == 2
+    assert capsys.readouterr().err == "error: --depth_model: this setting is now --depth.model\n"
+    with pytest.raises(SystemExit):
+        cli.main(["pseudo-label", "--help-all"])
+    shown = capsys.readouterr().out
+    for flag in ("--depth.model", "--shard_index", "--num_shards", "--depth.scale", "--precision", "--max_skipped"):
+        assert flag in shown
+    assert "panoptic" in shown and "coco-instance" in shown

@@ -1,0 +1,63 @@
+"""Sections of modalities in the commands that make data: whose they are, and what they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.extending import forgetting
+from trp_scale import api
+from trp_scale.config import RefusedError
+from trp_scale.config.registry import component, preparation_sections
+from trp_scale.config.settings import Section, setting
+from trp_scale.pretraining.modalities.base import Modality
+from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig
+
+
+@dataclass(kw_only=True)
+class Gain(Section):
+    """What the numbers mean."""
+
+    gain: float = setting(1.0, above=0)
+    """Of the sensor."""
+
+
+def test_each_modality_has_the_sections_that_it_registers() -> None:
+    assert list(preparation_sections("files")) == list(preparation_sections("labels")) == ["depth", "semseg"]
+    with forgetting():
+        component("modality", "radar")(type("Radar", (Modality,), {"FileSettings": Gain}))
+        assert list(preparation_sections("files")) == ["depth", "semseg", "radar"]
+        assert "radar" not in preparation_sections("labels")
+        config = ShardImagesConfig.completed()(output=Path("out"))
+        assert config.section("radar") == Gain() and config.section("normals") is None
+    assert ShardImagesConfig(output=Path("out")).section("depth") is not None, "made without, it is at its defaults"
+
+
+def test_what_cannot_be_a_section_is_refused() -> None:
+    bare = type("Bare", (Section,), {"__annotations__": {"gain": float}})
+    with pytest.raises(RefusedError, match=r"Radar: FileSettings is .* allowed: a class with @dataclass.*trp_scale\.S"):
+        component("modality", "radar")(type("Radar", (Modality,), {"FileSettings": bare}))
+    with (
+        forgetting(),
+        pytest.raises(RefusedError, match="the modality inputs has a section here, and --inputs is a fl"),
+    ):
+        component("modality", "inputs")(type("Inputs", (Modality,), {"FileSettings": Gain}))
+        ShardImagesConfig.completed()
+    with (
+        forgetting(),
+        pytest.raises(RefusedError, match=r"derived from trp_scale\.modalities\.settings\.LabelSettings"),
+    ):
+        component("modality", "radar")(type("Radar", (Modality,), {"LabelSettings": Gain}))
+        PseudoLabelConfig.completed()(data=Path("data")).check()
+
+
+def test_from_python_a_section_is_a_mapping_and_old_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"--depth_scale: this setting is now --depth\.scale"):
+        api.shard_images(tmp_path / "out", tmp_path, depth_scale=0.001)
+    with pytest.raises(RefusedError, match=r"depth\.scal: unknown key; did you mean depth\.scale"):
+        api.shard_images(tmp_path / "out", tmp_path, depth={"scal": 0.001})
+    with pytest.raises(RefusedError, match=r"--depth\.scale is -1\.0, allowed: more than 0"):
+        api.shard_images(tmp_path / "out", tmp_path, depth={"scale": -1.0})

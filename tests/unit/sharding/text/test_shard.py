@@ -1,0 +1,358 @@
+"""A data set is the same bytes however it was made, and is never half there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.fixtures import small_text_dataset
+from trp_scale.data.index import read_index, read_json
+from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
+from trp_scale.errors import DataError
+from trp_scale.sharding.text import taggers
+from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
+from trp_scale.sharding.text.stored import read_block
+from trp_scale.sharding.text.taggers import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
+from trp_scale.storage.locks import only_run
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_text_dataset(tmp_path_factory.mktemp("made") / "data")
+
+
+def config_of(made: Path, output: Path, **changes: object) -> ShardTextConfig:
+    """The settings that `made` was made with."""
+    config = ShardTextConfig(
+        inputs=[str(made.with_name("data.jsonl"))],
+        output=output,
+        tagger="textblob",
+        length=64,
+        vocab_size=1000,
+        rows_per_block=16,
+        shard_bytes=20_000,
+        processes=1,
+        progress=False,
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_two_processes_write_the_same_bytes_as_one(made: Path, tmp_path: Path) -> None:
+    shard_text(config_of(made, tmp_path / "two", processes=2))
+    assert content(tmp_path / "two") == content(made)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    output = tmp_path / "killed"
+    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(made.with_name("data.jsonl"))]
+    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
+    command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    first = output / "shards" / "text-000000.index.json"
+    deadline = time.monotonic() + 60
+    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    assert first.exists()
+    assert not (output / "dataset.json").exists()
+    kept = first.with_name("text-000000.tar").stat().st_mtime_ns
+    shard_text(config_of(made, output))
+    assert content(output) == content(made)
+    assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
+
+
+def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, tmp_path: Path) -> None:
+    before = content(made)
+    shard_text(config_of(made, made))
+    assert content(made) == before
+    with pytest.raises(DataError, match="rows_per_block 16 there, 8 asked for"):
+        shard_text(config_of(made, made, rows_per_block=8))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "Other text."}\n')
+    with pytest.raises(DataError, match="input"):
+        shard_text(config_of(made, made, inputs=[str(other)]))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("do not touch")
+    with pytest.raises(DataError, match="not empty"):
+        shard_text(config_of(made, tmp_path / "full"))
+    assert content(made) == before
+
+
+def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) -> None:
+    """Two finished runs would both be right; what they must not do is write the same half-made shard."""
+    output = tmp_path / "data"
+    with only_run(output):
+        before = content(output)
+        with pytest.raises(DataError, match=rf"another run is making this data set \(process {os.getpid()} on .*lock"):
+            shard_text(config_of(made, output))
+        assert content(output) == before, "nothing was written"
+    shard_text(config_of(made, output))
+    assert content(output) == content(made)
+
+
+def test_dataset_json_counts_what_is_stored(made: Path) -> None:
+    dataset = read_json(made / "dataset.json")
+    pieces_per_group = np.zeros(len(GROUPS), dtype=int)
+    rows = blocks = words = 0
+    for name in dataset["shards"]:
+        shard = made / "shards" / name
+        for block in read_index(shard).blocks:
+            arrays = read_block(shard, block)
+            lengths = arrays["sentences.npy"][:, -1]
+            inside = np.arange(dataset["row_length"]) < lengths[:, None]
+            pieces_per_group += np.bincount(arrays["tags.npy"][inside] & GROUP_BITS, minlength=len(GROUPS))
+            words += int((arrays["tags.npy"] & WORD_START > 0).sum())
+            assert (arrays["tags.npy"][~inside] == OTHER).all()
+            rows += block.rows
+            blocks += 1
+    assert (dataset["rows"], dataset["blocks"]) == (rows, blocks)
+    assert [dataset["pieces_per_group"][group] for group in GROUPS] == pieces_per_group.tolist()
+    assert sum(dataset["words_per_group"].values()) == dataset["words"] >= words > 0.97 * dataset["words"]
+    assert dataset["row_length"] == dataset["length"] - 3
+    assert blocks > len(dataset["shards"]) > 1
+
+
+def test_the_webdataset_library_and_memory_maps_read_the_shards(made: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    dataset = read_json(made / "dataset.json")
+    shard = made / "shards" / dataset["shards"][0]
+    samples: Iterator[dict[str, bytes]] = iter(webdataset.WebDataset(str(shard), shardshuffle=False))
+    for block in read_index(shard).blocks:
+        sample = next(samples)
+        assert sample["__key__"] == block.key
+        for suffix, array in read_block(shard, block).items():
+            member = block.members[suffix]
+            stored = sample[suffix]
+            assert len(stored) == member.length
+            mapped = np.memmap(
+                shard,
+                dtype=array.dtype,
+                mode="r",
+                offset=member.offset + member.length - array.nbytes,
+                shape=array.shape,
+            )
+            assert np.array_equal(mapped, array)
+    assert next(samples, None) is None
+
+
+def test_the_tokenizer_loads_in_transformers_and_gives_the_stored_pieces(made: Path) -> None:
+    dataset = read_json(made / "dataset.json")
+    tokenizer = AutoTokenizer.from_pretrained(str(made / "tokenizer"))
+    assert len(tokenizer) == dataset["vocab_size"] == 1000
+    assert tokenizer.mask_token_id == dataset["special_tokens"]["mask"]
+    assert tokenizer.all_special_ids and set(tokenizer.all_special_ids) == set(dataset["special_token_ids"])
+    shard = made / "shards" / dataset["shards"][0]
+    arrays = read_block(shard, read_index(shard).blocks[0])
+    text = json.loads(made.with_name("data.jsonl").read_text(encoding="utf-8").splitlines()[0])["text"]
+    stored = [
+        int(piece)
+        for row, ends in zip(arrays["tokens.npy"], arrays["sentences.npy"], strict=True)
+        for piece in row[: ends[-1]]
+    ]
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert stored[: len(wanted)] == wanted[: len(stored)]
+    assert (made / "tokenizer" / "vocab.txt").read_text(encoding="utf-8").splitlines()[:2] == ["[PAD]", "[UNK]"]
+
+
+def test_a_given_tokenizer_is_used(made: Path, tmp_path: Path) -> None:
+    shard_text(config_of(made, tmp_path / "given", tokenizer=str(made / "tokenizer")))
+    trained, given = read_json(made / "dataset.json"), read_json(tmp_path / "given" / "dataset.json")
+    for name in ("vocab_size", "special_tokens", "pieces", "pieces_per_group", "rows"):
+        assert given[name] == trained[name]
+    for name in trained["shards"]:
+        assert (tmp_path / "given" / "shards" / name).read_bytes() == (made / "shards" / name).read_bytes()
+    with pytest.raises(DataError, match="nowhere: no such directory; give --tokenizer DIR"):
+        shard_text(config_of(made, tmp_path / "none", tokenizer=str(tmp_path / "nowhere")))
+
+
+def test_skipped_documents_are_listed_and_too_many_stop_the_run(tmp_path: Path) -> None:
+    source = tmp_path / "source.jsonl"
+    lines = ['{"text": "The cat sat. It purred."}'] * 30 + ["broken", '{"text": "\\u200b"}']
+    source.write_text("\n".join(lines))
+    config = ShardTextConfig(
+        inputs=[str(source)],
+        output=tmp_path / "out",
+        tagger="textblob",
+        vocab_size=100,
+        length=32,
+        processes=1,
+        progress=False,
+    )
+    with pytest.raises(DataError) as raised:
+        shard_text(config)
+    for part in (
+        "2 of 32 documents",
+        "--max_skipped 0.01",
+        "1 not_json",
+        "1 empty",
+        "source.jsonl:31",
+        "source.jsonl:32",
+    ):
+        assert part in str(raised.value)
+    assert list((tmp_path / "out" / "shards").glob("*.tar"))
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    shard_text(replace(config, max_skipped=0.1))
+    dataset = read_json(tmp_path / "out" / "dataset.json")
+    assert dataset["documents"] == dataset["rows"] == 30
+    assert dataset["skipped"] == {"not_json": 1, "empty": 1}
+    assert [entry["reason"] for entry in dataset["skipped_places"]] == ["not_json", "empty"]
+
+
+def test_an_attempt_that_failed_does_not_stand_in_the_way_of_another(tmp_path: Path) -> None:
+    """But what was stopped is kept for the same command; and what differs is said as settings."""
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("The cat sat. It purred. " * 20)
+    bad.write_bytes("caf\u00e9".encode("latin-1"))
+    config = ShardTextConfig(
+        inputs=[str(good), str(bad)],
+        output=tmp_path / "out",
+        tagger="textblob",
+        vocab_size=100,
+        length=32,
+        processes=1,
+        progress=False,
+    )
+    with pytest.raises(DataError, match="1 of 2 documents were skipped"):
+        shard_text(config)
+    shard_text(replace(config, inputs=[str(good)], length=16))
+    assert read_json(tmp_path / "out" / "dataset.json")["documents"] == 1
+    good.write_text("The dog sat. It barked. " * 20)
+    with pytest.raises(DataError, match="length 16 there, 32 asked for"):
+        shard_text(replace(config, inputs=[str(good)]))
+    with pytest.raises(DataError, match="other input: files were added, taken away or changed") as raised:
+        shard_text(replace(config, inputs=[str(good)], length=16))
+    assert not re.search("[0-9a-f]{32}", str(raised.value))
+
+
+ENGLISH = (
+    "This is a page of plain English, which is about nothing in particular and says so in a few more common words. "
+)
+GERMAN = (
+    "Die künstliche Intelligenz ist ein Teilgebiet der Informatik. Es umfasst alle Anstrengungen, deren Ziel es ist, "
+    "Maschinen intelligent zu machen. "
+)
+FRENCH = (
+    "L'intelligence artificielle est un ensemble de théories et de techniques visant à réaliser des machines capables "
+    "de simuler l'intelligence humaine. "
+)
+CHINESE = "人工智能是计算机科学的一个分支。它企图了解智能的实质。"
+
+
+@pytest.mark.parametrize(
+    ("text", "another"),
+    [(ENGLISH, False), (GERMAN, True), (FRENCH, True), (CHINESE * 20, True), ("Danke schön!", False)],
+)
+def test_words_tell_another_language(text: str, another: bool) -> None:
+    share, examples = taggers.unknown_words(text)
+    assert (share >= taggers.ANOTHER_LANGUAGE) == another
+    assert len(examples) <= 5 and bool(examples) == (text != ENGLISH)
+
+
+def test_another_language_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text in (("english", ENGLISH), ("german", GERMAN)):
+        (tmp_path / f"{name}.txt").write_text(text * 5)
+        config = ShardTextConfig(
+            inputs=[str(tmp_path / f"{name}.txt")],
+            output=tmp_path / name,
+            tagger="textblob",
+            vocab_size=200,
+            length=32,
+            processes=1,
+            progress=False,
+        )
+        caplog.clear()
+        shard_text(config)
+        assert ("% of its words are unknown, such as künstliche, " in caplog.text) == (name == "german")
+
+
+def test_taggers_say_what_is_missing_and_which_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
+    with pytest.raises(TaggerError, match=NLTK_INSTALL):
+        make_tagger("nltk")
+    assert NLTK_INSTALL == "python -m nltk.downloader averaged_perceptron_tagger_eng"
+    assert resolve_tagger("auto") == "textblob"
+    source = tmp_path / "source.txt"
+    source.write_text("The cat sat on the mat.")
+    with caplog.at_level(logging.INFO):
+        shard_text(
+            ShardTextConfig(
+                inputs=[str(source)], output=tmp_path / "out", vocab_size=100, length=32, processes=1, progress=False
+            )
+        )
+    assert "tagger: textblob" in caplog.text
+    monkeypatch.setattr(taggers, "nltk_data_present", lambda: True)
+    assert resolve_tagger("auto") == "nltk"
+
+
+@pytest.mark.parametrize(("tagger", "library"), [("auto", "nltk"), ("textblob", "nltk"), ("textblob", "textblob")])
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tagger: str, library: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in (library, "textblob")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(TaggerError, match=rf"sharding text needs .*{library}.* pip install 'trp-scale\[text\]'"):
+        shard_text(config_of(made, tmp_path / "out", tagger=tagger))
+
+
+def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
+    if not taggers.nltk_data_present():
+        pytest.skip(f"NLTK's data is not installed: {NLTK_INSTALL}")
+    groups = make_tagger("nltk").groups(
+        ["Oh", ",", "she", "quickly", "gave", "the", "old", "dog", "to", "him", "and", "left", "."]
+    )
+    names = [GROUPS[group] for group in groups]
+    assert names[2:] == [
+        "pronoun",
+        "adverb",
+        "verb",
+        "determiner",
+        "adjective",
+        "noun",
+        "preposition",
+        "pronoun",
+        "conjunction",
+        "verb",
+        "other",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedded": True}, "one of the two"),
+        ({"length": 4}, "--length 4"),
+        ({"rows_per_block": 0}, "--rows_per_block 0"),
+        ({"max_skipped": 2.0}, "--max_skipped 2.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    made: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        shard_text(config_of(made, tmp_path / "out", **changes))

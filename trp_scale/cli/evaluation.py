@@ -1,0 +1,206 @@
+"""Commands that look at what was trained (`report`, `watch`, `evaluate`, `probe`, `represent`, `compare`, `export`),
+and at the method itself (`theory`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.config.flags import ReadsRuns, read
+from trp_scale.config.upstream import Weights
+from trp_scale.errors import RefusedError
+
+
+@dataclass(kw_only=True)
+class ReportArguments(ReadsRuns):
+    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight. Beside
+    it write RUN/report.html, one file that opens without a network (needs the extra `pictures`): curves of losses,
+    weights, adversary, masks and speed, incidents, settings, and what to do next."""
+
+    run: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Run directory, with metrics.jsonl in it; left out: of those in runs/, the one that got on last."""
+    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
+    perturbation, as PNG files into this directory (needs the extra `pictures`), which the page shows, too."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
+    images: Annotated[list[Path], tyro.conf.arg(metavar="FILE [FILE ...]")] = field(default_factory=list)
+    """For pictures: files of your own to draw (JPEG, PNG or WebP; their central squares), in place of held-out images
+    of the run's data. Of several modalities the image alone is given."""
+
+
+def report(argv: Sequence[str]) -> int:
+    """`trp-scale report`."""
+    arguments = read(ReportArguments, argv, prog="trp-scale report")
+    if arguments.images and arguments.pictures is None:
+        raise RefusedError(
+            f"--images {arguments.images[0]}: they are drawn into the directory of --pictures, which is not given; "
+            "give --pictures DIR"
+        )
+    from trp_scale.reporting.record import read_run
+    from trp_scale.reporting.run import write_page
+    from trp_scale.training.metrics import newest_run
+    from trp_scale.training.picture_files import pictures_of
+    from trp_scale.training.report import report as table
+
+    run_dir = arguments.run or newest_run(Path("runs"))
+    run = read_run(run_dir)
+    drawn: list[str] = []
+    if arguments.pictures is not None:
+        from trp_scale.checkpoint.export import while_training
+        from trp_scale.evaluation.figures.pictures import draw_pictures
+
+        pictures = arguments.pictures
+        drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
+    print(table(run_dir, run.history), end="")
+    print("".join(f"{line}\n" for line in drawn), end="")
+    print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))
+    return 0
+
+
+@dataclass(kw_only=True)
+class WatchArguments(ReadsRuns):
+    """Serve the page of a run (see trp-scale report) to browsers of this machine while the run goes on: it is made anew
+    as the run gets on, and reloads itself. Ctrl-C ends it. Nothing is written."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """Run directory."""
+    port: int = 8123
+    """Of 127.0.0.1; 0 = one that is free. From another machine: ssh -L 8123:127.0.0.1:8123 HOST."""
+
+
+def watch(argv: Sequence[str]) -> int:
+    """`trp-scale watch`."""
+    arguments = read(WatchArguments, argv, prog="trp-scale watch")
+    from trp_scale.reporting.watch import watch as serve
+
+    serve(arguments.run, arguments.port)
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`trp-scale evaluate`."""
+    from trp_scale.finetuning.arguments import parse_evaluate
+
+    arguments = parse_evaluate(argv)
+    from trp_scale.checkpoint.export import while_training
+    from trp_scale.evaluation.evaluate import evaluate as measure
+
+    return while_training(lambda: measure(arguments))
+
+
+def probe(argv: Sequence[str]) -> int:
+    """`trp-scale probe`."""
+    from trp_scale.evaluation.probe.arguments import parse_probe
+
+    arguments = parse_probe(argv)
+    from trp_scale.checkpoint.export import while_training
+    from trp_scale.evaluation.probe.command import probe as measure
+
+    return while_training(lambda: measure(arguments))
+
+
+def represent(argv: Sequence[str]) -> int:
+    """`trp-scale represent`."""
+    from trp_scale.evaluation.figures.arguments import RepresentArguments
+
+    arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
+    from trp_scale.checkpoint.export import while_training
+    from trp_scale.evaluation.figures.represent import represent as draw
+
+    return while_training(lambda: draw(arguments))
+
+
+@dataclass(kw_only=True)
+class CompareArguments(ReadsRuns):
+    """Compare runs on their downstream tasks: mean and spread over seeds, the worst task of each run, and whether what
+    differs from the first run is more than the seeds do. Figures by another metric or on another split (dev, test) are
+    never compared. With --html also runs of pre-training."""
+
+    runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
+    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline. With --html
+    also run directories of pretrain."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a page there that opens without a network (needs the extra `pictures`): results, end figures, curves over
+    each other, and settings that differ."""
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the tables there as Markdown."""
+    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the figures there as CSV, one line for each task of each run."""
+
+
+def compare(argv: Sequence[str]) -> int:
+    """`trp-scale compare`."""
+    arguments = read(CompareArguments, argv, prog="trp-scale compare")
+    if arguments.html is not None:
+        from trp_scale.reporting.comparison import compare_as_page
+
+        compare_as_page(arguments.runs, arguments.html, markdown_file=arguments.markdown, csv_file=arguments.csv)
+        return 0
+    from trp_scale.reporting.result_tables import compare as put_side_by_side
+
+    put_side_by_side(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)
+    return 0
+
+
+@dataclass(kw_only=True)
+class ExportArguments(ReadsRuns):
+    """Write a run's weights as a directory that other libraries load."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
+    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory to write; it must not exist, or be empty."""
+    to: Literal["hf", "timm"] = "hf"
+    """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
+    encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
+    and does not say so. An encoder with relative positions, which timm has not, brings a module along, for
+    torch.hub.load("DIR", "encoder", source="local")."""
+    weights: Weights = "last"
+    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
+    image_size: int = 224
+    """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
+
+
+def export(argv: Sequence[str]) -> int:
+    """`trp-scale export`."""
+    arguments = read(ExportArguments, argv, prog="trp-scale export")
+    from trp_scale.checkpoint.export import export as write
+    from trp_scale.checkpoint.export import loading_call
+
+    checkpoint = write(
+        arguments.run,
+        arguments.output,
+        to=arguments.to,
+        image_size=arguments.image_size,
+        weights=arguments.weights,
+    )
+    call = loading_call(arguments.output)
+    print(f"{checkpoint} -> {arguments.output}\nloaded by: {call}")
+    if call.startswith("timm."):
+        print("without pretrained=True timm makes random weights and does not say so")
+    return 0
+
+
+@dataclass(kw_only=True)
+class TheoryArguments:
+    """Draw the bounds of the minimax method (TRP 3.1, 5.1 to 5.3) against what is measured on small problems, and
+    print the numbers."""
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("theory.png")
+    """PNG to write (needs the extra `pictures`)."""
+    steps: int = 10_000
+    """Most steps K of Theorem 3.1's problem, 100 at least; smaller K go down to 32 by half powers of ten."""
+
+
+def theory(argv: Sequence[str]) -> int:
+    """`trp-scale theory`."""
+    arguments = read(TheoryArguments, argv, prog="trp-scale theory")
+    from trp_scale.theory import show
+
+    show(arguments.output, arguments.steps)
+    return 0

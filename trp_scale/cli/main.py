@@ -1,0 +1,171 @@
+"""The command `trp-scale`: a table of its commands, each imported only when it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import trp_scale
+from trp_scale.cli.refusals import run
+from trp_scale.config.flags import HELP, clean_text
+from trp_scale.console import EscapedStream
+from trp_scale.distributed.launchers import leave
+from trp_scale.distributed.stop import listen_early
+from trp_scale.errors import RefusedError, nearest
+from trp_scale.exit_status import ExitStatus
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        place: module and function; the function takes the arguments behind the command's name and returns the status.
+        line: what it does.
+    """
+
+    place: str
+    line: str
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        module, _, function = self.place.partition(":")
+        status: int = getattr(importlib.import_module(module), function)(argv)
+        return status
+
+
+COMMANDS: dict[str, dict[str, Command]] = {
+    "make data": {
+        "shard-text": Command("trp_scale.cli.sharding:shard_text", "tag, tokenize and shard English text"),
+        "shard-images": Command("trp_scale.cli.sharding:shard_images", "shard images, or render small scenes"),
+        "pseudo-label": Command(
+            "trp_scale.cli.sharding:pseudo_label", "give images the maps that depth and segmentation models see"
+        ),
+        "index": Command("trp_scale.cli.sharding:index", "write the one index of a data set that runs map into memory"),
+        "merge": Command("trp_scale.cli.sharding:merge", "join a data set that several machines made in parts"),
+        "inspect": Command("trp_scale.cli.sharding:inspect", "show rows of a shard"),
+        "verify": Command("trp_scale.cli.sharding:verify", "check every byte of a data set"),
+    },
+    "train": {
+        "recipes": Command("trp_scale.config.listing:recipes", "list the recipes, or print all settings of one"),
+        "plan": Command(
+            "trp_scale.cli.training:plan", "predict memory, time and the best layout of a run on a cluster"
+        ),
+        "pretrain": Command(
+            "trp_scale.cli.training:pretrain", "pre-train from a recipe, in one process or on many ranks"
+        ),
+        "finetune": Command(
+            "trp_scale.cli.training:finetune",
+            "fine-tune an encoder on downstream tasks, over seeds",
+        ),
+        "launch-files": Command(
+            "trp_scale.cli.launch_files:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
+        ),
+    },
+    "look at the machines": {
+        "doctor": Command(
+            "trp_scale.cli.doctor:doctor",
+            "find what of the machines, or in a run's directory, stops or slows a run",
+        ),
+    },
+    "look at what was trained": {
+        "report": Command("trp_scale.cli.evaluation:report", "print what a run has reached, and draw it on a page"),
+        "watch": Command("trp_scale.cli.evaluation:watch", "serve that page while the run goes on"),
+        "evaluate": Command(
+            "trp_scale.cli.evaluation:evaluate", "measure runs again, also on other data and on unusual images"
+        ),
+        "probe": Command("trp_scale.cli.evaluation:probe", "measure how far a frozen encoder tells classes apart"),
+        "represent": Command(
+            "trp_scale.cli.evaluation:represent", "draw and measure what an image encoder has learned, on one page"
+        ),
+        "compare": Command(
+            "trp_scale.cli.evaluation:compare", "put what several runs reached side by side, with p values"
+        ),
+        "export": Command(
+            "trp_scale.cli.evaluation:export", "write a run's weights as a directory that other libraries load"
+        ),
+    },
+    "compare methods": {
+        "study": Command(
+            "trp_scale.cli.study:study",
+            "run a table of the papers, or your own, as one file: all runs, and a report",
+        ),
+    },
+    "look at the method": {
+        "theory": Command(
+            "trp_scale.cli.evaluation:theory", "draw what minimax weights promise against what is measured"
+        ),
+    },
+}
+"""The commands, in the groups that `trp-scale --help` shows."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (exit_status.py)."""
+    words = sys.argv[1:] if argv is None else argv
+    with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
+        return run(lambda: _main(list(map(clean_text, words))))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    with suppress(FileNotFoundError):  # it may be gone
+        clean_text(os.getcwd())  # noqa: PTH109 - paths are stored absolute, by its name
+    if not arguments or arguments[0] in HELP:
+        return _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED)
+    if arguments[0] == "--version":
+        print(f"trp-scale {trp_scale.__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
+    if name not in commands:
+        return _refuse(name, commands)
+    return commands[name](rest)
+
+
+def _usage(status: ExitStatus) -> int:
+    print("\n".join(usage()), flush=True)
+    return status
+
+
+def usage() -> Iterator[str]:
+    """The commands, a line each."""
+    width = max(len(name) for group in COMMANDS.values() for name in group)
+    yield "usage: trp-scale COMMAND ...      trp-scale --version"
+    for title, group in COMMANDS.items():
+        yield f"\n{title}:"
+        yield from (f"  {name:<{width}}  {command.line}" for name, command in group.items())
+    yield "\nexit status:"
+    yield from (f"  {status.value:<{width}}  {status.meaning}" for status in ExitStatus)
+    yield "\ntrp-scale COMMAND --help explains what a command needs, --help-all all of its flags."
+
+
+def _refuse(name: str, commands: dict[str, Command]) -> int:
+    raise RefusedError(f"{name!r} is no command of trp-scale{nearest(name, commands)}; allowed: {', '.join(commands)}")
+
+
+def _open_closed_streams() -> None:
+    """Lead standard streams that were closed (`>&-`) nowhere, before files take their descriptors."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if not _is_open(number):
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def console(*command: str) -> NoReturn:
+    """The console command, and the scripts in launch/ and data_tools/, which name their command."""
+    _open_closed_streams()
+    if [*command, *sys.argv[1:]][:1] in (["pretrain"], ["finetune"]):
+        listen_early()  # before the seconds of imports
+    leave(main([*command, *sys.argv[1:]]))

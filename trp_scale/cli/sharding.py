@@ -1,0 +1,285 @@
+"""Make and show data: `shard-text`, `shard-images`, `pseudo-label`, `merge`, `index`, `inspect` and `verify`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trp_scale.config.flags import TakesModules, read
+from trp_scale.errors import RefusedError
+from trp_scale.sharding.job.parts import SpreadSettings
+
+
+def shard_text(argv: Sequence[str]) -> int:
+    """`trp-scale shard-text`."""
+    from trp_scale.sharding.text.shard import ShardTextConfig
+
+    first = (
+        "inputs",
+        "output",
+        "embedded",
+        "length",
+        "tokenizer",
+        "vocab_size",
+        "rows_per_block",
+        "processes",
+        "executor",
+    )
+    settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=first)
+    from trp_scale.sharding.text.shard import shard_text as shard
+
+    _tell_progress()
+    settings.check()
+    if not _submitted("shard-text", argv, settings, settings.output):
+        shard(settings)
+    return 0
+
+
+def shard_images(argv: Sequence[str]) -> int:
+    """`trp-scale shard-images`."""
+    from trp_scale.sharding.images.settings import ShardImagesConfig
+
+    first = ("inputs", "output", "embedded", "modality", "split", "short_side", "quality", "processes", "executor")
+    settings = read(ShardImagesConfig, argv, prog="trp-scale shard-images", first=first)
+    from trp_scale.sharding.images.shard import shard_images as shard
+
+    _tell_progress()
+    settings.check()
+    if not _submitted("shard-images", argv, settings, settings.output):
+        shard(settings)
+    return 0
+
+
+def pseudo_label(argv: Sequence[str]) -> int:
+    """`trp-scale pseudo-label`."""
+    from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig
+
+    first = ("data", "device", "batch", "executor", "shard_index", "num_shards")
+    settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
+    from trp_scale.sharding.pseudo_labels.label import pseudo_label as label
+
+    _tell_progress()
+    settings.check()
+    if not _submitted("pseudo-label", argv, settings, settings.data):
+        label(settings)
+    return 0
+
+
+def _submitted(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
+    """Whether the command, whose settings were checked, is one for SLURM; then it is submitted."""
+    if settings.executor != "slurm-array":
+        if settings.sbatch:
+            raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
+        return False
+    from trp_scale.sharding.job.slurm_array import submit_array
+
+    submit_array(command, argv, settings, directory)
+    return True
+
+
+@dataclass(kw_only=True)
+class IndexArguments(SpreadSettings, TakesModules):
+    """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
+    Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
+    read once, and the tars stay where they are."""
+
+    tars: tyro.conf.Positional[str]
+    """Directory with dataset.json. Or tars of images: a folder of them, a pattern such as
+    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with a path or URL a
+    line."""
+    output: Path | None = None
+    """Tars of others: directory of the data set; none = the folder of the tars."""
+    label: str = "auto"
+    """Tars of others: where an image's class is: cls or another suffix whose file holds the number, json:FIELD, or
+    none. auto = cls if the first image has one."""
+    image: str = "auto"
+    """Tars of others: which member is the image, jpg, jpeg, png or webp; auto = the one that there is."""
+    class_names: str = ""
+    """Tars of others: text file with the name of each class, one a line, in the order of their numbers."""
+    split: str = "train"
+    """Tars of others: what the images are for, as --split of shard-images."""
+    rows_per_block: int = 64
+    """Tars of others: images that are read together, the unit of the order and of the held-out split."""
+    max_pixels: int = 100_000_000
+    """Tars of others: an image with more pixels is left out."""
+    max_skipped: float = 0.01
+    """Tars of others: largest share of samples that may be left out, say because they have no image."""
+    processes: int = 0
+    """Tars of others: how many are read at once; 0 = one for each core, of this machine or of the Ray cluster."""
+
+
+_CHOICES = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
+"""Flags of `trp-scale index` that say what is made of tars of others."""
+
+
+def index(argv: Sequence[str]) -> int:
+    """`trp-scale index`."""
+    first = ("tars", "output", "label", "image", "split", "processes", "executor")
+    arguments = read(IndexArguments, argv, prog="trp-scale index", first=first)
+    from trp_scale.data.index import read_json
+    from trp_scale.sharding.binary_index import write_dataset_index
+    from trp_scale.sharding.images.index_tars import is_indexed
+
+    dataset = Path(arguments.tars)
+    if not (dataset / "dataset.json").exists() or is_indexed(dataset) or arguments.output is not None:
+        _index_tars(arguments, argv)
+        return 0
+    _refuse_of_tars(arguments, f"{dataset} is a data set that was sharded here")
+    for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
+        print(f"{path}: {path.stat().st_size} bytes")
+    return 0
+
+
+def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
+    """Make a data set of the tars of others, or bring one up to date."""
+    from trp_scale.sharding.images.index_tars import IndexTars, index_tars, is_indexed, settings_of
+
+    dataset = Path(arguments.tars)
+    settings = {name: getattr(arguments, name) for name in (*_CHOICES, "max_skipped", "processes", "progress")}
+    output = arguments.output
+    if output is None and is_indexed(dataset):
+        _refuse_of_tars(arguments, f"{dataset} has its settings from when it was made; to change them give the tars")
+        settings, output = {**settings, **settings_of(dataset)}, dataset
+    elif output is None:
+        if not dataset.is_dir():
+            raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")
+        output = dataset
+    part = arguments.own_part()
+    _tell_progress()
+    config = IndexTars(**{"tars": arguments.tars, **settings}, output=output, part=part, executor=arguments.executor)
+    config.check()
+    if not _submitted("index", argv, arguments, output):
+        index_tars(config)
+
+
+def _refuse_of_tars(arguments: IndexArguments, reason: str) -> None:
+    default = IndexArguments(tars="")
+    for name in _CHOICES:
+        value = getattr(arguments, name)
+        if value != getattr(default, name):
+            raise RefusedError(f"--{name} {value}: is for tars that others made; {reason}")
+
+
+@dataclass(kw_only=True)
+class MergeArguments(TakesModules):
+    """Join the parts of a data set that were made with --shard_index and --num_shards: check that all are there, and
+    write dataset.json. The data set is then the same, byte for byte, as if one run had made it."""
+
+    dataset: tyro.conf.Positional[Path]
+    """Directory of the data set: --output of the parts, or --data of labels."""
+    max_skipped: float | None = None
+    """Largest share of documents or images that may be skipped; None: as the parts were told."""
+
+
+def merge(argv: Sequence[str]) -> int:
+    """`trp-scale merge`."""
+    arguments = read(MergeArguments, argv, prog="trp-scale merge")
+    from trp_scale.sharding.merge import merge as join
+
+    _tell_progress()
+    join(arguments.dataset, arguments.max_skipped)
+    return 0
+
+
+@dataclass(kw_only=True)
+class InspectArguments(TakesModules):
+    """Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
+
+    shard: tyro.conf.Positional[Path]
+    """A tar of a data set, with its index beside it; or a data set's directory, for its first shard."""
+    rows: int = 5
+    """Rows to show."""
+    block: str = ""
+    """Key of the block (text) or of the image to show them from; empty = from the first on."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Images: PNG file for a contact sheet of them."""
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """`trp-scale inspect`."""
+    arguments = read(InspectArguments, argv, prog="trp-scale inspect")
+    from trp_scale.data.index import index_path, read_index
+    from trp_scale.errors import DataError
+    from trp_scale.sharding.images.display import is_image_shard
+    from trp_scale.sharding.job.unfinished import first_shard, refuse_unfinished
+
+    shard = arguments.shard.absolute()
+    if not index_path(shard).is_file():
+        shard = first_shard(shard)
+    block, blocks = arguments.block or None, read_index(shard).blocks
+    of_images = is_image_shard(blocks)
+    if of_images or not blocks:
+        refuse_unfinished(shard.parent.parent)
+    if not blocks:
+        raise DataError(f"{shard}: nothing is stored in it")
+    if of_images:
+        _show_images(shard, arguments.rows, block, arguments.output)
+    elif arguments.output is not None:
+        raise RefusedError(f"--output {arguments.output}: goes with images, {shard} holds text")
+    else:
+        _show_text(shard, arguments.rows, block)
+    return 0
+
+
+def _show_text(shard: Path, rows: int, block: str | None) -> None:
+    from rich.console import Console
+
+    from trp_scale.sharding.text.stored import legend, row_texts
+
+    console = Console()
+    console.print(legend())
+    for name, text in row_texts(shard, rows, block):
+        console.rule(name, align="left")
+        console.print(text)
+
+
+def _show_images(shard: Path, rows: int, block: str | None, output: Path | None) -> None:
+    """One line each, and their contact sheet."""
+    from rich.console import Console
+
+    from trp_scale.sharding.images.display import contact_sheet, stored_images
+
+    console = Console()
+    images = list(stored_images(shard, rows, block))
+    for image in images:
+        console.rule(image.key, align="left")
+        console.print(image.line(), markup=False, highlight=False, soft_wrap=True)
+    if output is not None:
+        contact_sheet(images).save(output, "PNG")
+        console.print(f"{len(images)} images: {output}", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(kw_only=True)
+class VerifyArguments(TakesModules):
+    """Check every index, size, checksum and array of a data set. The first bad byte range is named, with exit status
+    1; where there is no data set it is 2."""
+
+    dataset: tyro.conf.Positional[Path]
+    """Directory with dataset.json."""
+
+
+def verify(argv: Sequence[str]) -> int:
+    """`trp-scale verify`."""
+    dataset = read(VerifyArguments, argv, prog="trp-scale verify").dataset
+    from trp_scale.data.raw_files import require_dataset
+    from trp_scale.errors import DataError
+    from trp_scale.sharding.verify import verify_dataset
+
+    require_dataset(dataset)
+    try:
+        found = verify_dataset(dataset)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{dataset}: {found.shards} shards, {found.blocks} blocks, {found.rows} rows, {found.bytes} bytes are whole")
+    return 0
+
+
+def _tell_progress() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,0 +1,239 @@
+"""`trp-scale study`: list, show, plan, run and report studies."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from trp_scale.config.flags import HELP, HELP_ALL, asks_for_help, read
+from trp_scale.errors import RefusedError, nearest
+
+if TYPE_CHECKING:
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.study import Scale, Study
+
+Inputs = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="NAME=PATH")]
+File = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
+
+
+def study(argv: Sequence[str]) -> int:
+    """`trp-scale study WHAT ...`."""
+    if not argv:
+        raise RefusedError(f"study: what of it? allowed: {', '.join(ACTIONS)}")
+    if argv[0] in (*HELP, HELP_ALL):
+        print(f"usage: trp-scale study {{{','.join(ACTIONS)}}} ...")
+        for name, action in ACTIONS.items():
+            print(f"  {name:<7} {(action.__doc__ or '').strip().splitlines()[0]}")
+        raise SystemExit(0)
+    if argv[0] not in ACTIONS:
+        raise RefusedError(f"study {argv[0]!r}{nearest(argv[0], ACTIONS)}; allowed: {', '.join(ACTIONS)}")
+    return ACTIONS[argv[0]](argv[1:])
+
+
+def list_studies(argv: Sequence[str]) -> int:
+    """The studies with a line each."""
+    if asks_for_help(argv):
+        print(f"usage: trp-scale study list\n\n{list_studies.__doc__}")
+        return 0
+    if argv:
+        raise RefusedError(f"study list takes nothing more; found: {' '.join(argv)}")
+    from trp_scale.studies.study import known_studies, load_study
+
+    names = known_studies()
+    width = max(map(len, names), default=0)
+    for name in names:
+        found = load_study(name)
+        print(f"{name:<{width}}  {found.source.paper}, {found.source.place}: {found.title} ({', '.join(found.scales)})")
+    return 0
+
+
+@dataclass(kw_only=True)
+class ShowArguments:
+    """Show what a study compares, by what, and what it needs."""
+
+    file: File
+    """A study of the package, or the path of a .yaml file."""
+
+
+def show(argv: Sequence[str]) -> int:
+    """What a study compares, by what, and what it needs."""
+    arguments = read(ShowArguments, argv, prog="trp-scale study show")
+    from trp_scale.studies.study import load_study, needed_inputs
+
+    found = load_study(arguments.file)
+    source = found.source
+    print(f"{found.title} ({source.paper}, arXiv:{source.arxiv}, {source.place})\n{found.question}")
+    print(f"outcome: {found.outcome.row} of {', '.join(found.outcome.judges)}, against {found.baseline}")
+    for name, variant in found.variants.items():
+        settings = " ".join(f"--{each} {value}" for each, value in variant.settings.items())
+        print(f"  {name}: {variant.title}{f'  {settings}' if settings else ''}")
+    for name, scale in found.scales.items():
+        judges = "; ".join(f"{each} ({judge.command}, {judge.seeds} seeds)" for each, judge in scale.judges.items())
+        print(f"scale {name}: recipe {scale.recipe}, {scale.seeds} seeds, budgets {', '.join(scale.budgets)}; {judges}")
+        if scale.outcome is not None:
+            print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
+        if (tuning := scale.tuning) is not None:
+            print(f"  each variant by itself has the best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
+        for each in needed_inputs(found, scale):
+            print(f"  --input {each}=PATH  {found.inputs[each]}")
+    return 0
+
+
+@dataclass(kw_only=True)
+class PlanArguments:
+    """Predict the hours of a study, and what they cost, before any is spent."""
+
+    file: File
+    """A study of the package, or the path of a .yaml file."""
+    scale: str = "cpu"
+    """cpu, gpu or paper."""
+    price: float = 0.0
+    """Of an hour of one GPU (of one core, where the scale has none), in whatever currency; 0 = none is printed."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the study has begun: what is left there, judging too, by the seconds of what has finished."""
+
+
+def plan(argv: Sequence[str]) -> int:
+    """The hours of a study, and their price, before any is spent."""
+    arguments = read(PlanArguments, argv, prog="trp-scale study plan")
+    from trp_scale.studies.execute import Claim, claim, read_claim
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.plan import hours_left, planned_hours
+    from trp_scale.studies.study import load_study
+
+    found = load_study(arguments.file)
+    scale = found.scale(arguments.scale)
+    print("\n".join(planned_hours(found, scale, price=arguments.price)))
+    if arguments.run_dir is not None:
+        inputs = read_claim(arguments.run_dir).inputs
+        claim(arguments.run_dir, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=inputs))
+        print("\n".join(hours_left(Graph(found, scale, arguments.run_dir.resolve(), inputs))))
+    return 0
+
+
+@dataclass(kw_only=True)
+class RunArguments:
+    """Run a study. What has finished is not done again: the same command goes on after it was stopped or killed. A run
+    that fails does not stop the others."""
+
+    file: File
+    """A study of the package, or the path of a .yaml file."""
+    scale: str = "cpu"
+    """cpu, gpu or paper."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of all runs of the study."""
+    input: Inputs = field(default_factory=list)
+    """Where an input of the study is; once for each (`trp-scale study show`)."""
+    jobs: int = 0
+    """Commands at a time, each with its share of the cores; 0 = one a core where the scale has no GPU, else one."""
+    executor: Literal["local", "slurm-array"] = "local"
+    """local: by processes of this machine. slurm-array: as arrays of jobs, one array after the other where runs need
+    others first."""
+    sbatch: str = ""
+    """slurm-array: further flags of sbatch, such as "--partition=gpu --gres=gpu:8 --time=24:00:00"."""
+    only: int | None = None
+    """Of the study's commands the one with this number, from 0; for jobs of an array."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a study, or go on with it."""
+    arguments = read(RunArguments, argv, prog="trp-scale study run")
+    import os
+
+    from trp_scale.studies.execute import Claim, Executor, claim, submit
+    from trp_scale.studies.study import load_study
+
+    found = load_study(arguments.file)
+    scale = found.scale(arguments.scale)
+    if arguments.jobs < 0:
+        raise RefusedError(f"--jobs is {arguments.jobs}, allowed: 1 or more, or 0")
+    graph = _graph(found, scale, arguments.run_dir, arguments.input)
+    if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
+        raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")
+    claim(graph.directory, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=graph.inputs))
+    if arguments.executor == "slurm-array" and arguments.only is None:
+        words = [sys.executable, "-m", "trp_scale", "study", "run", *argv, "--executor", "local"]
+        jobs = submit(graph, words, arguments.sbatch)
+        print(f"{graph.directory}: array jobs {', '.join(jobs) or 'none: all has finished'}")
+        print(f"afterwards: trp-scale study report {shlex.quote(str(graph.directory))}")
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), said=_say)
+    only = None if arguments.only is None else list(graph.nodes)[arguments.only]
+    ended = executor.run(only)
+    failed = [name for name, state in ended.items() if state is None or state.status != "finished"]
+    _say(f"{len(ended) - len(failed)} of {len(ended)} finished in {graph.directory}")
+    if failed:
+        _say(
+            f"not finished: {', '.join(failed[:5])}{f' and {len(failed) - 5} more' * (len(failed) > 5)}; the same "
+            "command tries again"
+        )
+    return 1 if failed else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _stated(file: str) -> str:
+    """A study as study.json names it: its name, or the whole path."""
+    return str(Path(file).resolve()) if file.endswith((".yaml", ".yml")) else file
+
+
+def _graph(found: Study, scale: Scale, directory: Path, given: list[str]) -> Graph:
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.study import given_inputs
+
+    return Graph(found, scale, directory.resolve(), given_inputs(found, scale, given))
+
+
+@dataclass(kw_only=True)
+class ReportArguments:
+    """Write what a study found so far: README.md, report.tex, report.html, figures.json and a picture."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The --run_dir of a study."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the files go; None = DIR/report, or DIR/report_against_BASELINE."""
+    baseline: str = ""
+    """Take differences from this variant, at equal steps, in place of the one that the study names."""
+
+
+def report(argv: Sequence[str]) -> int:
+    """What a study found so far, as Markdown, LaTeX and HTML."""
+    arguments = read(ReportArguments, argv, prog="trp-scale study report")
+    from trp_scale.studies.execute import read_claim
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.report import write_report
+    from trp_scale.studies.study import load_study
+
+    begun = read_claim(arguments.directory)
+    found = load_study(begun.study)
+    named = found.baseline
+    if arguments.baseline:
+        found = found.against(arguments.baseline, begun.scale)
+    graph = Graph(found, found.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
+    against = f"_against_{arguments.baseline}" if arguments.baseline else ""
+    output = arguments.output or arguments.directory / f"report{against}"
+    inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
+    command = f"trp-scale study run {begun.study} --scale {begun.scale} --run_dir DIR{inputs}"
+    if found.baseline != named:
+        command += f"; differences: trp-scale study report DIR --baseline {found.baseline} (the study's: {named})"
+    print(write_report(graph, output, command), end="")
+    print(output / "README.md", file=sys.stderr)
+    return 0
+
+
+ACTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": list_studies,
+    "show": show,
+    "plan": plan,
+    "run": run,
+    "report": report,
+}

@@ -1,0 +1,105 @@
+"""Commands that train: `pretrain`, `finetune`; and `plan`, which says what that would take. Under a launcher
+each rank runs the same command line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from trp_scale.cli.refusals import run
+from trp_scale.config.flags import phase
+from trp_scale.errors import RefusedError
+
+if TYPE_CHECKING:
+    from trp_scale.config.run_flags import Arguments
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`trp-scale plan`."""
+    from trp_scale.planning.arguments import parse_plan
+
+    arguments = parse_plan(argv)
+    from trp_scale.planning.command import print_plan
+
+    return print_plan(arguments)
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """`trp-scale pretrain`."""
+    from trp_scale.config.loader import data_command
+    from trp_scale.config.run_flags import parse
+    from trp_scale.data.mixture import require_data, require_made
+
+    arguments = parse(argv)
+    if arguments.print_config:
+        return _print_config(arguments)
+    require_made(arguments.config.data.path, data_command(arguments.recipe, arguments.config.data.path))
+    require_data(arguments.config.datasets())
+    if arguments.dry_run:
+        from trp_scale.planning.command import print_dry_run
+
+        return print_dry_run(arguments)
+    phase(f"{arguments.recipe_name()}: importing torch")
+    from trp_scale.pretraining.base import upstream_of
+    from trp_scale.training.pretrain import pretrain as train
+
+    return _in_its_place(arguments, lambda: train(arguments).status, lambda: upstream_of(arguments.config))
+
+
+def finetune(argv: Sequence[str]) -> int:
+    """`trp-scale finetune`."""
+    from trp_scale.finetuning.arguments import parse_finetune
+
+    arguments = parse_finetune(argv)
+    if arguments.print_config:
+        return _print_config(arguments)
+    phase(f"{arguments.recipe_name()}: importing torch")
+    from trp_scale.finetuning.finetune import finetune as train
+    from trp_scale.finetuning.task import task_class
+
+    return _in_its_place(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
+
+
+def _print_config(arguments: Arguments) -> int:
+    """Of several ranks, the first speaks."""
+    from trp_scale.config.loader import dump
+    from trp_scale.distributed.launchers import discover
+
+    if discover(os.environ).rank == 0:
+        print(dump(arguments.config), end="")
+    return 0
+
+
+def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
+    """Train, and again after a fault, as often as --reliability.restarts says.
+
+    Args:
+        load: imports the upstream or the task.
+    """
+    restarts, run_dir = arguments.config.reliability.restarts, arguments.run_dir
+    if restarts == 0:
+        return train()
+    if run_dir is None:
+        raise RefusedError(
+            f"--reliability.restarts {restarts} needs --run_dir DIR: a run goes on in the directory that it began in"
+        )
+    from trp_scale.checkpoint.run_directory import checkpoints
+    from trp_scale.distributed.launchers import discover
+    from trp_scale.distributed.restarts import with_restarts
+
+    info = discover(os.environ)
+
+    def imports() -> None:
+        load()
+        with suppress(ImportError):  # the run says what is not installed
+            importlib.import_module(f"trp_scale.engines.{arguments.engine_for(info.world)}")
+
+    def attempt(number: int) -> int:
+        if number and (arguments.resume == "never" or checkpoints(run_dir)):
+            arguments.resume = "auto"
+        return run(train)
+
+    return with_restarts(attempt, info=info, restarts=restarts, imports=imports)

@@ -1,0 +1,339 @@
+"""How a command reads its flags. `--help` is one screen, `--help-all` explains every flag.
+
+Importing this costs little, and so must every module that says what flags a command has: a command imports torch and
+the like when its work starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from trp_scale.config.registry import find, kinds_beside, load_module, names, preparation_sections
+from trp_scale.config.settings import Section, Settings, was
+from trp_scale.errors import RefusedError, escape_name
+
+Arguments = TypeVar("Arguments")
+
+CREDENTIALS = "TRP_SCALE_URL_CREDENTIALS"
+"""Environment variable with NAME:PASSWORD by SCHEME://HOST, of URLs that this process or its parent was given."""
+
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
+
+
+def clean_text(text: str) -> str:
+    """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
+    URLs. `credentials_of` gives them to requests, also in processes that this one starts.
+
+    Raises:
+        RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
+    """
+    if escape_name(text) != text:
+        raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
+    text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
+    if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
+        os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)
+    return _USERINFO.sub(r"\1\3", text)
+
+
+def credentials_of(url: str) -> str:
+    """Return NAME:PASSWORD for a URL; empty if none were given."""
+    scheme, _, rest = url.partition("://")
+    userinfo: str = json.loads(os.environ.get(CREDENTIALS, "{}")).get(f"{scheme}://{rest.partition('/')[0]}", "")
+    return userinfo
+
+
+Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")]
+
+
+@dataclasses.dataclass(kw_only=True)
+class TakesModules:
+    """A command whose work may need components of a module; `read` imports it."""
+
+    module: Modules = dataclasses.field(default_factory=list)
+    """A module of your own, by its file or its dotted name, that registers modalities; may be given several times."""
+
+
+CommandT = TypeVar("CommandT", bound="TakesModalities")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TakesModalities(TakesModules):
+    """A command in which each modality may have a section of its own, under its name.
+
+    Attributes:
+        part: what the sections are for (config/registry.py: `preparation_sections`).
+    """
+
+    part: ClassVar[Literal["files", "labels"]]
+
+    @classmethod
+    def completed(cls: type[CommandT]) -> type[CommandT]:
+        """The same command with the section of each modality that is registered now.
+
+        Raises:
+            RefusedError: a modality that has the name of one of the command's own flags.
+        """
+        sections = preparation_sections(cls.part)
+        if taken := [each.name for each in dataclasses.fields(cls) if each.name in sections]:
+            raise RefusedError(f"the modality {taken[0]} has a section here, and --{taken[0]} is a flag; rename it")
+        added = [(name, each, dataclasses.field(default_factory=each)) for name, each in sections.items()]
+        made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), kw_only=True)
+        made.__doc__ = cls.__doc__
+        return made
+
+    def section(self, modality: str) -> Section | None:
+        """The settings of a modality; its defaults where the command was made without; None: it has none here."""
+        kind = preparation_sections(self.part).get(modality)
+        found: Section | None = getattr(self, modality, None) if kind is not None else None
+        return kind() if found is None and kind is not None else found
+
+
+def refuse_old_names(kind: type[Any], given: Collection[str]) -> None:
+    """Refuse a setting of a command that is one of a section now.
+
+    Args:
+        given: names of settings, as flags have them without their dashes.
+
+    Raises:
+        RefusedError: names the new flag.
+    """
+    for name, section in get_type_hints(kind).items():
+        for each in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
+            if old := next((one for one in was(each) if one in given), ""):
+                raise RefusedError(f"--{old}: this setting is now --{name}.{each.name}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReadsRuns(TakesModules):
+    """A command that reads runs."""
+
+    module: Modules = dataclasses.field(default_factory=list)
+    """Of a run that was made with --module: the same module, by its file or its dotted name; may be given several
+    times."""
+
+
+HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks what the command's flags are."""
+    return any(word in (*HELP, HELP_ALL) for word in argv)
+
+
+def phase(text: str) -> None:
+    """Say what takes its time before a run can show its steps; of several ranks, rank 0 speaks."""
+    if speaks():
+        with suppress(OSError):  # nobody reads it
+            print(text, flush=True)
+
+
+def speaks() -> bool:
+    """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def read(
+    kind: type[Arguments], argv: Sequence[str], *, prog: str, first: Collection[str] = (), **settings: Any
+) -> Arguments:
+    """The command line as a `kind`; only the first rank prints what is wrong with it.
+
+    Args:
+        kind: dataclass of the flags; a dataclass within it is a section, whose flags are `--section.name`.
+        argv: arguments without the program's name.
+        prog: the command, such as `trp-scale report`.
+        first: fields whose flags `--help` explains; none = all but the sections'.
+        settings: passed to `tyro.cli`.
+
+    Raises:
+        SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after help.
+        RefusedError: a module that cannot be imported.
+    """
+    if issubclass(kind, TakesModules):
+        for module in _modules(argv):
+            load_module(module)
+    if issubclass(kind, TakesModalities):
+        kind = kind.completed()
+        flags = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]
+        refuse_old_names(kind, [flag.replace("-", "_") for flag in flags])
+    parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
+    return parsed
+
+
+def _modules(argv: Sequence[str]) -> list[str]:
+    """The modules that --module gives: what they register may have flags of its own."""
+    words = pairwise([*argv, ""])
+    given = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
+    return [module for module in given if module]
+
+
+def _parsed(
+    kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]
+) -> Any:
+    settings = {"use_underscores": True, "console_outputs": speaks(), **settings}
+    if asks_for_help(argv):
+        _unwrap_docstrings(kind, settings.get("default"))
+    if HELP_ALL in argv:
+        argv = ["--help"]
+    elif any(word in HELP for word in argv):
+        _help(kind, prog, first, settings)
+    try:
+        return tyro.cli(kind, prog=prog, args=list(argv), **settings)
+    except SystemExit as error:
+        if error.code and settings["console_outputs"] and hasattr(settings.get("default"), "config"):
+            print("".join(f"{line}\n" for line in _of_other_trainers(kind, argv)), end="", file=sys.stderr)
+        raise
+
+
+OTHER_NAMES = {
+    "batch_size": "--batch.global_size, of all ranks together",
+    "bf16": "--training.precision bf16",
+    "data_dir": "--data.path",
+    "dataloader_num_workers": "--data.workers",
+    "deepspeed": "--ds_config FILE",
+    "device": "no flag: a GPU where there is one; CUDA_VISIBLE_DEVICES chooses, and empty means none",
+    "epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "eval_steps": "--validation.every",
+    "fp16": "--training.precision fp16",
+    "gpus": "no flag: the launcher has it, torchrun as nproc_per_node, deepspeed as num_gpus",
+    "gradient_accumulation_steps": "no flag: it follows from --batch.global_size, --batch.micro_size and the ranks",
+    "learning_rate": "--optimizer.lr",
+    "num_gpus": "no flag: the launcher has it, torchrun as nproc_per_node, deepspeed as num_gpus",
+    "optimizer.learning_rate": "--optimizer.lr",
+    "logging_steps": "--logging.every",
+    "lr_scheduler_type": "--optimizer.schedule",
+    "mask_ratio": "--masking.ratio",
+    "max_grad_norm": "--optimizer.clipping",
+    "max_steps": "--training.steps",
+    "model_name_or_path": "--model.weights",
+    "num_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "num_train_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "num_workers": "--data.workers",
+    "output_dir": "--run_dir",
+    "per_device_train_batch_size": "--batch.micro_size; of all ranks together: --batch.global_size",
+    "save_steps": "--checkpoint.every",
+    "save_total_limit": "--checkpoint.keep",
+    "warmup_steps": "--optimizer.warmup_steps",
+}
+"""Flags of transformers' Trainer and of MAE's scripts, and what stands here in their place."""
+
+
+def _of_other_trainers(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:
+    """A line for each flag that another trainer has, and this command has not."""
+    own = {field.name for field in dataclasses.fields(kind)}
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name[2:] not in own and (here := OTHER_NAMES.get(name[2:].replace("-", "_"))):
+            yield f"{name} of other trainers is here {here}"
+
+
+def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:
+    """Print the first screen, and end."""
+    sections = dict(_sections(kind, settings.get("default")))
+    listed = list(_components(getattr(settings.get("default"), "config", None)))
+    types = get_type_hints(kind, include_extras=True)
+    hidden = [name for name in types if _section(types[name]) or (first and name not in first)]
+    if not hidden:
+        return
+    settings = {name: value for name, value in settings.items() if name != "default"}
+    try:
+        tyro.cli(_without(kind, hidden), prog=prog, args=["--help"], **settings)
+    finally:
+        if settings["console_outputs"]:
+            print("\n".join([*listed, *_more(prog, sections)]))
+
+
+def _unwrap_docstrings(kind: type[Any], default: object) -> None:
+    """Give tyro what the fields of a dataclass and of its sections say, as running text: in a docstring it takes each
+    indented line for a paragraph.
+
+    Args:
+        default: one of this kind, whose sections may be of other types than its annotations; None if there is none.
+    """
+    from docstring_parser import parse_from_object
+
+    said = {
+        each.arg_name: " ".join((each.description or "").split())
+        for owner in reversed(kind.__mro__)
+        if dataclasses.is_dataclass(owner)
+        for each in parse_from_object(owner).params
+    }
+    for field in dataclasses.fields(kind):
+        if text := said.get(field.name):
+            field.metadata = MappingProxyType({**field.metadata, "help": text})
+    for name, type_ in get_type_hints(kind, include_extras=True).items():
+        own = getattr(default, name, None)
+        if dataclasses.is_dataclass(own):
+            _unwrap_docstrings(type(own), own)
+        elif section := _section(type_):
+            _unwrap_docstrings(section, None)
+
+
+def _components(config: Any) -> Iterator[str]:
+    """The components that the settings of a run list by name, and those that they may."""
+    if upstream := getattr(config, "upstream", ""):
+        yield f"--upstream {upstream}; known: {', '.join(sorted(names('upstream')))}"
+    if hasattr(config, "hooks"):
+        yield f"--hooks {' '.join(config.hooks) or '(none)'}; known, each with a section of its own if it is listed:"
+        known = [find("hook", name) for name in sorted(names("hook"))]
+        width = max(len(each.name) for each in known)
+        yield from (f"  {each.name:<{width}}  {each.summary.rstrip('.')}" for each in known)
+
+
+def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
+    if sections:
+        width = max(map(len, sections))
+        yield "settings, as --SECTION.NAME VALUE:"
+        yield from (f"  {name:<{width}}  {line}" for name, line in sections.items())
+    yield f"{prog} {HELP_ALL} explains every flag."
+
+
+def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
+    """The sections of a dataclass, with the first sentence of what each says of itself.
+
+    Args:
+        default: one of this kind, whose sections may say more than their annotation; None if there is none.
+    """
+    kind = kind if default is None else type(default)
+    for name, type_ in get_type_hints(kind, include_extras=True).items():
+        own = getattr(default, name, None)
+        section = type(own) if dataclasses.is_dataclass(own) else _section(type_)
+        if section is None:
+            continue
+        if any(getattr(mark, "name", None) == "" for mark in get_args(type_)[1:]):  # its fields stand in its place
+            yield from _sections(section, own)
+        else:
+            words = " ".join(inspect.cleandoc(section.__doc__ or "").split())
+            line = re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
+            if isinstance(own, Settings) and (kinds := kinds_beside(name, type(own))):
+                line = f"{own.kind}: {line}. Kinds: {', '.join(kinds)}"
+            yield name.rstrip("_"), line
+
+
+def _section(type_: Any) -> type[Any] | None:
+    """The dataclass that a field's type is, if it is one."""
+    plain = get_args(type_)[0] if get_origin(type_) is Annotated else type_
+    return plain if dataclasses.is_dataclass(plain) and isinstance(plain, type) else None
+
+
+def _without(kind: type[Any], hidden: Sequence[str]) -> type[Any]:
+    """`kind`, where the fields `hidden` have no flag."""
+    members = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__annotations__": dict.fromkeys(hidden, Annotated[None, tyro.conf.Suppress]),
+        **{name: dataclasses.field(default=None) for name in hidden},
+    }
+    return dataclasses.dataclass(kw_only=True)(type(kind.__name__, (kind,), members))

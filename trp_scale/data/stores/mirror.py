@@ -1,0 +1,339 @@
+"""The local directory of a data set that lies under a URL: its small files, and those tars that the cache holds.
+
+CACHE/s3/BUCKET/DATASET/
+  remote.json                   the URL, and size and version of each file there
+  dataset.json, tokenizer/
+  shards/index.bin              or, where there is none, shards/*.index.json
+  shards/text-000000.tar        fetched when it is first read; may go again when there is no room
+
+Everything that reads a data set from a directory reads it from this one. Only who opens tars, and who compares their
+sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.json, and fsspec is not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trp_scale.config.json_files import LARGEST
+from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
+from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
+from trp_scale.data.stores.external import PLACES
+from trp_scale.errors import DataError, quoted
+from trp_scale.storage.cache import PART_MARK, Cache, cache_root, kept_as, locked, shared_cache
+from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.transfer import (
+    AT_ONCE,
+    DataReplacedError,
+    NotThereError,
+    Remote,
+    RemoteSetupError,
+    Stored,
+    is_url,
+    shared_remote,
+    url_directory,
+)
+
+MARKER = "remote.json"
+
+FRESH_SECONDS = 30.0
+"""The ranks of a machine start within this time; the first one looks what is under the URL."""
+
+_TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+"""Looked for where a server lists no files."""
+
+
+def local_directory(text: str) -> Path:
+    """The directory of a data set: the one that is named, or of a URL its mirror, brought up to date.
+
+    Raises:
+        DataError: there is no data set.
+        RemoteError: the URL cannot be read.
+        RefusedError: no URL that can be read.
+    """
+    return _mirrored(text, cache_root()) if is_url(text) else Path(text)
+
+
+@functools.cache
+def _mirrored(url: str, root: Path) -> Path:
+    """Once in a process: a run sees one state of its data."""
+    directory = url_directory(url, root)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory / ".lock"):
+        marker = directory / MARKER
+        if not marker.exists() or time.time() - marker.stat().st_mtime > FRESH_SECONDS:
+            _Update(url.rstrip("/"), root, directory).run()
+    return directory
+
+
+class _Update:
+    """Brings the small files of a mirror up to date, and removes tars that are others now."""
+
+    def __init__(self, url: str, root: Path, directory: Path) -> None:
+        self._url, self._root, self._directory = url, root, directory
+        self._remote = Remote(url)
+
+    def run(self) -> None:
+        listed = self._remote.listed()
+        if listed is not None and "dataset.json" not in listed:
+            found = f"{len(listed)} other files" if listed else "nothing"
+            raise DataError(f"{self._url}/dataset.json: not found, {found} there")
+        before = self._before()
+        content = self._remote.read("dataset.json", LARGEST)
+        path = self._directory / "dataset.json"
+        if listed is None and (not path.exists() or path.read_bytes() != content):
+            before = {}  # all may be others now, also at the next start if this one comes to no end
+            (self._directory / MARKER).unlink(missing_ok=True)
+        self._save("dataset.json", content)
+        document = read_json(path)
+        tars = _tars(self._url, document)
+        self._remove([name for name in tars if not self._kept(name, listed, before)])
+        self._fetch(_indexes(tars, listed), listed, before)
+        self._fetch([places for places in (f"shards/{PLACES}",) if places in (listed or ())], listed, before)
+        self._fetch(self._tokenizer(listed), listed, before)
+        files = None if listed is None else {name: [each.size, each.version] for name, each in listed.items()}
+        write_json(self._directory / MARKER, {"url": self._url, "cache": str(self._root), "files": files})
+
+    def _before(self) -> dict[str, Any]:
+        marker = self._directory / MARKER
+        if not marker.exists():
+            return {}
+        return {name: list(each) for name, each in (_read_marker(marker).files or {}).items()} or {"": None}
+
+    def _kept(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
+        """Whether what is here, if it is, is what is there."""
+        if listed is None:
+            return bool(before)
+        return name in listed and before.get(name) == [listed[name].size, listed[name].version]
+
+    def _is_whole(self, name: str, listed: dict[str, Stored] | None) -> bool:
+        """Whether a file is here, with the size that the server lists for it."""
+        path = self._directory / name
+        return path.exists() and (listed is None or path.stat().st_size == listed[name].size)
+
+    def _tokenizer(self, listed: dict[str, Stored] | None) -> list[str]:
+        if listed is None:
+            return [f"tokenizer/{name}" for name in _TOKENIZER]
+        return [name for name in listed if name.startswith("tokenizer/")]
+
+    def _fetch(self, names: Iterable[str], listed: dict[str, Stored] | None, before: dict[str, Any]) -> None:
+        wanted = [n for n in names if not (self._kept(n, listed, before) and self._is_whole(n, listed))]
+        optional = listed is None
+
+        def fetch(name: str) -> None:
+            try:
+                if listed is None:
+                    self._save(name, self._remote.read(name))
+                else:
+                    self._copy(name, listed[name].size)
+            except KeyError as error:
+                raise NotThereError(f"{self._url}/{name}: not found") from error
+            except NotThereError:
+                if not (optional and name.startswith("tokenizer/")):
+                    raise
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(fetch, wanted):
+                pass
+
+    def _copy(self, name: str, size: int) -> None:
+        """A file of any size: an index of 400 M images has 10 GB."""
+
+        def fill(file: IO[bytes]) -> None:
+            self._remote.read_into(file.fileno(), name, size)
+
+        self._write(name, fill)
+
+    def _save(self, name: str, content: bytes) -> None:
+        self._write(name, lambda file: file.write(content))
+
+    def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
+        path = self._directory / name
+        if not is_within(name) or not path.resolve().is_relative_to(self._directory.resolve()):
+            raise DataError(f"{self._url}: file name {quoted(name)} leads out of the data set")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(path)
+        try:
+            with temporary.open("wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _remove(self, tars: list[str]) -> None:
+        gone = {self._directory / name for name in tars}
+        for path in gone:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in gone}:
+            for path in folder.glob(f"*{PART_MARK}*.tar"):
+                if path.with_name(path.name.rpartition(PART_MARK)[0] + path.suffix) in gone:
+                    path.unlink(missing_ok=True)
+
+
+def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
+    """Of each folder its one index, else those of its tars."""
+    found = []
+    for tar in tars:
+        binary = str(Path(tar).with_name(BINARY_INDEX))
+        found.append(binary if listed is not None and binary in listed else str(index_path(Path(tar))))
+    return list(dict.fromkeys(found))
+
+
+def _tars(url: str, document: dict[str, Any]) -> list[str]:
+    """Names of the tars: of the samples, and of maps that were made later.
+
+    Raises:
+        DataError: one that leads elsewhere.
+    """
+    fields = Fields(document, f"{url}/dataset.json", DataError)
+    names = fields.file_names("shards") if "shards" in fields else []
+    described = fields.section("modalities")
+    folders = [
+        "shards",
+        *(described.section(name).take("directory", FileName, "shards") for name in described.document),
+    ]
+    return [f"{folder}/{name}" for folder in dict.fromkeys(folders) for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """Opens the tars in one folder of a mirror.
+
+    Attributes:
+        directory: of the data set.
+        url: where it lies.
+        cache: the cache that it is part of.
+        files: size and version of the files there, by name; None where a server did not list them.
+    """
+
+    directory: Path
+    url: str
+    cache: Cache
+    files: dict[str, Stored] | None
+
+    def open(self, tar: Path, size: int, part: range | None = None) -> int:
+        """A descriptor of a tar, or of a file with a part of its bytes, which is fetched first if the cache does not
+        hold it.
+
+        Raises:
+            DataError: there is none under the URL.
+            RemoteError: it cannot be fetched, or there is no room for it.
+        """
+        wanted = range(size) if part is None else part
+
+        def fetch(descriptor: int) -> None:
+            self._fetch(descriptor, shared_remote(self.url), tar, size, wanted)
+
+        return self.cache.open(kept_as(tar, part), len(wanted), fetch)
+
+    def _fetch(self, descriptor: int, remote: Remote, tar: Path, size: int, wanted: range) -> None:
+        name = tar.relative_to(self.directory).as_posix()
+        remote.read_into(descriptor, name, len(wanted), start=wanted.start)
+        known = Stored(size, "") if self.files is None else self.files.get(name, Stored(size, ""))
+        with suppress(RemoteSetupError):  # a server that does not say the size
+            now = remote.stored(name)
+            if now.size == size and known.version in ("", now.version):
+                return
+            listed = remote.listed() or {}  # a server may give versions of two kinds
+            if now.size == size and listed.get(name) == known:
+                return
+            raise DataReplacedError(
+                f"{remote.url}/{name}: replaced since this job began ({now.size} bytes now, {size} expected); "
+                "start the job again, or put the earlier data back"
+            )
+
+    def drop(self, tar: Path, part: range | None, inode: int) -> None:
+        """Remove the cached copy of a tar, or of a part, which is wrong."""
+        self.cache.drop(kept_as(tar, part), inode)
+
+    def fetches(self, tar: Path) -> bool:
+        """Every tar lies under the URL."""
+        return True
+
+    def keep(self, tar: Path, part: range | None = None) -> bool:
+        """Whether the cache holds a tar, or a part; others go before it."""
+        return self.cache.keep(kept_as(tar, part))
+
+    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
+        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
+
+        Raises:
+            DataError: there is none under the URL.
+            RemoteError: it cannot be fetched, or there is no room for it.
+        """
+        remote = shared_remote(self.url).once()
+        wanted = range(size) if part is None else part
+        self.cache.fetch_ahead(
+            kept_as(tar, part), len(wanted), lambda descriptor: self._fetch(descriptor, remote, tar, size, wanted)
+        )
+
+    def room(self) -> int:
+        """Bytes that the cache may take."""
+        return self.cache.bound()
+
+    def where(self, tar: Path) -> str:
+        """URL of a tar, for messages."""
+        return f"{self.url}/{tar.relative_to(self.directory).as_posix()}"
+
+    def size(self, tar: Path) -> int | None:
+        """Bytes of a tar under the URL; None if they are not known.
+
+        Raises:
+            DataError: it is not there.
+        """
+        if self.files is None:
+            return None
+        name = tar.relative_to(self.directory).as_posix()
+        if name not in self.files:
+            raise DataError(f"{self.url}/{name}: not found")
+        return self.files[name].size
+
+
+def find_mirror(directory: Path) -> Mirror | None:
+    """The mirror that a folder of tars belongs to; None: it lies on this machine."""
+    marker = directory.parent / MARKER
+    try:
+        made = marker.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read_mirror(marker, made)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_mirror(marker: Path, _: int) -> Mirror:
+    read = _read_marker(marker)
+    return Mirror(
+        directory=marker.parent,
+        url=read.url,
+        cache=shared_cache(Path(read.cache)),
+        files=None if read.files is None else {name: Stored(*each) for name, each in read.files.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Marker:
+    """remote.json: the URL, the cache's folder, and size and version of each file; None: the server lists none."""
+
+    url: str
+    cache: str
+    files: dict[str, tuple[Whole, str]] | None
+
+
+def _read_marker(marker: Path) -> _Marker:
+    advice = f"remove {marker}: the directory is then looked through again"
+    found = record(_Marker, read_json(marker), str(marker), DataError, advice)
+    if not is_url(found.url) or not Path(found.cache).is_absolute() or "\0" in found.cache:
+        raise DataError(
+            f"{marker}: url {quoted(found.url)} and cache {quoted(found.cache)} found, a URL and an absolute path "
+            f"expected; {advice}"
+        )
+    return found

@@ -1,0 +1,173 @@
+"""Where a masked autoencoder masks: the share of what is masked that shows an object, by segmentation maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError, split_patches
+from trp_scale.core.batch import Batch
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.plan import HeldOutPlan
+from trp_scale.data.sources import ValidationSource
+from trp_scale.distributed.groups import ALONE
+from trp_scale.errors import quoted
+from trp_scale.evaluation.figures.pictures import random_scores
+from trp_scale.evaluation.figures.trained_images import TrainedImages, load_masking_network
+from trp_scale.finetuning.dense.maps import SegmentationMaps
+from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
+from trp_scale.finetuning.dense.task import DenseData, open_dense
+from trp_scale.methods.learned_masks.masks import select, split_at
+from trp_scale.pretraining.modalities.semseg import VOID
+from trp_scale.reporting.results import Results, SeedResult, join
+
+METRIC = "on_objects"
+"""Figure of a choice of masks: of the masked pixels, void ones left out, the share that shows an object; the mean over
+images that show any. By chance it is the share of objects in these images."""
+
+HIDDEN = "of_objects"
+"""Of the pixels of objects, the share that is masked; the mean over images that show any."""
+
+
+OWN, BEFORE = "masks", "masks before the first lesson"
+"""Tasks of the results: the run's masks, random or learned; and those of a masking network as it was drawn."""
+
+
+@dataclass
+class Places:
+    """Where one choice of masks lies.
+
+    Attributes:
+        on_objects, of_objects, by_chance: of each image that shows objects.
+        left_out: images without objects, or whose masked patches are void.
+    """
+
+    on_objects: list[float] = field(default_factory=list)
+    of_objects: list[float] = field(default_factory=list)
+    by_chance: list[float] = field(default_factory=list)
+    left_out: int = 0
+
+    def add(self, objects: Tensor, valid: Tensor, masked: Tensor) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            objects, valid: [R, N] share of each patch that shows objects, and that is not void.
+            masked: [R, M] patch numbers.
+        """
+        hidden, seen = objects.gather(1, masked).sum(1), valid.gather(1, masked).sum(1)  # [R]
+        whole = objects.sum(1)
+        measured = (whole > 0) & (seen > 0)
+        self.on_objects += (hidden / seen)[measured].tolist()
+        self.of_objects += (hidden / whole)[measured].tolist()
+        self.by_chance += (whole / valid.sum(1))[measured].tolist()
+        self.left_out += int((~measured).sum())
+
+
+def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], rows: int = 0) -> Results:
+    """Where the masks of a run lie on images with segmentation maps, in this process alone.
+
+    Measured are the run's masks, of its ratio, on whole images squashed into its crop; where a network learned them,
+    also those of the network before its first lesson.
+
+    Args:
+        trained: the run.
+        data: shards of images with segmentation maps, all of which are measured.
+        background: names of the classes that are no objects.
+        rows: images at most, the first as they are stored; 0 = all.
+
+    Raises:
+        DataError: the data is missing or damaged.
+        RefusedError: it has no segmentation maps, no such class, or nothing but background.
+    """
+    config = SegmentationTaskConfig()
+    config.crops.size, config.crops.interpolation = trained.config.crops.size, trained.config.crops.interpolation
+    config.dense.measured = "squashed"
+    config.data.path, config.data.workers = data, 0
+    config.batch.global_size = config.batch.micro_size = trained.config.batch.micro_rows
+    opened = open_dense(config, parse_paths(data), SegmentationMaps)
+    assert isinstance(opened.maps, SegmentationMaps)
+    ground = _numbers(background, opened.maps.classes)
+    network = load_masking_network(trained)
+    untrained = None if network is None else type(network)(trained.config).eval()  # from the seed, as the run's own was
+    size = trained.config.vision.patch_size
+    count = (config.crops.size // size) ** 2
+    split = split_patches(config.crops.size, size, trained.config.masking.ratio)
+    if network is not None:  # a curriculum has a ratio of its own at the end
+        split = split_at(trained.config.training.steps - 1, trained.config)
+    found: dict[str, Places] = {}
+    with torch.no_grad():
+        for batch in _batches(opened, config, rows):
+            valid = batch["semseg"] != VOID  # [R, S, S]
+            objects = valid & ~torch.isin(batch["semseg"], ground)
+            shares = _by_patch(objects, size), _by_patch(valid, size)  # [R, N] each
+            if network is None or untrained is None:
+                seed = trained.config.training.seed
+                choices = {OWN: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
+            else:
+                images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
+                embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
+                choices = {OWN: network(embeddings), BEFORE: untrained(embeddings)}
+            for name, scores in choices.items():
+                found.setdefault(name, Places()).add(*shares, select(scores, split).masked)
+    if not any(places.on_objects for places in found.values()):
+        raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
+    return Results(
+        recipe=trained.config.upstream,
+        encoder=str(trained.checkpoint),
+        tasks=[
+            join(
+                [
+                    SeedResult(
+                        task=name,
+                        metric=METRIC,
+                        split="test",
+                        lower_is_better=False,
+                        seed=trained.config.training.seed,
+                        metrics={
+                            METRIC: float(np.mean(places.on_objects)),
+                            HIDDEN: float(np.mean(places.of_objects)),
+                            "by_chance": float(np.mean(places.by_chance)),
+                        },
+                        detail={
+                            "images": len(places.on_objects),
+                            "images_left_out": places.left_out,
+                            "masked": split.masked,
+                            "patches": count,
+                        },
+                        judged=False,  # more of it is no better or worse
+                    )
+                ]
+            )
+            for name, places in found.items()
+        ],
+    )
+
+
+def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
+    if unknown := [name for name in background if name not in classes]:
+        raise RefusedError(f"--background: the maps have no class {quoted(unknown[0])}; allowed: {', '.join(classes)}")
+    return torch.tensor([classes.index(name) for name in background])
+
+
+def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> Iterator[Batch]:
+    """Micro-batches of all images, each once."""
+    rows = opened.rows(config, whole=True)
+    every = [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in opened.datasets]
+    plan = HeldOutPlan(members=rows.members(parse_paths(config.data.path), every), most=most or None)
+    source = ValidationSource(plan, rows.builder, config, rank=ALONE.rank, world=ALONE.size, pin_memory=False)
+    try:
+        for batch in source.windows():
+            there = batch["row_weights"] > 0
+            fields = {name: batch[name][there] for name in ("images", "semseg")}
+            yield Batch(fields=fields, keys=batch.keys[there], start=batch.start)
+    finally:
+        source.close()
+
+
+def _by_patch(there: Tensor, size: int) -> Tensor:
+    """[R, S, S] -> [R, N] the share of each patch's pixels that is True, patches row by row."""
+    return torch.nn.functional.avg_pool2d(there.float()[:, None], size).flatten(1)

@@ -1,0 +1,425 @@
+"""What a masked autoencoder reconstructs, of each modality too, what its adversary has done to the positions, and what
+a masking network masks (MLO-MAE, Figure 4), as PNG files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import PatchSplit, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.evaluation.figures.own_images import own_images, own_images_alone
+from trp_scale.evaluation.figures.trained_images import (
+    TrainedImages,
+    TrainedModalities,
+    load_masking_network,
+    load_trained_images,
+    load_trained_modalities,
+    upstream_name,
+)
+from trp_scale.methods.adversary.ascent import size
+from trp_scale.methods.adversary.settings import AdversarySettings
+from trp_scale.methods.learned_masks.masking_network import MaskingNetwork
+from trp_scale.methods.learned_masks.masks import select
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, gather_patches, unpatchify
+from trp_scale.models.relative_positions import REACH, relaxed_index
+from trp_scale.pretraining.mm_mae.settings import predicted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FEW = 0.1
+"""Share of masked patches in the paper's figure: at that of training nearly everything is masked."""
+DIMMED = 0.25
+"""What is left of a masked patch's brightness."""
+
+
+def draw_masks(
+    figure_of: type[Figure], trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path
+) -> str:
+    """Draw images, each patch's probability, and the masks of a tenth and of the run's own share of the patches, drawn
+    at random, chosen by the untrained network, and by the learned one; returns a sentence about them.
+
+    Args:
+        batch: images to show; the first crop of each.
+    """
+    shown = mask_strips(trained, network, batch)
+    probabilities, same = shown.pop("probability"), float(shown.pop("as untrained"))
+    images = len(probabilities)
+    figure = figure_of(figsize=(1.3 * images + 1.0, 1.3 * (len(shown) + 1)), layout="constrained")
+    axes = figure.subplots(len(shown) + 1, images, squeeze=False)
+    for each in axes.flat:
+        each.set(xticks=[], yticks=[], frame_on=False)
+    for row, (name, strip) in enumerate(shown.items()):
+        axes[row, 0].set_ylabel(name, fontsize=8)
+        for column, image in enumerate(strip):
+            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
+    axes[-1, 0].set_ylabel("probability", fontsize=8)
+    grid = round(probabilities.shape[1] ** 0.5)
+    for column, values in enumerate(probabilities):
+        drawn = axes[-1, column].imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1, cmap="magma")
+    figure.colorbar(drawn, ax=axes[-1, :].tolist(), shrink=0.8)
+    figure.savefig(path, dpi=110)
+    spread = float(probabilities.std(dim=0).mean()) if images > 1 else 0.0
+    differing = f", and differs by {spread:.3f} (standard deviation) between images" if images > 1 else ""
+    return (
+        f"learned masks beside the untrained network's, with which they share {same:.1%} of the patches, and random "
+        f"ones, {images} images; a patch's probability is {float(probabilities.mean()):.3f} on average{differing}"
+    )
+
+
+@torch.no_grad()
+def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -> dict[str, Tensor]:
+    """{"image", "random 10 %", ...}: [R, 3, S, S] in [0, 1] each; "probability": [R, N]; and "as untrained": the share
+    of the learned masks of the run's own ratio that are the untrained network's too."""
+    first = Batch(fields={"images": batch["images"][:, :1]}, keys=batch.keys, start=batch.start)
+    patches = trained.objective.patches(first)  # [R, N, P]
+    embeddings = trained.model.patch_embed(patches)  # [R, N, D]
+    probabilities = network(embeddings)  # [R, N]
+    untrained = type(network)(trained.config).eval()(embeddings)  # from the seed, as the run's own was
+    count, patch_size = patches.shape[1], trained.config.vision.patch_size
+    orders = torch.stack([random_scores(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
+    strips = {"image": pixels(patches, patch_size)}
+    for share in (FEW, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
+        split = PatchSplit(patches=count, visible=min(count - 1, int(count * (1.0 - share))))
+        hidden = {}
+        for name, scores in (("random", orders), ("untrained", untrained), ("learned", probabilities)):
+            masked = select(scores, split).masked
+            hidden[name] = torch.zeros(len(patches), count).scatter(1, masked, 1.0)  # [R, N]
+            brightness = 1.0 - (1.0 - DIMMED) * hidden[name]
+            strips[f"{name} {100 * share:g} %"] = pixels(patches, patch_size, brightness.unsqueeze(-1))
+    same = (hidden["learned"] * hidden["untrained"]).sum() / hidden["learned"].sum()
+    return {**strips, "probability": probabilities, "as untrained": same}
+
+
+def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -> Tensor:
+    """[R, N, P] normalised -> [R, 3, S, S] in [0, 1], each patch times its brightness [R, N, 1]."""
+    mean, deviation = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION]).view(2, 1, 3, 1, 1)
+    found: Tensor = (unpatchify(patches, patch_size) * deviation + mean).clamp(0, 1)
+    if brightness is None:
+        return found
+    return found * unpatchify(brightness.expand_as(patches), patch_size)
+
+
+def random_scores(seed: int, key: int, count: int) -> Tensor:
+    """[N] scores whose largest are a random choice that stays the same for this image."""
+    generator = torch.Generator().manual_seed(tensor_seed(seed, f"masks to show/{key}"))
+    return torch.rand(count, generator=generator)
+
+
+GIVEN = "hidden patches are drawn with their true mean and deviation, which are no part of what is predicted"
+"""Said of pictures whose target is normalised by patch: colours and contrast there are given, structure is not."""
+
+GREY = 0.5
+"""What a masked patch is shown as."""
+
+
+class Picture(NamedTuple):
+    """A PNG file and a sentence about it."""
+
+    path: Path
+    caption: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.caption}"
+
+
+def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", images: Sequence[Path] = ()) -> list[str]:
+    """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
+    and where a network chooses masks masks.png.
+
+    Args:
+        source: run directory or checkpoint.
+        output: directory; made if it is not there.
+        rows: images at most.
+        data: where the run's data is now; empty = where it was.
+        images: files to draw in place of images of the run's data, which need not be there then.
+    Returns:
+        lines that say what was drawn, with the losses on these images beside those of the plainest guess, such as each
+        patch's mean.
+    Raises:
+        RefusedError: no masked autoencoder there, its data is gone, a file is no image, or matplotlib is not installed.
+    """
+    figure_class()
+    if upstream_name(source) == "mm_mae":
+        several = load_trained_modalities(source, data)
+        alone = own_images_alone(several, images) if images else several.images(rows)
+        return [str(one) for one in draw_modalities_of(several, alone, output)]
+    trained = load_trained_images(source, data)
+    batch = own_images(trained, images) if images else trained.images(rows)
+    return [str(one) for one in draw_images_of(trained, batch, output)]
+
+
+def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
+    """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
+    figure_of = figure_class()
+    output.mkdir(parents=True, exist_ok=True)
+    strips, loss, mean_patch = reconstructions(trained, batch)
+    path = output / "reconstructions.png"
+    _draw_strips(figure_of, strips, path)
+    losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
+    given = f"; {GIVEN}" if trained.objective.normalised else ""
+    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){given}")]
+    if trained.shape is not None and trained.perturbation is not None:
+        path = output / "positions.png"
+        pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
+    if (network := load_masking_network(trained)) is not None:
+        path = output / "masks.png"
+        pictures.append(Picture(path, draw_masks(figure_of, trained, network, batch, path)))
+    return pictures
+
+
+def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+    """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "reconstructions.png"
+    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path, trained.class_names())
+    measured = task_losses(trained, batch)
+    losses = ", ".join(f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in measured.items())
+    given = f"; of rgb {GIVEN}" if "rgb" in measured else ""
+    return [Picture(path, f"{losses}; {batch.rows} images{given}")]
+
+
+@torch.no_grad()
+def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Tensor], float, float]:
+    """Images to show, and the two losses.
+
+    Returns:
+        {"image", "masked", "reconstruction"}: [R, 3, S, S] in [0, 1], of the first crop of each image. In the
+        reconstruction visible patches are the image's own; a predicted patch of a normalised target has the true
+        patch's mean and deviation put back, as is usual.
+        Mean squared error over masked patches of the model, and of predicting each patch's mean.
+    """
+    first = {name: value[:, :1] for name, value in batch.fields.items() if name in ("images", "visible", "masked")}
+    objective = trained.objective
+    masked = first["masked"][:, 0]  # [R, M]
+    crops = Batch(fields={**first, "row_weights": batch["row_weights"]}, keys=batch.keys, start=batch.start)
+    patches = objective.patches(crops)  # [R, N, P]
+    prediction = trained.model(patches, first["visible"][:, 0], masked).prediction  # [R, M, P]
+    true = gather_patches(patches, masked)
+    target = objective.target(true)
+    loss = float((prediction - target).square().mean())
+    means = torch.zeros_like(target) if objective.normalised else true.mean(-1, keepdim=True).expand_as(true)
+    mean_patch = float((means - target).square().mean())
+    if objective.normalised:
+        variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
+        prediction = prediction * (variance + TARGET_EPS).sqrt() + mean
+    place = masked.unsqueeze(-1).expand_as(prediction)
+    grey = (GREY - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
+    hidden = grey.repeat(patches.shape[-1] // 3).expand_as(prediction)
+    shown = {
+        "image": patches,
+        "masked": patches.scatter(1, place, hidden),
+        "reconstruction": patches.scatter(1, place, prediction),
+    }
+    return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
+
+
+def figure_class() -> type[Figure]:
+    """matplotlib's figure, without its windows."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RefusedError("pictures need matplotlib: pip install 'trp-scale[pictures]'") from error
+    return Figure
+
+
+def _draw_strips(figure_of: type[Figure], strips: dict[str, Tensor], path: Path) -> None:
+    """A row of images for each name, one image below the other."""
+    count = len(next(iter(strips.values())))
+    figure = figure_of(figsize=(1.2 * count + 0.4, 1.2 * len(strips)), layout="constrained")
+    axes = figure.subplots(len(strips), count, squeeze=False)
+    for row, (name, images) in enumerate(strips.items()):
+        axes[row, 0].set_ylabel(name)
+        for column, image in enumerate(images):
+            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
+            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path) -> str:
+    """Draw by what is perturbed; returns a sentence about it."""
+    assert trained.shape is not None and trained.perturbation is not None
+    encoder, _ = trained.shape.split(trained.perturbation)
+    grid = trained.config.crops.size // trained.config.vision.patch_size
+    kind = trained.config.adversary.kind
+    if kind == "absolute_coordinate":
+        figure = figure_of(figsize=(5, 5), layout="constrained")
+        _draw_shifted_grid(figure.subplots(), grid, encoder[0])
+        sentence = f"the {grid} x {grid} patches before and after the shift of masked ones"
+    elif kind == "relative_coordinate":
+        figure = figure_of(figsize=(10, 5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _draw_shifts(left, encoder, trained.config.adversary.eps)
+        block = int(encoder.norm(dim=-1).argmax())
+        _draw_table_places(right, grid, encoder[block], block)
+        sentence = f"the shift of each block, and where block {block} finds its offsets in the table"
+    else:
+        figure = figure_of(figsize=(6, 4), layout="constrained")
+        _draw_sizes(figure.subplots(), encoder, trained.config.adversary)
+        sentence = "the largest perturbation of each block"
+    figure.savefig(path, dpi=120)
+    return sentence
+
+
+def _draw_shifted_grid(axes: Axes, grid: int, shift: Tensor) -> None:
+    row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
+    axes.scatter(column, row, color="0.6", label="before")
+    axes.scatter(column + float(shift[1]), row + float(shift[0]), color="tab:red", label="after, where masked")
+    axes.quiver(
+        column, row, *_constant(column, shift), angles="xy", scale_units="xy", scale=1, width=0.003, color="tab:red"
+    )
+    axes.set(xlabel="column in patches", ylabel="row in patches", aspect="equal")
+    axes.invert_yaxis()
+    axes.legend(loc="upper right")
+
+
+def _constant(like: Tensor, shift: Tensor) -> tuple[Any, Any]:
+    return torch.full(like.shape, float(shift[1])).numpy(), torch.full(like.shape, float(shift[0])).numpy()
+
+
+def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:
+    axes.axhline(0, color="0.85")
+    axes.axvline(0, color="0.85")
+    axes.scatter(shifts[:, 1], shifts[:, 0], color="tab:red")
+    for block, (row, column) in enumerate(shifts.tolist()):
+        axes.annotate(str(block), (column, row), textcoords="offset points", xytext=(4, 4))
+    axes.set(xlabel="column shift in patches", ylabel="row shift in patches", aspect="equal")
+    axes.set_title(f"shift of each encoder block (eps {eps:g})")
+
+
+def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None:
+    offsets = torch.arange(1 - grid, grid, dtype=torch.float32)
+    row, column = torch.meshgrid(offsets, offsets, indexing="ij")
+    axes.scatter(_entry(column), _entry(row), s=14, color="0.6", label="before")
+    after = _entry(column + float(shift[1])), _entry(row + float(shift[0]))
+    axes.scatter(*after, s=14, color="tab:red", label="after, for masked queries")
+    axes.set(xlabel="column entry of the table", ylabel="row entry of the table", aspect="equal")
+    axes.set_title(f"block {block}: place of every offset in the relative table")
+    axes.grid(color="0.9")
+    axes.legend(loc="upper right")
+
+
+def _entry(offset: Tensor) -> Tensor:
+    """Where the table is read, between its entries -3..3."""
+    return relaxed_index(offset).clamp(-REACH, REACH)
+
+
+def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversarySettings) -> None:
+    """Norms of a block's balls, the last dimension, of which the largest is shown: eps is their limit."""
+    sizes = size(perturbation, adversary.norm).reshape(len(perturbation), -1).amax(1)  # [L]
+    axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")
+    axes.axhline(adversary.eps, color="0.6", linestyle="--")
+    title = f"perturbation of each block (eps {adversary.eps:g})"
+    axes.set(xlabel="block", ylabel=f"largest {adversary.norm} norm", title=title)
+
+
+STAGES = ("input", "seen", "predicted")
+"""Rows of the picture for each task."""
+
+
+@torch.no_grad()
+def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[str, dict[str, Tensor]]:
+    """Maps to show by task and stage, as `Modality.maps` gives them; what is not seen is shown as unknown.
+
+    What is predicted is shown in masked patches, what is visible elsewhere.
+    """
+    objective = trained.objective
+    patches = objective.patches(batch)
+    output = trained.model(objective.seen(patches, batch), batch["visible"])
+    hidden = objective.masked(batch)
+    shown = {}
+    for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+        modality = objective.modalities.of(task)
+        true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
+        guess = modality.reconstruction(task, prediction, true)
+        unknown = torch.tensor(torch.nan if true.is_floating_point() else modality.blank, dtype=true.dtype)
+        stages = (true, torch.where(masked, unknown, true), torch.where(masked, guess, true))
+        shown[task] = {stage: modality.maps(one) for stage, one in zip(STAGES, stages, strict=True)}
+    return shown
+
+
+@torch.no_grad()
+def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[float, float]]:
+    """Each task's loss on these images, and that of the plainest guess (Modality.plainest): of rgb each patch's mean
+    (its normalised values are 0), of raw_rgb the data's mean colour, of depth the image's mean, of semseg these images'
+    class frequencies. A task of which nothing is known here is left out."""
+    objective = trained.objective
+    losses = objective(trained.model, batch)
+    plain = objective(_plainest(trained, batch), batch)
+    means = [(one.sums / one.counts.clamp(min=1)).tolist() for one in (losses, plain)]
+    found = zip(objective.tasks, *means, losses.counts.tolist(), strict=True)
+    return {task: (loss, guess) for task, loss, guess, count in found if count > 0}
+
+
+def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
+    """A model that makes the plainest guess at every task."""
+    objective = trained.objective
+    patches = objective.patches(batch)
+
+    def forward(seen: dict[str, Tensor], visible: Tensor) -> Any:
+        output = trained.model(seen, visible)
+        predictions = []
+        for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+            modality = objective.modalities.of(task)
+            predictions.append(modality.plainest(task, prediction, patches[modality.name]))
+        return output._replace(predictions=tuple(predictions))
+
+    return forward
+
+
+def draw_modalities(
+    figure_of: type[Figure],
+    shown: dict[str, dict[str, Tensor]],
+    path: Path,
+    classes: Mapping[str, Sequence[str]],
+) -> None:
+    """Three rows for each task, a column for each image; what is predicted alone where nothing is known.
+
+    Args:
+        classes: names of each modality's classes, where they are known.
+    """
+    kinds = {task: predicted(task).load() for task in shown}
+    known = {task: not kinds[task].is_unknown(stages["input"]) for task, stages in shown.items()}
+    rows = [
+        (task, stage, maps)
+        for task, stages in shown.items()
+        for stage, maps in stages.items()
+        if known[task] or stage == "predicted"
+    ]
+    count = len(rows[0][2])
+    figure = figure_of(figsize=(1.1 * count + 0.6, 1.1 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), count, squeeze=False)
+    for row, (task, stage, maps) in enumerate(rows):
+        axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
+        for column, one in enumerate(maps):
+            kinds[task].show(axes[row, column], one, shown[task]["input"][column] if known[task] else one)
+            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    entries = [
+        entry
+        for kind in {kind.name: kind for kind in kinds.values()}.values()
+        for entry in kind.legend([maps for task, _, maps in rows if kinds[task] is kind], classes.get(kind.name, ()))
+    ]
+    draw_legend(figure, entries)
+    figure.savefig(path, dpi=100)
+
+
+LEGEND_INCHES = 1.4
+"""Width of a column of a legend."""
+
+
+def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
+    """(words, colour) of each, below a figure of layout "constrained"."""
+    from matplotlib.patches import Patch
+
+    if entries:
+        handles = [Patch(facecolor=colour, label=words) for words, colour in entries]
+        columns = max(1, min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES)))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

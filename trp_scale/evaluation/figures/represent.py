@@ -1,0 +1,304 @@
+"""`trp-scale represent`: what an encoder has learned, as figures, pictures and notes: printed, as JSON, and as one page
+without other files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.format import named_weights
+from trp_scale.config import RefusedError
+from trp_scale.config.upstream import AVERAGE
+from trp_scale.core.batch import Batch
+from trp_scale.distributed.environment import Environment
+from trp_scale.evaluation.figures.arguments import RepresentArguments
+from trp_scale.evaluation.figures.attention import Position, default_positions, mean_distance
+from trp_scale.evaluation.figures.features import PlaneKind, check_library, class_similarity, plane
+from trp_scale.evaluation.figures.figures import draw_attention, draw_average_attention, draw_plane
+from trp_scale.evaluation.figures.finetuned import finetuned_pictures, open_finetuned
+from trp_scale.evaluation.figures.pictures import Picture, draw_images_of, draw_modalities_of, figure_class
+from trp_scale.evaluation.figures.study import ImageChoice, Study, choose_images, study_images, trained_images
+from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained_images, load_trained_modalities
+from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
+from trp_scale.finetuning.arguments import SCRATCH
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.pretraining.base import upstream_of
+
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
+table { border-collapse: collapse; } td { padding: 0.2em 1.5em 0.2em 0; vertical-align: top; }
+td + td { font-variant-numeric: tabular-nums; } tr + tr td { border-top: 1px solid #ddd; }
+img { max-width: 100%; } p.caption { color: #555; margin-top: 0.3em; }"""
+
+
+def write_page(
+    path: Path,
+    title: str,
+    figures: Sequence[tuple[str, str]],
+    pictures: Sequence[tuple[str, Picture]],
+    notes: Sequence[str],
+) -> None:
+    """Write index.html.
+
+    Args:
+        figures: (what it is, its value) of each line of the table.
+        pictures: (heading, picture); the file is put into the page.
+        notes: sentences at the end.
+    """
+    rows = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in figures)
+    shown = "\n".join(_section(heading, picture) for heading, picture in pictures)
+    listed = "\n".join(f"<p>{escape(note)}</p>" for note in notes)
+    path.write_text(
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n<table>\n{rows}\n</table>\n"
+        f"{shown}\n{listed}\n</body>\n</html>\n",
+        encoding="utf-8",
+    )
+
+
+def _section(heading: str, picture: Picture) -> str:
+    data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
+    return (
+        f'<h2>{escape(heading)}</h2>\n<img alt="{escape(heading)}" src="data:image/png;base64,{data}">\n'
+        f'<p class="caption">{escape(picture.caption)}</p>'
+    )
+
+
+DOCUMENT, PAGE = "representation.json", "index.html"
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """Collects them.
+
+    Attributes:
+        encoder: as --from named it.
+        config: of the encoder, and of what is seen of an image.
+        output: where pictures go.
+        figures: (what it is, its value), as a reader sees them.
+        numbers: the same for a program.
+        pictures: (heading, picture).
+        notes: what could not be done, and why.
+    """
+
+    encoder: str
+    config: ClassificationTaskConfig
+    pooling: str
+    choice: ImageChoice
+    study: Study
+    output: Path
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    pictures: list[tuple[str, Picture]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add_similarity(self) -> None:
+        """The ratio of MLO-MAE's Table 13."""
+        if not self.choice.classes:
+            self.notes.append(
+                f"{self.choice.dataset.directory}: the images have no classes: no similarity within and between them"
+            )
+            return
+        found = class_similarity(self.study.features, self.study.labels)
+        self.numbers["class_similarity"] = asdict(found)
+        quotient = "undefined: the latter is not positive" if found.ratio is None else f"{found.ratio:.4f}"
+        self.figures += [
+            ("cosine similarity of images of one class", f"{found.intra:.4f}"),
+            ("of images of two classes", f"{found.inter:.4f}"),
+            ("ratio (MLO-MAE, Table 13)", quotient),
+        ]
+
+    def add_plane(self, kind: PlaneKind) -> None:
+        """Representations in a plane."""
+        places, sentence = plane(self.study.features, kind)
+        path = self.output / f"{kind}.png"
+        draw_plane(places, self.study.labels, self.choice.classes, sentence, path)
+        caption = f"{len(places)} images, {self._representation()}; {sentence}"
+        self.pictures.append(("Representations in a plane", Picture(path, caption)))
+
+    def add_attention(self, positions: Sequence[Position]) -> None:
+        """Attention maps of images to show, and the mean over all (AdPE, Figures A.1 and A.2)."""
+        study, count = self.study, len(self.study.labels)
+        distance, uniform = mean_distance(study.attention), mean_distance(torch.ones_like(study.attention))
+        self.numbers["attention"] = {
+            "block": study.block,
+            "mean_distance_patches": distance,
+            "uniform_distance_patches": uniform,
+        }
+        self.figures.append(
+            (f"mean distance of attention, block {study.block}", f"{distance:.4f} patches (uniform: {uniform:.4f})")
+        )
+        path = self.output / "attention.png"
+        draw_attention(study.shown.images, study.shown_attention, positions, path)
+        what = f"block {study.block}, mean over heads; framed: the patch that looks (row, column)"
+        self.pictures.append(("Attention", Picture(path, f"{what}; each image has its own scale")))
+        path = self.output / "attention_average.png"
+        draw_average_attention(study.attention, positions, path)
+        self.pictures.append((f"Attention averaged over {count} images", Picture(path, what)))
+
+    def add_pictures(self, heading: str, draw: Callable[[], Sequence[Picture]]) -> None:
+        """Pictures that need more than the encoder; where that is missing, a note says what."""
+        try:
+            found = draw()
+        except RefusedError as error:
+            self.notes.append(f"{heading}: no pictures: {error}")
+            return
+        self.pictures += [(f"{heading}: {one.path.stem.replace('_', ' ')}", one) for one in found]
+
+    def write(self) -> None:
+        """representation.json, index.html, and the figures on the terminal."""
+        dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.study.labels)
+        about = [
+            ("encoder", self.encoder),
+            ("images", f"{count} of {dataset.directory} ({dataset.split}), {self._seen()}"),
+            ("representation", self._representation()),
+        ]
+        figures = [*about, *self.figures]
+        document = {
+            "encoder": self.encoder,
+            "data": str(dataset.directory),
+            "split": dataset.split,
+            "images": count,
+            "classes": len(np.unique(self.study.labels)) if self.choice.classes else None,
+            "image_size": size,
+            "seen": self.config.augmentation.measured,
+            "pooling": self.pooling,
+            **self.numbers,
+            "pictures": [one.path.name for _, one in self.pictures],
+            "notes": self.notes,
+        }
+        (self.output / DOCUMENT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_page(self.output / PAGE, f"What {self.encoder} has learned", figures, self.pictures, self.notes)
+        for name, value in figures:
+            print(f"{name}: {value}")
+        for _, picture in self.pictures:
+            print(picture)
+        for note in self.notes:
+            print(f"note: {note}")
+        print(self.output / PAGE)
+
+    def _seen(self) -> str:
+        size, part = self.config.crops.size, self.config.augmentation.measured
+        return f"{size} x {size} pixels ({'the whole image' if part == 'whole' else 'its central square'})"
+
+    def _representation(self) -> str:
+        return "class token" if self.pooling == "class" else "mean of the patch tokens"
+
+
+def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
+    """Draw them, with crops and masks as the run's own; none of what is no pre-training run.
+
+    Raises:
+        RefusedError: the data lacks a modality that the run needs.
+    """
+    path = Path(named_weights(source)[0])
+    if not ((path / "checkpoints").is_dir() or (path / DOCUMENT_NAME).is_file()):
+        return []
+    upstream = read_document(find_checkpoint(path)).config.get("upstream")
+    if upstream is None:
+        return []
+    if upstream == "mm_mae":
+        several = load_trained_modalities(source, str(choice.dataset.directory))
+        return draw_modalities_of(several, _batch(several, choice), output)
+    trained = load_trained_images(source, str(choice.dataset.directory))
+    return draw_images_of(trained, _batch(trained, choice), output)
+
+
+def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
+    return next(trained_images(upstream_of(trained.config).to_look_at(trained.config), choice))
+
+
+LEAST_IMAGES = 5
+"""Below, there is nothing to see."""
+
+
+def represent(arguments: RepresentArguments) -> int:
+    """Run `trp-scale represent`; returns the exit status.
+
+    Raises:
+        RefusedError: no such encoder or data, a library that is not installed, flags that do not fit them, or an output
+            that cannot be written.
+    """
+    _check(arguments)
+    source = arguments.from_ + (AVERAGE if arguments.weights == "average" else "")
+    config = encoder_config(
+        source, recipe=arguments.recipe, size=arguments.image_size, positions=arguments.encoder_positions
+    )
+    config.augmentation.measured = arguments.seen
+    block = read_block(arguments.block, config.model.layers)
+    positions = read_positions(arguments.positions, config.crops.size // config.vision.patch_size)
+    choice = choose_images(arguments.data, arguments.images)
+    if len(choice.positions) < LEAST_IMAGES:
+        raise RefusedError(f"--data {arguments.data}: {len(choice.positions)} images; allowed: {LEAST_IMAGES} or more")
+    runs = open_finetuned(arguments.run, choice)
+    output = arguments.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RefusedError(f"--output {output} cannot be made: {error.strerror}") from error
+    with Environment() as environment:
+        encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
+        study = study_images(encoder, config, choice, block=block, shown=arguments.shown)
+        findings = Findings(
+            encoder=source, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
+        )
+        findings.add_similarity()
+        findings.add_plane(arguments.plane)
+        findings.add_attention(positions)
+        findings.add_pictures("Pre-training", lambda: pretraining_pictures(source, study.shown.choice, output))
+        findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, study.shown, output, environment))
+        findings.write()
+    return 0
+
+
+def _check(arguments: RepresentArguments) -> None:
+    """Refuse, before anything is read, what will not work."""
+    figure_class()
+    check_library()
+    if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
+        raise RefusedError(
+            f"--recipe {arguments.recipe or 'is missing'}: --from {SCRATCH} needs one, for the encoder's sizes, and "
+            "others have their own"
+        )
+    for name, value, least in (("images", arguments.images, 0), ("shown", arguments.shown, 1)):
+        if value < least:
+            raise RefusedError(f"--{name} is {value}, allowed: {least} or more")
+
+
+def read_block(number: int, blocks: int) -> int:
+    """--block as a number from 0.
+
+    Raises:
+        RefusedError: there is no such block.
+    """
+    if not -blocks <= number < blocks:
+        raise RefusedError(f"--block is {number}, allowed: {-blocks} to {blocks - 1}; the encoder has {blocks} blocks")
+    return number % blocks
+
+
+def read_positions(words: Sequence[str], grid: int) -> list[Position]:
+    """--positions as (row, column), three by three places for none.
+
+    Raises:
+        RefusedError: not two numbers, or outside the grid.
+    """
+    found = []
+    for word in words:
+        row, _, column = word.partition(",")
+        if not (row.isdecimal() and column.isdecimal() and max(int(row), int(column)) < grid):
+            raise RefusedError(
+                f"--positions {word}: allowed: ROW,COLUMN, each from 0 to {grid - 1}: the encoder sees {grid} x {grid} "
+                "patches"
+            )
+        found.append((int(row), int(column)))
+    return found or default_positions(grid)

@@ -1,0 +1,198 @@
+"""A few images of a data set to look at, the same ones every time, and one pass of the encoder over them: what all
+figures and pictures are made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.hashing import Integers
+from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
+from trp_scale.data.index import read_json
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import HeldOutPlan, Member
+from trp_scale.data.raw_files import require_dataset
+from trp_scale.errors import quoted
+from trp_scale.evaluation.figures.attention import recorded_attention
+from trp_scale.evaluation.probe.encoder import FrozenEncoder
+from trp_scale.finetuning.classification.batch import MeasuredImages
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.pretraining.base import upstream_of
+
+BATCH = 64
+"""Images of one forward pass."""
+
+
+class ImageChoice(NamedTuple):
+    """Images of one data set.
+
+    Attributes:
+        dataset: they are from.
+        positions: [n] of the chosen ones in stored order, shuffled, so that the first few are of many classes.
+        classes: names, or numbers where there are none; empty where the images have no classes.
+    """
+
+    dataset: ImageDataset
+    positions: Integers
+    classes: tuple[str, ...]
+
+    def first(self, count: int) -> ImageChoice:
+        """Fewer of them."""
+        return self._replace(positions=self.positions[:count])
+
+    def class_name(self, label: int) -> str:
+        """The class of an image, in words where it has some."""
+        return self.classes[label] if 0 <= label < len(self.classes) else ""
+
+
+def choose_images(data: Path, most: int) -> ImageChoice:
+    """At most so many of a data set's images, all of them for 0.
+
+    Raises:
+        DataError: it is missing or damaged.
+        RefusedError: it holds no images.
+    """
+    require_dataset(data, f"--data {data}")
+    kind = read_json(data / "dataset.json").get("kind")
+    if kind != "image":
+        raise RefusedError(
+            f"--data {data}: kind {quoted(kind)} found, 'image' allowed: shards of trp-scale shard-images"
+        )
+    dataset = open_image_dataset(data)
+    classes = dataset.meta.classes or ()
+    if "cls" in dataset.meta.suffixes and not classes:
+        classes = tuple(str(number) for number in range(1 + int(dataset.samples.labels.max())))
+    order = np.random.default_rng(0).permutation(dataset.samples.rows)
+    return ImageChoice(dataset, order[:most] if most > 0 else order, classes)
+
+
+def measured_images(config: ClassificationTaskConfig, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a classifier of these settings is measured on them (crops.size, augmentation).
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    config = copy.deepcopy(config)
+    config.downstream.classes = max(1, len(choice.classes))
+    return planned_batches(MeasuredImages(config, [choice.dataset], choice.dataset.meta), choice)
+
+
+def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a pre-training run of these settings makes its own: its crops, masks and modalities.
+
+    Raises:
+        RefusedError: an image cannot be read, or the data lacks a modality.
+    """
+    rows = upstream_of(config).open_rows(
+        config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
+    )
+    return planned_batches(rows.builder, choice)
+
+
+def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
+    """What a builder of the data set makes of the chosen images.
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    blocks = choice.dataset.blocks
+    everything = np.ones(len(blocks.keys), dtype=np.bool_)
+    plan = HeldOutPlan(members=[Member(name="", weight=Fraction(1), table=blocks, chosen=everything)])
+    for first in range(0, len(choice.positions), BATCH):
+        batch = builder.build(plan.locate(choice.positions[first : first + BATCH]), first)
+        if batch.corrupt:
+            raise RefusedError(
+                f"--data {choice.dataset.directory}: {', '.join(batch.corrupt[:3])} cannot be read; copy or shard the "
+                "data again"
+            )
+        yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownImages:
+    """The first of the chosen images.
+
+    Attributes:
+        choice: which they are.
+        images: [R, 3, S, S] in [0, 1], as the encoder sees them.
+        labels: [R] classes, -1 without.
+    """
+
+    choice: ImageChoice
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What the encoder makes of n images.
+
+    Attributes:
+        features: [n, D] fp32.
+        labels: [n] classes, -1 without.
+        block: whose attention it is.
+        attention: [N, N] float64 over patches, mean over heads and images.
+        shown: images to show.
+        shown_attention: [R, N, N] over patches, mean over heads, of the images to show.
+    """
+
+    features: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+    block: int
+    attention: Tensor
+    shown: ShownImages
+    shown_attention: Tensor
+
+
+@torch.no_grad()
+def study_images(
+    encoder: FrozenEncoder, config: ClassificationTaskConfig, choice: ImageChoice, *, block: int, shown: int
+) -> Study:
+    """Read the images and encode them.
+
+    Args:
+        config: of the encoder, and of what is seen of an image.
+        block: whose attention is recorded.
+        shown: how many of the images are kept for pictures.
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    features, labels = [], []
+    images: list[Tensor] = []
+    maps: list[Tensor] = []
+    patches = encoder.module.grid**2
+    total = torch.zeros(patches, patches, dtype=torch.float64)
+    with recorded_attention(encoder.module, block) as recorded:
+        for batch in measured_images(config, choice):
+            features.append(encoder(batch["images"]).cpu().numpy())  # [B, D]
+            labels.append(batch["labels"].numpy())
+            attention = recorded.pop().cpu()  # [B, N, N]
+            total += attention.double().sum(0)
+            if (missing := shown - sum(len(one) for one in images)) > 0:
+                images.append(batch["images"][:missing].float() / 255.0)
+                maps.append(attention[:missing])
+    return Study(
+        features=np.concatenate(features),
+        labels=np.concatenate(labels),
+        block=block,
+        attention=total / len(choice.positions),
+        shown=ShownImages(
+            choice=choice.first(shown),
+            images=torch.cat(images),
+            labels=torch.from_numpy(np.concatenate(labels)[:shown]),
+        ),
+        shown_attention=torch.cat(maps),
+    )

@@ -1,0 +1,191 @@
+"""What a pre-trained run's losses are on rows that it has not learned from: its own held-out ones, or those of other
+data of the same kind. They are those of the run's validation: the same batches, masks and sums."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.run_directory import CHECKPOINTS
+from trp_scale.config import PretrainConfig, RefusedError
+from trp_scale.config.loader import from_dict
+from trp_scale.config.upstream import Weights
+from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.plan import HeldOutPlan
+from trp_scale.data.rows import Chosen, Rows
+from trp_scale.data.sources import ValidationSource, within_cpus
+from trp_scale.data.split import held_out
+from trp_scale.distributed.environment import Environment
+from trp_scale.errors import DataError, finding
+from trp_scale.finetuning.arguments import EvaluateArguments
+from trp_scale.finetuning.finetuned_run import ReadRun, predicting_engine
+from trp_scale.finetuning.task import refuse_unread
+from trp_scale.pretraining.base import build_upstream, upstream_of
+from trp_scale.reporting.results import Results, SeedResult, join
+from trp_scale.training.loop import validate
+
+logger = logging.getLogger(__name__)
+
+LOSS = "loss"
+"""Figure of a task, as metrics.jsonl calls it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedRun(ReadRun):
+    """A run of `trp-scale pretrain`, ended or not."""
+
+    config: PretrainConfig
+
+    def describe(self) -> str:
+        """Its directory, step and weights, for tables."""
+        average = ", average of the weights" if self.weights == "average" else ""
+        return f"{self.directory}, step {self.document.step}{average}"
+
+
+def read_pretrained(source: Path, weights: Weights = "last") -> PretrainedRun | None:
+    """The newest checkpoint of a run directory, or the checkpoint itself; None where that is no run of pre-training."""
+    if not ((source / CHECKPOINTS).is_dir() or (source / DOCUMENT_NAME).is_file()):
+        return None
+    checkpoint = find_checkpoint(source)
+    document = read_document(checkpoint)
+    config = from_dict(document.config, source=str(checkpoint))
+    if not isinstance(config, PretrainConfig):
+        return None
+    directory = source if checkpoint != source else checkpoint.parent.parent
+    return PretrainedRun(directory=directory, checkpoint=checkpoint, document=document, config=config, weights=weights)
+
+
+def check_flags(arguments: EvaluateArguments) -> None:
+    """Refuse flags that say nothing of losses.
+
+    Raises:
+        RefusedError: naming the flag.
+    """
+    for flag, given in (
+        ("robustness", arguments.robustness),
+        ("images", arguments.images),
+        ("classes", arguments.classes),
+        ("predictions", arguments.predictions),
+        ("partial", arguments.partial),
+    ):
+        if given:
+            raise RefusedError(
+                f"--{flag} is for fine-tuned runs, and --run {arguments.run} is one of pre-training; leave it out"
+            )
+
+
+def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Results:
+    """The mean loss of each task that occurs. Collective; the same on all ranks, and on any number of them.
+
+    Tasks outside the balance, of which no balancer makes the worst better, are not judged. A task without elements is
+    left out.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format.
+        RefusedError: data of another kind or vocabulary, nothing is held out, or rows that cannot be read.
+    """
+    config = measured_config(run, arguments, environment)
+    paths = parse_paths(config.data.path)
+    try:
+        upstream = build_upstream(config, environment)
+    except DataError as error:
+        if arguments.data:
+            raise
+        raise RefusedError(
+            f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
+            "command where the run was started, or give other data with --data DIR"
+        ) from error
+    except RefusedError as error:
+        raise RefusedError(
+            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the kind "
+            "that it learned from with --data DIR"
+        ) from error
+    rows = upstream.sources.opened
+    environment.world.require_equal(rows.digest(), f"the data set {config.data.path}")
+    upstream.require_readable(rows, config.data.path, run.checkpoint.parent.parent, run.document.extra)
+    chosen = _every_block(run, rows) if arguments.data else _held_out(run, config, rows, paths)
+    plan = HeldOutPlan(members=rows.members(paths, chosen), most=arguments.rows or None)
+    engine = predicting_engine(upstream.model(), run, environment)
+    source = ValidationSource(
+        plan,
+        rows.builder,
+        within_cpus(config, environment.cpus),
+        rank=environment.data.rank,
+        world=environment.data.size,
+        pin_memory=environment.device.type == "cuda",
+        stored=rows.stored,
+    )
+    corrupt: dict[str, str] = {}
+    try:
+        losses = validate(engine, upstream.objective, source.windows(), corrupt)
+    finally:
+        source.close()
+        upstream.sources.close()
+    refuse_unread(corrupt, engine.data_group)
+    assert losses is not None, "nothing asks to leave it"
+    balanced = {upstream.objective.tasks[place] for place in upstream.objective.balanced}
+    which = "all" if arguments.data else f"held out {run.config.data.validation_fraction:g}"
+    found = [
+        SeedResult(
+            task=name,
+            metric=LOSS,
+            split=arguments.split or ("test" if arguments.data else "dev"),
+            lower_is_better=True,
+            seed=config.training.seed,
+            metrics={LOSS: one["loss"]},
+            detail={"elements": one["count"], "rows": plan.rows},
+            rows=f"{plan.rows} rows of {rows.digest()[:12]} ({which})",
+            judged=name in balanced,
+        )
+        for name, one in losses["tasks"].items()
+        if one["count"]
+    ]
+    return Results(recipe=run.config.upstream, encoder=run.describe(), tasks=[join([one]) for one in found])
+
+
+def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Any:
+    """The run's settings with the data that is measured, and a global batch that any number of ranks divides."""
+    config = copy.deepcopy(upstream_of(run.config).to_look_at(run.config))
+    config.data.path, config.model.weights = arguments.data or config.data.path, ""
+    if arguments.data:  # all of it is measured, whatever a run would hold out
+        config.data.validation_fraction, config.validation.every = 0.0, 0
+    config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
+    config.batch.global_size = config.batch.micro_rows * environment.data.size
+    return config
+
+
+def _every_block(run: PretrainedRun, rows: Rows) -> list[Chosen]:
+    """All of each data set, as masks [n]."""
+    if rows.digest() == run.document.extra.get("data_digest"):
+        logger.warning(
+            "--data is what the run has learned from: its training rows are measured with the others; leave --data out "
+            "to measure those that were held out alone"
+        )
+    return [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in rows.blocks]
+
+
+def _held_out(run: PretrainedRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:
+    """What the run holds out of each data set, as masks [n]."""
+    fraction = config.data.validation_fraction
+    if fraction == 0.0:
+        raise RefusedError(
+            f"--run {run.directory}: the run held nothing out (data.validation_fraction 0), so that it has no rows of "
+            "its own to be measured on; give other data with --data DIR"
+        )
+    if run.document.extra.get("data_digest") not in (None, rows.digest()):
+        raise RefusedError(
+            f"the run's data, data.path {config.data.path} from {Path.cwd()}, is not what the run has learned from, "
+            "and what it held out of that is not known; put it back, or give --data DIR to measure on all of another"
+        )
+    return [
+        held_out(blocks.identities, fraction, where=str(path.path))
+        for blocks, path in zip(rows.blocks, paths, strict=True)
+    ]

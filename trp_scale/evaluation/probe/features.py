@@ -1,0 +1,137 @@
+"""The vectors of all images of a data set, computed once by all ranks together, and kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.checkpoint.tensor_file import reading_tensors
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers
+from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.errors import CheckpointError
+from trp_scale.finetuning.task import GatheredRows
+
+if TYPE_CHECKING:
+    from trp_scale.evaluation.probe.encoder import FrozenEncoder
+    from trp_scale.evaluation.probe.images import ProbedImages
+
+logger = logging.getLogger(__name__)
+
+Features = npt.NDArray[np.float32]
+
+FORMAT = 1
+"""Version of a file of features. A file of another version is not found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledFeatures:
+    """Attributes: features: [n, D] fp32, in stored order; labels: [n] int64, the classes."""
+
+    features: Features
+    labels: Integers
+
+    def take(self, rows: npt.NDArray[np.bool_]) -> LabelledFeatures:
+        """The rows that a mask [n] names."""
+        return LabelledFeatures(features=self.features[rows], labels=self.labels[rows])
+
+
+def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALONE) -> tuple[Features, Integers]:
+    """[n, D] vectors and [n] classes of the rows of all ranks, in their order; rows that only fill a batch are left
+    out. Each micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
+
+    Raises:
+        RefusedError: on all ranks, images that cannot be read, or vectors that are not finite, in which a method may
+            find something all the same.
+    """
+    rows, corrupt = GatheredRows(), set()
+    for batch in batches:
+        corrupt |= set(batch.corrupt)
+        rows.add(batch, features=encoder(batch["images"]), labels=batch["labels"])
+    if unread := sorted(set().union(*group.gather_objects(corrupt))):
+        raise RefusedError(
+            f"{len(unread)} images, {', '.join(unread[:3])}, cannot be read, and accuracy is that of all images; "
+            "copy or shard the data again"
+        )
+    found = rows.gather(group)
+    features: Features = found["features"]
+    if wrong := int((~np.isfinite(features).all(axis=1)).sum()):
+        raise RefusedError(
+            f"the encoder gives {wrong} of {len(features)} images features that are not finite numbers; look at how it "
+            "was trained"
+        )
+    return features, found["labels"]
+
+
+def all_features(
+    encoder: FrozenEncoder, images: ProbedImages, group: Group, cache: Path
+) -> tuple[LabelledFeatures | None, bool]:
+    """The vectors of every image of a data set, from the cache or by all ranks. Collective.
+
+    Returns:
+        them, on rank 0 alone, and whether they were in the cache.
+    Raises:
+        RefusedError: on all ranks, the cache cannot be written, or as `extract`.
+    """
+    key = hashlib.blake2b(json.dumps([FORMAT, encoder.digest(), images.digest]).encode(), digest_size=16).hexdigest()
+    path = cache / f"{key}.safetensors"
+    found: list[LabelledFeatures] = []
+
+    def read() -> bool:
+        kept = _read(path)
+        if kept is None:
+            _require_writable(cache)  # before the encoder runs for hours
+        found.extend([] if kept is None else [kept])
+        return kept is not None
+
+    if on_rank_zero(group, f"reading {path}", read):
+        return (found[0] if found else None), True
+    features, labels = extract(encoder, images.batches(group), group)
+    mine = LabelledFeatures(features=features, labels=labels)
+    on_rank_zero(group, f"writing {path}", lambda: _write(path, mine))
+    return (mine if group.rank == 0 else None), False
+
+
+def _read(path: Path) -> LabelledFeatures | None:
+    if not path.is_file():
+        return None
+    try:
+        with reading_tensors(path):
+            found = LabelledFeatures(**load_file(path))
+        features, labels = found.features, found.labels
+        kinds = (features.dtype.str, features.ndim, labels.dtype.str, labels.ndim)
+        if kinds != ("<f4", 2, "<i8", 1) or len(features) != len(labels):
+            raise CheckpointError(f"{path}: other arrays than features are there")
+    except CheckpointError as error:
+        logger.warning("%s; the features are computed again", error)
+        return None
+    return found
+
+
+def _require_writable(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise RefusedError(
+            f"--cache {cache}: features cannot be kept there ({error.strerror}); give another"
+        ) from error
+
+
+def _write(path: Path, found: LabelledFeatures) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file({"features": np.ascontiguousarray(found.features), "labels": found.labels}, temporary)
+    temporary.replace(path)

@@ -1,0 +1,223 @@
+"""The probe of an encoder of images."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.data.hashing import Integers
+from trp_scale.data.images.kept_for_tests import check_test
+from trp_scale.distributed.environment import Environment
+from trp_scale.errors import RefusedError
+from trp_scale.evaluation.probe.arguments import ProbeArguments
+from trp_scale.evaluation.probe.classifiers import accuracy, accuracy_by_class, classify, fit_fresh
+from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
+from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
+from trp_scale.evaluation.probe.images import ProbedImages, open_probed
+from trp_scale.evaluation.probe.stage_two import NAME, StageTwo, check_stage_two, stage_two
+from trp_scale.finetuning.arguments import SCRATCH
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.reporting.results import SeedResult, TaskResult, join
+
+logger = logging.getLogger(__name__)
+
+
+def probe_images(arguments: ProbeArguments, environment: Environment) -> tuple[list[TaskResult], str]:
+    """The results of an encoder of images, and what was measured in a few words. Collective."""
+    one = Probe(arguments, environment)
+    tasks = [join([one.measure(arguments.seed + number) for number in range(arguments.seeds)])]
+    if (own := one.stage_two()) is not None:
+        tasks.append(join([own]))
+    return tasks, one.description
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What rank 0 alone has.
+
+    Attributes:
+        train, test: features; train is None where no classifier learns from it.
+        cached: whether all were kept from before.
+    """
+
+    train: LabelledFeatures | None
+    test: LabelledFeatures
+    cached: bool
+
+
+class Probe:
+    """One encoder on one pair of data sets.
+
+    Args:
+        arguments: the command line.
+        environment: ranks and device.
+
+    Raises:
+        DataError, RefusedError: no such encoder or data, or two data sets that do not belong together.
+    """
+
+    def __init__(self, arguments: ProbeArguments, environment: Environment) -> None:
+        self.arguments, self.environment, self.world = arguments, environment, environment.world
+        self.config = self.settings(arguments.image_size)
+        self.train = open_probed(self.config, arguments.data)
+        self.test: ProbedImages | None = None
+        if arguments.test is not None:
+            check_test(self.config, arguments.test)
+            self.test = open_probed(self.config, str(arguments.test))
+        self.split = arguments.split or ("dev" if arguments.test is None else "test")
+        self.name = (arguments.test or Path(arguments.data)).resolve().name
+
+    def settings(self, size: int) -> ClassificationTaskConfig:
+        """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
+        arguments = self.arguments
+        config = encoder_config(
+            arguments.from_,
+            recipe=arguments.recipe,
+            size=size,
+            batch=arguments.batch_size,
+            positions=arguments.encoder_positions,
+        )
+        config.data.path, config.data.workers = arguments.data, arguments.workers
+        config.augmentation.measured, config.augmentation.centre_share = arguments.seen, arguments.centre_share
+        return config
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the encoder runs in every epoch."""
+        return self.arguments.method == "linear" and self.arguments.linear.crops == "fresh"
+
+    @property
+    def fraction(self) -> float:
+        """Share of the training images that is held out and measured."""
+        return 0.0 if self.test is not None else self.arguments.validation_fraction
+
+    @property
+    def description(self) -> str:
+        """The settings in a few words, for the table's title."""
+        pooled = "mean of the patch tokens" if self.arguments.pooling == "mean" else "class token"
+        crops = ", fresh crops" if self.fresh else ""
+        seen = "centre" if self.arguments.seen == "centre" else "whole image"
+        return f"{self.arguments.method} probe, {self.config.crops.size} pixels, {seen}, {pooled}{crops}"
+
+    def measure(self, seed: int) -> SeedResult:
+        """The probe of one seed, on every rank. Collective."""
+        encoder = self.encoder(self.config, self.arguments.pooling, seed=seed)
+        found = self.features(encoder)
+        predicted = self.learn_fresh(encoder, found, seed) if self.fresh else None
+
+        few = f", {self.arguments.per_class} a class" if self.arguments.per_class else ""
+
+        def judge() -> SeedResult:
+            assert found is not None, "rank 0 has the features"
+            answers = predicted
+            if answers is None:
+                assert found.train is not None
+                train = found.train
+                if self.arguments.per_class:
+                    train = train.take(few_of_each(train.labels, self.arguments.per_class, seed))
+                answers = classify(train, found.test.features, self.arguments, seed)
+            return SeedResult(
+                task=f"{self.name} ({self.arguments.method} probe{few})",
+                metric="accuracy",
+                split=self.split,
+                lower_is_better=False,
+                seed=seed,
+                metrics={"accuracy": accuracy(answers, found.test.labels)},
+                detail={
+                    "accuracy_by_class": accuracy_by_class(answers, found.test.labels, self.train.classes),
+                    "images": len(found.test.labels),
+                    "features_from_cache": found.cached,
+                },
+            )
+
+        return on_rank_zero(self.world, "fitting the probe", judge)
+
+    def encoder(self, config: ClassificationTaskConfig, pooling: str, **weights: object) -> FrozenEncoder:
+        """A frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
+        return FrozenEncoder(
+            config,
+            pooling=pooling,
+            device=self.environment.device,
+            precision=self.arguments.precision,
+            **weights,  # type: ignore[arg-type]
+        )
+
+    def features(self, encoder: FrozenEncoder) -> Measured | None:
+        """Features of training images and of measured ones, on rank 0 alone. Collective."""
+        cache, cached = self.arguments.cache, True
+        train: LabelledFeatures | None = None
+        if self.test is None or not self.fresh:
+            train, cached = all_features(encoder, self.train, self.world, cache)
+        if self.test is not None:
+            test, test_cached = all_features(encoder, self.test, self.world, cache)
+            return None if test is None else Measured(train=train, test=test, cached=cached and test_cached)
+        held = self.train.held_out(self.fraction)
+        return None if train is None else Measured(train=train.take(~held), test=train.take(held), cached=cached)
+
+    def learn_fresh(self, encoder: FrozenEncoder, found: Measured | None, seed: int) -> Integers | None:
+        """Answers of a linear probe that learns from random crops, on rank 0 alone. Collective."""
+        return fit_fresh(
+            encoder,
+            self.train,
+            np.zeros((0, encoder.width), np.float32) if found is None else found.test.features,
+            self.arguments.linear,
+            fraction=self.fraction,
+            seed=seed,
+            group=self.world,
+        )
+
+    def stage_two(self) -> SeedResult | None:
+        """MLO-MAE's own figure, where --from has one and there is a test set to measure it on. Collective."""
+        found = None if self.arguments.from_ == SCRATCH else stage_two(self.arguments.from_)
+        if found is None:
+            return None
+        test = self.arguments.test
+        reason = "it is measured on a test set; give --test DIR" if test is None else check_stage_two(found, test)
+        if reason is not None:
+            logger.warning("%s is left out: %s", NAME, reason)
+            return None
+        return self.own_figure(found)
+
+    def own_figure(self, found: StageTwo) -> SeedResult:
+        """The accuracy of the head on all images of the test set, at the size it has learned on. Collective."""
+        config = self.settings(found.size)
+        encoder = self.encoder(config, found.pooling, weights=found.encoder_weights())
+        images = open_probed(config, str(self.arguments.test))
+        test, _ = all_features(encoder, images, self.world, self.arguments.cache)
+
+        def judge() -> SeedResult:
+            assert test is not None, "rank 0 has the features"
+            return SeedResult(
+                task=f"{self.name} ({NAME})",
+                metric="accuracy",
+                split=self.split,
+                lower_is_better=False,
+                seed=found.config.training.seed,
+                metrics={"accuracy": found.accuracy(test)},
+                judged=False,  # the probe's test set again: two measurements of one task are not two tasks
+            )
+
+        return on_rank_zero(self.world, "measuring the head of stage II", judge)
+
+
+def few_of_each(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
+    """[n] labels -> [n] which of them are drawn: `count` of each, uniformly.
+
+    Raises:
+        RefusedError: a label has fewer.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        places = np.flatnonzero(labels == label)
+        if len(places) < count:
+            raise RefusedError(
+                f"--per_class is {count}, but class {label} has {len(places)} training images; allowed: at most that"
+            )
+        drawn[generator.choice(places, count, replace=False)] = True
+    return drawn

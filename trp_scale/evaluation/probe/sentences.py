@@ -1,0 +1,162 @@
+"""A classifier on frozen vectors of sentences (the protocol of SentEval: Conneau and Kiela 2018).
+
+A sentence is the mean of its pieces' vectors, [CLS] and [SEP] among them. A pair, whose sentences are read apart, is
+[u, v, |u - v|, u * v]. On standardised vectors a logistic regression tells labels, and a ridge regression scores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.evaluation.loaded_encoder import TextEncoder, load_encoder
+from trp_scale.evaluation.probe.arguments import ProbeArguments
+from trp_scale.evaluation.probe.classifiers import logistic_regression
+from trp_scale.evaluation.probe.features import Features, LabelledFeatures
+from trp_scale.finetuning.few_rows import shares
+from trp_scale.finetuning.glue.examples import FORMATS, Examples
+from trp_scale.finetuning.glue.folders import read_glue, require_folders
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries
+from trp_scale.reporting.results import SeedResult, TaskResult, join
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 256
+"""Sentences of one forward pass."""
+
+BAD_LINES = 10
+"""Of a file that are left out, as in the recipe glue: the published QQP has some."""
+
+Values = npt.NDArray[np.float64]
+
+
+def probe_sentences(arguments: ProbeArguments) -> list[TaskResult]:
+    """The probes of --task on frozen vectors of --from; on one process.
+
+    Raises:
+        RefusedError: an encoder of images, flags for images, a task that is not there, or fewer rows than --rows.
+        DataError: files that cannot be read.
+    """
+    require_libraries()
+    encoder, root = load_encoder(arguments.from_), Path(arguments.data)
+    if not isinstance(encoder, TextEncoder):
+        raise RefusedError(f"--task {arguments.task} is for encoders of text, --from {arguments.from_} reads images")
+    config: FinetuneConfig = GlueTaskConfig()
+    tasks = config.tasks(arguments.task)
+    require_folders(root, tasks)
+    return [_probe(encoder, root, task, arguments) for task in tasks]
+
+
+def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArguments) -> TaskResult:
+    data = read_glue(root, task, split="dev", allowed_bad=BAD_LINES)
+    for notice in data.notices:
+        logger.warning("%s", notice)
+    assert data.train.labels is not None
+    if arguments.rows > len(data.train.labels):
+        raise RefusedError(f"--rows is {arguments.rows}, but {task} has {len(data.train.labels)} training rows")
+    scores = FORMATS[task].outputs == 1
+    drawn = {
+        seed: few_of_all(data.train.labels, arguments.rows, seed, alike=not scores)
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds)
+    }
+    needed = np.unique(np.concatenate(list(drawn.values())))  # no other row is read by the encoder
+    found = pair_vectors(encoder, data.train, needed, arguments.max_length)
+    vectors = np.zeros((len(data.train.labels), found.shape[1]), np.float32)
+    vectors[needed] = found
+    measured = {
+        name: (pair_vectors(encoder, examples, np.arange(len(examples.places)), arguments.max_length), examples.labels)
+        for name, examples in data.measured.items()
+    }
+    first = figure_name(next(iter(FIGURES[task])), next(iter(measured)))
+    results = []
+    for seed, rows in drawn.items():
+        metrics = {}
+        for name, (unseen, labels) in measured.items():
+            assert labels is not None
+            answers = fit(vectors[rows], data.train.labels[rows], unseen, scores=scores, arguments=arguments)
+            for figure, compute in FIGURES[task].items():
+                metrics[figure_name(figure, name)] = compute(answers, labels)
+        results.append(
+            SeedResult(
+                task=task,
+                metric=first,
+                split="dev",
+                lower_is_better=False,
+                seed=seed,
+                metrics=metrics,
+                detail={"rows": len(rows)},
+            )
+        )
+    return join(results)
+
+
+def few_of_all(labels: Values, count: int, seed: int, *, alike: bool) -> npt.NDArray[np.int64]:
+    """Places of `count` rows drawn by the seed, all of them for 0.
+
+    Args:
+        alike: each label's share as in all rows.
+    """
+    if not count:
+        return np.arange(len(labels))
+    order = np.random.default_rng(seed).permutation(len(labels))
+    if not alike:
+        return np.sort(order[:count])
+    names, sizes = np.unique(labels, return_counts=True)
+    taken = [order[labels[order] == name][:share] for name, share in zip(names, shares(sizes, count), strict=True)]
+    return np.sort(np.concatenate(taken))
+
+
+def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64], length: int) -> Features:
+    """[n, D] of single sentences, [n, 4 D] of pairs.
+
+    Args:
+        rows: [n] places of the examples.
+        length: pieces that are read of a sentence.
+    """
+    parts = [sentence_vectors(encoder, [texts[row] for row in rows], length) for texts in examples.sentences]
+    if len(parts) == 1:
+        return parts[0]
+    one, two = parts
+    return np.concatenate([one, two, np.abs(one - two), one * two], axis=1)
+
+
+@torch.no_grad()
+def sentence_vectors(encoder: TextEncoder, texts: Sequence[str], length: int) -> Features:
+    """[n, D] means over pieces. Sentences are read in the order of their lengths, so that little is padding."""
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    model = encoder.settings.model
+    assert isinstance(model, TextModelConfig)
+    device = next(encoder.parameters()).device
+    found, length = np.zeros((len(texts), model.hidden_size), np.float32), min(length, model.max_positions)
+    for first in range(0, len(order), AT_ONCE):
+        places = order[first : first + AT_ONCE]
+        read = encoder.tokenizer(
+            [texts[place] for place in places], padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
+        pieces, mask = (read[name].to(device) for name in ("input_ids", "attention_mask"))  # [B, L]
+        there = mask[..., None].float()  # [B, L, 1]
+        found[places] = ((encoder(pieces, mask) * there).sum(1) / there.sum(1)).cpu().numpy()
+    return found
+
+
+def fit(train: Features, labels: Values, unseen: Features, *, scores: bool, arguments: ProbeArguments) -> Values:
+    """Labels or scores of unseen vectors."""
+    penalty = arguments.logistic.inverse_penalty
+    if not scores:
+        learned = LabelledFeatures(features=train, labels=labels.astype(np.int64))
+        return logistic_regression(learned, unseen, arguments.logistic).astype(np.float64)
+    from sklearn.linear_model import Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    # The same penalty beside half the square error as beside the cross-entropy.
+    ridge = make_pipeline(StandardScaler(), Ridge(alpha=1 / penalty)).fit(train, labels)
+    return np.asarray(ridge.predict(unseen), dtype=np.float64)

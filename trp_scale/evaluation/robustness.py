@@ -1,0 +1,256 @@
+"""How a classifier of ImageNet fares on other kinds of images: adversarially chosen, drawn, sketched, corrupted.
+
+A set of 200 classes measures a classifier of 1000 by its accuracy among those 200.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.evaluation.probe.images import open_probed
+from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.classification.task import open_labelled
+from trp_scale.finetuning.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
+from trp_scale.finetuning.robustness_sets import (
+    ALEXNET_ERRORS,
+    CORRUPTED,
+    SEVERITIES,
+    RobustnessSet,
+    check_complete,
+    corruption_error,
+)
+from trp_scale.finetuning.task import GatheredRows, measure
+from trp_scale.reporting.results import SeedResult
+
+
+def class_columns(model: tuple[str, ...], found: tuple[str, ...] | None, where: Path) -> Tensor:
+    """[k] int64: the model's number of each class of a set, by name.
+
+    Args:
+        model: names of the model's classes.
+        found: of the set's.
+        where: the set.
+
+    Raises:
+        RefusedError: the set's classes have no names, or the model does not know one of them, or has two of its name.
+    """
+    if found is None:
+        raise RefusedError(
+            f"{where}: dataset.json names no classes, and they are matched with the model's by name; shard it from a "
+            "folder with a sub-folder for each class, such as n01440764, or with --class_names"
+        )
+    number = {name: place for place, name in enumerate(model)}
+    unknown = [name for name in found if name not in number]
+    if unknown:
+        raise RefusedError(
+            f"{where}: {len(unknown)} of its {len(found)} classes ({', '.join(unknown[:3])}) are not among the model's "
+            f"{len(model)} ({', '.join(model[:3])}, ...); the names of the folders that both were sharded from must be "
+            "the same, such as n01440764"
+        )
+    if found == model:
+        return torch.arange(len(found))
+    if several := [name for name, count in Counter(model).items() if count > 1 and name in found]:
+        raise RefusedError(
+            f"{where}: the model has two classes of the name {several[0]}, so that it is not known which one is meant; "
+            "fine-tune and shard with the names of folders, such as n01440764"
+        )
+    return torch.tensor([number[name] for name in found])
+
+
+class SubsetAccuracy:
+    """Share of the images whose class has the highest logit among the set's classes; see `Metrics`.
+
+    Args:
+        columns: [k] the model's number of each class of the set.
+    """
+
+    def __init__(self, columns: Tensor) -> None:
+        self._columns = columns
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        among = outputs[:, self._columns.to(outputs.device)]  # [R, k]
+        right = (among.argmax(1) == batch["labels"]) & among.isfinite().all(1)
+        self._rows.add(batch, right=right)
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        right = self._rows.gather(group)["right"]
+        return {"accuracy": float(right.mean()), "detail": {"images": len(right), "classes": len(self._columns)}}
+
+
+logger = logging.getLogger(__name__)
+
+IMAGENET = 1000
+"""Classes of the classifier that corruption errors are divided by."""
+
+
+@dataclass(frozen=True)
+class SubsetTask:
+    """What is measured of a set: see `Measured`. Attributes: columns: [k] the model's number of each class."""
+
+    columns: Tensor
+    objective: ImageClassification
+
+    def predict(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[R, C] logits over all of the model's classes."""
+        return self.objective.logits(forward, batch)
+
+    def metrics(self) -> SubsetAccuracy:
+        """An empty collection."""
+        return SubsetAccuracy(self.columns)
+
+
+class RobustClassifier:
+    """A fine-tuned classifier that is shown other images, without further training.
+
+    Args:
+        run: a run of classification.
+        environment: ranks and device.
+        classes_of: data set with the names of its classes, where the checkpoint does not know them.
+        micro_size: images of one forward pass on one rank; 0 = the run's.
+
+    Raises:
+        RefusedError: a run of another task, or nobody knows the names of its classes.
+    """
+
+    def __init__(
+        self, run: FinetunedRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0
+    ) -> None:
+        config = run.config
+        if not isinstance(config, ClassificationTaskConfig):
+            raise RefusedError(
+                f"--run {run.directory}: fine-tuned on {config.downstream.kind}; --robustness measures classifiers"
+            )
+        self.config = copy.deepcopy(config)
+        self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
+        self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
+        self.environment, self.seed = environment, run.config.training.seed
+        self.classes = self._names(run, classes_of)
+        self.engine: PredictingEngine = predicting_engine(ImageClassifier(config), run, environment)
+
+    def _names(self, run: FinetunedRun, classes_of: str) -> tuple[str, ...]:
+        names = open_labelled(classes_of).meta.classes if classes_of else run.classes
+        if names is None:
+            raise RefusedError(
+                f"--run {run.directory}: its checkpoint does not know the names of its classes, and sets are matched "
+                "by them; give the data set it was trained on (--classes DIR)"
+            )
+        if len(names) != run.config.downstream.classes:
+            raise RefusedError(
+                f"--classes {classes_of}: {len(names)} classes found, the model has {run.config.downstream.classes}; "
+                "give the data set it was trained on"
+            )
+        return names
+
+    def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
+        """Accuracy on all images of a set, among the set's own classes, and how many images these are. Collective.
+
+        Args:
+            whole: they are seen as they are, rather than as the run's own are measured.
+
+        Raises:
+            DataError: the set is missing or damaged.
+            RefusedError: classes without names, or that the model does not know.
+        """
+        config = copy.deepcopy(self.config)
+        if whole:
+            config.augmentation.measured = "whole"
+        images = open_probed(config, str(directory))
+        columns = class_columns(self.classes, images.opened.meta.classes, directory)
+        return measure(self.engine, SubsetTask(columns, ImageClassification()), images.batches(self.environment.data))
+
+    def on_set(self, one: RobustnessSet) -> SeedResult:
+        """Accuracy on a set of images as they are."""
+        found = self.accuracy(one.directory)
+        detail = found.pop("detail")
+        return self._result(one, "accuracy", found, detail, lower_is_better=False)
+
+    def on_corruptions(self, one: RobustnessSet, *, partial: bool) -> SeedResult:
+        """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
+        the errors that it is divided by, and published ones, are of the images as they are.
+
+        Args:
+            partial: whether it may be over some of the corruptions and severities alone.
+        """
+        present = {
+            name: [level for level in SEVERITIES if (one.directory / name / str(level) / "dataset.json").is_file()]
+            for name in ALEXNET_ERRORS
+        }
+        check_complete(present, str(one.directory), partial=partial)
+        if len(self.classes) != IMAGENET:
+            logger.warning(
+                "%s: the model has %d classes; the errors of AlexNet that the mean corruption error is divided by are "
+                "of ImageNet's %d, so it is no published figure",
+                one.directory,
+                len(self.classes),
+                IMAGENET,
+            )
+        errors = {
+            name: {level: self._error(one.directory / name / str(level)) for level in levels}
+            for name, levels in present.items()
+            if levels
+        }
+        found = corruption_error(errors)
+        label = "" if found.complete else f" (partial: {found.severities} of {len(ALEXNET_ERRORS) * len(SEVERITIES)})"
+        metric = f"mean_corruption_error{label}"
+        metrics = {metric: found.mce, f"mean_error{label}": found.mean_error}
+        metrics |= {f"error_{name}": value for name, value in found.errors.items()}
+        detail = {
+            "errors": {name: {str(level): error for level, error in levels.items()} for name, levels in errors.items()},
+            "corruption_errors": found.relative,
+        }
+        return self._result(one, metric, metrics, detail, lower_is_better=True)
+
+    def _error(self, directory: Path) -> float:
+        return 1.0 - float(self.accuracy(directory, whole=True)["accuracy"])
+
+    def _result(
+        self,
+        one: RobustnessSet,
+        metric: str,
+        metrics: dict[str, float],
+        detail: dict[str, Any],
+        *,
+        lower_is_better: bool,
+    ) -> SeedResult:
+        return SeedResult(
+            task=one.title,
+            metric=metric,
+            split="test",
+            lower_is_better=lower_is_better,
+            seed=self.seed,
+            metrics=metrics,
+            detail=detail,
+        )
+
+
+@torch.no_grad()
+def measure_robustness(
+    run: FinetunedRun,
+    sets: list[RobustnessSet],
+    environment: Environment,
+    *,
+    classes_of: str = "",
+    partial: bool = False,
+    micro_size: int = 0,
+) -> list[SeedResult]:
+    """One seed on each of the sets, in their order. Collective; arguments as for `RobustClassifier`."""
+    classifier = RobustClassifier(run, environment, classes_of=classes_of, micro_size=micro_size)
+    return [
+        classifier.on_corruptions(one, partial=partial) if one.name == CORRUPTED else classifier.on_set(one)
+        for one in sets
+    ]

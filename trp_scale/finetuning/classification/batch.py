@@ -1,0 +1,234 @@
+"""How images with classes become a Batch: decoded, cut, augmented, mixed; or cut as they are measured.
+
+RandAugment, erasing, mixup and cutmix are timm's, jitter of colours is torchvision's. These libraries draw from the
+process's generators. So that an image's changes follow from its row's word alone, the generators are seeded from it
+before each image and put back after the batch: nothing else in the process notices.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, rand_augment_transform
+from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import ColorJitter, functional
+
+from trp_scale.config import CropConfig
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Words, mix, name_hash
+from trp_scale.data.images.crops import GREY, Cropper, cut_images
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.rows import DecodedRows, RowReader
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
+
+HIGHEST = 9.999
+"""RandAugment's magnitudes are cut here: at 10, timm would keep no bit of a posterised image, which Pillow refuses."""
+
+
+@contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """Python's, numpy's and torch's generators are as before afterwards. Not CUDA's: nothing here draws from those."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_generators(word: int) -> None:
+    """Seed all three from a 64-bit word; torch's for the CPU alone (torch.manual_seed would move CUDA's too)."""
+    random.seed(word)
+    np.random.seed([word & 0xFFFFFFFF, word >> 32])
+    torch.default_generator.manual_seed(word >> 1)
+
+
+class ImageAugmentation:
+    """RandAugment, then colour jitter, then erasing; for one image at a time, inside `borrowed_generators`.
+
+    Args:
+        settings: which, and how strong.
+        crops: side of the images, and how they are resized.
+    """
+
+    def __init__(self, settings: AugmentationConfig, crops: CropConfig) -> None:
+        self._rand_augment = None
+        if settings.magnitude > 0:
+            # The operations that grow stronger with the magnitude (inc1), as He et al. take them.
+            name = f"rand-m{settings.magnitude}-n{settings.operations}-mstd{settings.magnitude_deviation:f}-inc1"
+            parameters = {
+                "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
+                "magnitude_max": HIGHEST,
+                "interpolation": Image.Resampling[crops.interpolation.upper()],
+            }
+            self._rand_augment = rand_augment_transform(name, parameters)
+        amount = settings.colour_jitter
+        self._jitter = ColorJitter(amount, amount, amount) if amount > 0 else None
+        self._erasing = RandomErasing(settings.erasing, mode="pixel", device="cpu") if settings.erasing > 0 else None
+        self._statistics = torch.tensor([IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD]).view(2, 3, 1, 1)
+        self.active = any(each is not None for each in (self._rand_augment, self._jitter, self._erasing))
+
+    def __call__(self, image: Tensor, word: int) -> Tensor:
+        """[3, S, S] uint8 -> the same, changed as `word` says."""
+        seed_generators(word)
+        if self._rand_augment is not None:
+            image = functional.pil_to_tensor(self._rand_augment(functional.to_pil_image(image)))
+        if self._jitter is not None:
+            image = self._jitter(image)
+        return image if self._erasing is None else self._erased(image)
+
+    def _erased(self, image: Tensor) -> Tensor:
+        """timm's noise is normal where mean and deviation of the data are 0 and 1; beyond black and white it is cut."""
+        assert self._erasing is not None
+        mean, deviation = self._statistics  # [3, 1, 1]
+        normalised = self._erasing((image / 255.0 - mean) / deviation)
+        erased: Tensor = ((normalised * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
+        return erased
+
+
+class PairMixing:
+    """Mixup and cutmix of two images and their classes, and label smoothing.
+
+    Args:
+        settings: alphas, smoothing.
+        classes: C.
+
+    Attributes:
+        active: whether images are mixed.
+    """
+
+    def __init__(self, settings: AugmentationConfig, classes: int) -> None:
+        self._smoothing, self._classes = settings.smoothing, classes
+        self.active = settings.mixup > 0 or settings.cutmix > 0
+        self._mixup = Mixup(
+            mixup_alpha=settings.mixup,
+            cutmix_alpha=settings.cutmix,
+            prob=settings.mixing,
+            mode="pair",
+            label_smoothing=settings.smoothing,
+            num_classes=classes,
+        )
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """[R] classes -> [R, C] smoothed."""
+        targets: Tensor = mixup_target(labels, self._classes, smoothing=self._smoothing)
+        return targets
+
+    def __call__(self, images: Tensor, labels: Tensor, word: int) -> tuple[Tensor, Tensor]:
+        """One pair, inside `borrowed_generators`.
+
+        Args:
+            images: [2, 3, S, S] uint8.
+            labels: [2].
+            word: all draws come from it.
+
+        Returns:
+            images as given, values rounded; targets [2, C] that add up to 1.
+        """
+        seed_generators(word)
+        mixed, targets = self._mixup(images.float(), labels)
+        return mixed.round().clamp(0, 255).to(torch.uint8), targets
+
+
+_AUGMENT = np.uint64(name_hash("augment"))
+_PAIR = np.uint64(name_hash("augment: pair"))
+
+
+class TrainingImages:
+    """Makes batches of R augmented images of S x S pixels with targets over C classes.
+
+    Fields of the batch, first dimension rows:
+        images [R, 3, S, S] uint8: red, green, blue.
+        targets [R, C] float32: shares of the classes, adding up to 1.
+        labels [R] int64: the class of the image itself, or -1.
+        row_weights [R] float32: 1, or 0 for a row that cannot be decoded; it then is grey, and its neighbour unmixed.
+
+    All draws come from (training.seed, row key, epoch), those of a pair from its first row's: with pairs that never lie
+    across two micro-batches, the global batch is the same however it is split.
+    """
+
+    def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._seed = config.training.seed
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._cropper = Cropper(config.crops)
+        self._augmentation = ImageAugmentation(config.augmentation, config.crops)
+        self._mixing = PairMixing(config.augmentation, config.downstream.classes)
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=0)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
+        images = cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows).squeeze(1)  # [R, 3, S, S]
+        labels = torch.tensor([0 if sample is None else sample.label for sample in rows.samples])
+        targets = self._mixing.targets(labels)  # [R, C]
+        if self._augmentation.active or self._mixing.active:
+            with borrowed_generators():
+                self._change(images, targets, labels, states, rows, start)
+        return rows.batch({"images": images, "targets": targets}, addresses, start=start, began=began)
+
+    def _change(
+        self, images: Tensor, targets: Tensor, labels: Tensor, states: Words, rows: DecodedRows, start: int
+    ) -> None:
+        """Augment each image, then mix neighbours, in place."""
+        there = [sample is not None for sample in rows.samples]
+        if self._augmentation.active:
+            for row, word in enumerate(mix(states ^ _AUGMENT).tolist()):
+                if there[row]:
+                    images[row] = self._augmentation(images[row], word)
+        if not self._mixing.active:
+            return
+        if start % 2 or len(there) % 2:
+            raise ValueError(f"rows {start} to {start + len(there)}: pairs to mix begin and end at even positions")
+        for first, word in zip(range(0, len(there), 2), mix(states[::2] ^ _PAIR).tolist(), strict=True):
+            pair = slice(first, first + 2)
+            if all(there[pair]):
+                images[pair], targets[pair] = self._mixing(images[pair], labels[pair], word)
+
+
+class MeasuredImages:
+    """Makes batches of the images that a classifier is measured on: fields as `TrainingImages`', targets 1 for the
+    class and 0 for all others, nothing drawn at random."""
+
+    def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._classes = config.downstream.classes
+        self._size, self._settings = config.crops.size, config.augmentation
+        self._mode = InterpolationMode[config.crops.interpolation.upper()]
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        rows = self._rows.read(addresses)
+        count = len(rows.samples)
+        images = torch.full((count, 3, self._size, self._size), GREY, dtype=torch.uint8)
+        targets = torch.zeros(count, self._classes)
+        for row, sample in enumerate(rows.samples):
+            if sample is not None:
+                images[row] = self.cut(sample.image)
+                targets[row, sample.label] = 1.0
+        return rows.batch({"images": images, "targets": targets}, addresses, start=start, began=began)
+
+    def cut(self, image: Tensor) -> Tensor:
+        """[3, H, W] uint8 -> [3, S, S]."""
+        size = self._size
+        if self._settings.measured == "whole":
+            return self._resized(image, [size, size])
+        shorter = max(size, round(size / self._settings.centre_share))
+        return functional.center_crop(self._resized(image, [shorter]), [size, size])  # type: ignore[no-any-return]
+
+    def _resized(self, image: Tensor, sides: list[int]) -> Tensor:
+        """To height and width; to the one side given, the shorter one."""
+        resized: Tensor = functional.resize(image, sides, interpolation=self._mode, antialias=True)
+        return resized

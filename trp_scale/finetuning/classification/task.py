@@ -1,0 +1,267 @@
+"""Image classification: fine-tuning of the whole encoder (He et al., A.1; TRP 001 Table 7; AdPE A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.checkpoint.initial_weights import naming_tensors
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.plan import Plan
+from trp_scale.data.rows import Rows
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.finetuning.arguments import SCRATCH
+from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
+from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.predictions import image_names, write_table
+from trp_scale.finetuning.task import (
+    GatheredRows,
+    ImageTask,
+    blocks_to_learn,
+    distinct,
+    open_task_sources,
+    take_encoder,
+)
+from trp_scale.models.flops import classifier_step_flops
+from trp_scale.reporting.results import CONSTANT
+
+MOST_FREQUENT = "most_frequent_class"
+"""In a checkpoint: number of the class of most training images."""
+
+TOP = 5
+MANY_CLASSES = 10
+"""Top-5 accuracy is given from this many classes on; of fewer it says little."""
+
+
+class ClassificationTask(ImageTask[ClassificationTaskConfig]):
+    """Classes of images; see `DownstreamTask`."""
+
+    metric = "accuracy"
+    pictures = "trp_scale.evaluation.figures.grad_cam:ClassifierPictures"
+
+    def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
+        test_path = config.downstream.test_path
+        train = open_labelled(config.data.path)
+        measured = open_labelled(test_path) if test_path else train
+        config.downstream.classes = len(train.classes)
+        check_classes(train, measured)
+        sources = open_task_sources(
+            config,
+            environment,
+            train.rows(TrainingImages(config, train.datasets, train.meta)),
+            measured.rows(MeasuredImages(config, measured.datasets, measured.meta)),
+            train_paths=train.paths,
+            measured_paths=measured.paths if test_path else None,
+        )
+        super().__init__(config, sources)
+        self.classes = train.classes
+        self._measured = measured.datasets
+        self.constant: int | None = train.most_frequent(0.0 if test_path else config.data.validation_fraction)
+        self.objective = ImageClassification()
+        self.step_flops = classifier_step_flops(config)
+
+    def model(self) -> nn.Module:
+        model = ImageClassifier(self.config)
+        if (path := self.config.model.weights) and path != SCRATCH:
+            weights = open_encoder(path).image_weights(self.config)
+            if model.fc_norm is not None:
+                weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
+            with naming_tensors(self.config.model):
+                take_encoder(model.encoder, weights, path)
+        return model
+
+    def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """[R, C] logits."""
+        return self.objective.logits(forward, batch)
+
+    def metrics(self) -> Accuracy:
+        return Accuracy(self.classes, self.constant)
+
+    def recall(self, extra: Mapping[str, Any]) -> None:
+        self.constant = extra.get(MOST_FREQUENT)
+
+    def predictions(self, directory: Path, group: Group) -> PredictedClasses:
+        plan = self.sources.validation.plan
+        assert plan is not None, "measured rows have a plan"
+        return PredictedClasses(directory / f"{self.name}.csv", self.classes, plan, self._measured, group)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"classes": list(self.classes), MOST_FREQUENT: self.constant}
+
+
+class PredictedClasses:
+    """A line for each image: its key, the predicted class's number and name, its probability, and the number of the
+    image's own class, empty where it has none; see `Predictions`.
+
+    Args:
+        path: of the CSV file.
+        classes: their names.
+        plan: of the measured rows.
+        datasets: that they are of.
+        group: ranks that predict.
+    """
+
+    columns = ("key", "predicted", "class", "probability", "label")
+
+    def __init__(
+        self, path: Path, classes: Sequence[str], plan: Plan, datasets: Sequence[ImageDataset], group: Group
+    ) -> None:
+        self._path, self._classes, self._plan, self._datasets = path, classes, plan, datasets
+        self._group, self._rows = group, GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """[R, C] logits."""
+        probability, predicted = outputs.float().softmax(1).max(1)  # [R]
+        self._rows.add(batch, predicted=predicted, probability=probability, labels=batch["labels"])
+
+    def finish(self) -> list[Path]:
+        rows = self._rows.gather(self._group)
+
+        def write() -> None:
+            names = image_names(self._plan, self._datasets)
+            found = zip(names, *(rows[name].tolist() for name in ("predicted", "probability", "labels")), strict=True)
+            lines = (
+                (name, number, self._classes[number], f"{share:.6f}", "" if label < 0 else label)
+                for name, number, share, label in found
+            )
+            write_table(self._path, self.columns, lines, separator=",")
+
+        on_rank_zero(self._group, f"writing {self._path}", write)
+        return [self._path]
+
+
+class Accuracy:
+    """Share of the images whose class has the highest logit, or one of the five highest; and for each class, of its
+    own images; see `Metrics`.
+
+    Args:
+        classes: their names.
+        constant: the class that a constant prediction takes; None: there is no such figure.
+    """
+
+    def __init__(self, classes: tuple[str, ...], constant: int | None = None) -> None:
+        self._classes, self._constant = classes, constant
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        self._rows.add(batch, places=places(outputs, batch["labels"].clamp(min=0)), labels=batch["labels"])
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        rows = self._rows.gather(group)
+        right, labels = rows["places"] == 0, rows["labels"]
+        found: dict[str, Any] = {"accuracy": float(right.mean())}
+        if len(self._classes) >= MANY_CLASSES:
+            found["accuracy_top5"] = float((rows["places"] < TOP).mean())
+        if self._constant is not None:
+            found[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
+        images = np.bincount(labels, minlength=len(self._classes)).tolist()
+        hits = np.bincount(labels[right], minlength=len(self._classes)).tolist()
+        found["detail"] = {
+            "classes": {
+                name: {"accuracy": hit / count if count else None, "images": count}
+                for name, hit, count in zip(distinct(self._classes), hits, images, strict=True)
+            }
+        }
+        return found
+
+
+def places(logits: Tensor, labels: Tensor) -> Tensor:
+    """[R, C] and [R] -> [R] place of the class in the order of falling logits, from 0; of equal ones the lower class
+    comes first. C, wrong at any count, where a logit is not finite."""
+    own = logits.gather(1, labels[:, None])  # [R, 1]
+    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
+    before = (logits > own) | ((logits == own) & lower)
+    return before.sum(1).masked_fill(~logits.isfinite().all(1), logits.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledImages:
+    """Opened data sets whose images all have classes.
+
+    Attributes:
+        paths, datasets: of the mixture's members.
+        meta: what they have in common.
+        classes: names, or numbers where there are none.
+    """
+
+    paths: list[MemberPath]
+    datasets: list[ImageDataset]
+    meta: ImageMeta
+    classes: tuple[str, ...]
+
+    def most_frequent(self, fraction: float) -> int:
+        """The class of most training images; of equal ones the first.
+
+        Args:
+            fraction: of the blocks that are held out.
+        """
+        blocks = [dataset.blocks for dataset in self.datasets]
+        counts = np.zeros(len(self.classes), dtype=np.int64)
+        for dataset, chosen in zip(self.datasets, blocks_to_learn(blocks, self.paths, fraction), strict=True):
+            of_images = np.repeat(chosen, dataset.blocks.rows)  # [n] blocks follow each other as images do
+            counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
+        return int(counts.argmax())
+
+    def rows(self, builder: BatchBuilder) -> Rows:
+        """With what makes batches of them."""
+        return Rows(
+            blocks=[dataset.blocks for dataset in self.datasets],
+            meta=self.meta,
+            limit=0,
+            builder=builder,
+            digests=[dataset.digest() for dataset in self.datasets],
+            labels=[np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets],
+            stored=self.datasets,
+        )
+
+
+def open_labelled(path: str) -> LabelledImages:
+    """Open a data set of images with classes, or a mixture of such.
+
+    Raises:
+        DataError: it is missing, damaged or of another format, or its members differ.
+        RefusedError: images without classes.
+    """
+    paths = parse_paths(path)
+    datasets = [open_image_dataset(member.path, member.name) for member in paths]
+    meta = agree_images(datasets)
+    if "cls" not in meta.suffixes:
+        raise RefusedError(f"{path}: the images have no classes (no .cls members), and classification needs them")
+    classes = meta.classes
+    if classes is None:
+        highest = max(int(dataset.samples.labels.max()) for dataset in datasets)
+        classes = tuple(str(number) for number in range(1 + highest))
+    return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
+
+
+def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
+    """Refuse to measure classes that training does not have.
+
+    Raises:
+        RefusedError: other names, or more classes.
+    """
+    if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
+        raise RefusedError(
+            f"--downstream.test_path has {len(measured.classes)} classes ({', '.join(measured.classes[:3])}, ...), "
+            f"--data.path {len(train.classes)} ({', '.join(train.classes[:3])}, ...); allowed: the same names in the "
+            "same order"
+        )
+    if len(measured.classes) > len(train.classes):
+        raise RefusedError(
+            f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
+            f"{len(train.classes)} classes, from 0; allowed: the same classes"
+        )

@@ -1,0 +1,193 @@
+"""How images with one map become batches of fine-tuning: jittered crops to learn from, whole images to measure on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+from trp_scale.config import CropConfig
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers
+from trp_scale.data.images.crops import GREY, Jitter, pick_centres
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.rows import DecodedRows, DecodedSample, RowReader
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of one image.
+
+    Attributes:
+        images: [K, 3, S, S] uint8.
+        corners: [K, 2] top and left of each in the scaled image.
+        scaled: height and width of the scaled image.
+    """
+
+    images: Tensor
+    corners: Integers
+    scaled: tuple[int, int]
+
+
+class WindowCutter:
+    """Scales whole images and cuts them into windows of crops.size.
+
+    Args:
+        crops: size and interpolation.
+        dense: windows or squashed, and the windows' overlap.
+    """
+
+    def __init__(self, crops: CropConfig, dense: DenseConfig) -> None:
+        self.size = crops.size
+        self._squashed = dense.measured == "squashed"
+        self._stride = max(1, int(crops.size * (1 - dense.overlap) + 1e-9))
+        self._mode = InterpolationMode[crops.interpolation.upper()]
+
+    def cut(self, image: Tensor) -> Windows:
+        """The windows of an image [3, H, W] uint8."""
+        size, (height, width) = self.size, image.shape[1:]
+        shorter = min(height, width)
+        scaled = (size, size) if self._squashed else (round(height * size / shorter), round(width * size / shorter))
+        whole = functional.resize(image, list(scaled), interpolation=self._mode, antialias=True)
+        corners = [(top, left) for top in self._places(scaled[0]) for left in self._places(scaled[1])]
+        cut = [whole[:, top : top + size, left : left + size] for top, left in corners]
+        return Windows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
+
+    def _places(self, length: int) -> list[int]:
+        """Where windows begin along a side: each a stride after the one before, the last one at the end."""
+        last = length - self.size
+        return [*range(0, last, self._stride), last]
+
+
+FRESH = 0
+"""Maskings per row in row_states: none are drawn here, so that each epoch has jitters of its own."""
+
+
+class JitteredBatchBuilder:
+    """Makes training batches of R crops of S x S pixels.
+
+    Fields of the batch, first dimension rows:
+        images [R, 3, S, S] uint8: red, green, blue; grey where there is no image.
+        semseg [R, S, S] uint8: class numbers, 255 void; or depth [R, S, S] float32: 0 where nothing was measured.
+        labels [R] int64: the class of the image, or -1.
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; its map then is empty.
+
+    All draws come from (training.seed, row key, epoch).
+    """
+
+    def __init__(
+        self,
+        config: DenseTaskConfig,
+        datasets: list[ImageDataset],
+        meta: ImageMeta,
+        maps: SegmentationMaps | DepthMaps,
+    ) -> None:
+        self._seed = config.training.seed
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        dense, self._maps = config.dense, maps
+        scales = (dense.min_scale, dense.max_scale)
+        self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        rows = self._rows.read(addresses)
+        jitters = self._jitter.draw(row_states(addresses, seed=self._seed, maskings=FRESH), rows.sizes)
+        size = self._jitter.size
+        images = torch.full((len(rows.samples), 3, size, size), GREY, dtype=torch.uint8)
+        maps = self._maps.empty((len(rows.samples), size, size))
+        for row, sample in enumerate(rows.samples):
+            if sample is not None:
+                self._jitter.cut(sample.image, jitters, row, images[row])
+                self._jitter.pick(self._maps.read(sample, int(addresses.member[row])), jitters, row, maps[row])
+        fields = {"images": images, self._maps.name: torch.from_numpy(maps)}
+        return rows.batch(fields, addresses, start=start, began=began)
+
+
+class WholeBatchBuilder:
+    """Makes batches of whole images to measure on.
+
+    Fields as of `JitteredBatchBuilder`, of the image squashed into the crop (for the loss), and:
+        windows [R, K, 3, S, S] uint8: as many as the image with most of them has.
+        window_corners [R, K, 2] int64: top and left in the scaled image.
+        window_counts [R] int64: windows of the image; 1 of a row that is not there.
+        scaled_sizes, sizes [R, 2] int64: height and width of the scaled image and of the stored one.
+        whole_semseg or whole_depth [R, H, W]: the stored map, in the upper left corner of the batch's largest.
+    """
+
+    def __init__(
+        self,
+        config: DenseTaskConfig,
+        datasets: list[ImageDataset],
+        meta: ImageMeta,
+        maps: SegmentationMaps | DepthMaps,
+    ) -> None:
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._squash = WindowCutter(config.crops, replace(config.dense, measured="squashed"))
+        squashed = config.dense.measured == "squashed"
+        self._cutter = self._squash if squashed else WindowCutter(config.crops, config.dense)
+        self._size, self._maps = config.crops.size, maps
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        rows = self._rows.read(addresses)
+        shown = [self._show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
+        fields = {
+            "images": torch.stack([one.squashed for one in shown]),
+            self._maps.name: torch.from_numpy(
+                np.stack([pick_centres(one.map, self._size, self._size) for one in shown])
+            ),
+            **_joined([one.windows for one in shown]),
+            **self._whole(rows, shown),
+        }
+        return rows.batch(fields, addresses, start=start, began=began)
+
+    def _show(self, sample: DecodedSample | None, member: int) -> _Shown:
+        if sample is None:
+            grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
+            windows = Windows(images=grey[None], corners=np.zeros((1, 2), np.int64), scaled=(self._size, self._size))
+            return _Shown(squashed=grey, windows=windows, map=self._maps.empty((1, 1)))
+        squashed = self._squash.cut(sample.image)
+        windows = squashed if self._cutter is self._squash else self._cutter.cut(sample.image)
+        return _Shown(squashed=squashed.images[0], windows=windows, map=self._maps.read(sample, member))
+
+    def _whole(self, rows: DecodedRows, shown: list[_Shown]) -> dict[str, Tensor]:
+        sizes: Integers = rows.sizes
+        maps = self._maps.empty((len(shown), *sizes.max(axis=0).tolist()))
+        for row, one in enumerate(shown):
+            height, width = one.map.shape
+            maps[row, :height, :width] = one.map
+        return {"sizes": torch.from_numpy(sizes), f"whole_{self._maps.name}": torch.from_numpy(maps)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    squashed: Tensor  # [3, S, S]
+    windows: Windows
+    map: np.ndarray[Any, np.dtype[Any]]  # [H, W]
+
+
+def _joined(windows: list[Windows]) -> dict[str, Tensor]:
+    """The windows of all rows, filled up to the largest number of them with zeros."""
+    most, first = max(len(one.images) for one in windows), windows[0].images
+    images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)
+    corners = torch.zeros(len(windows), most, 2, dtype=torch.int64)
+    for row, one in enumerate(windows):
+        images[row, : len(one.images)] = one.images
+        corners[row, : len(one.images)] = torch.from_numpy(one.corners)
+    return {
+        "windows": images,
+        "window_corners": corners,
+        "window_counts": torch.tensor([len(one.images) for one in windows], dtype=torch.int64),
+        "scaled_sizes": torch.tensor([one.scaled for one in windows], dtype=torch.int64),
+    }

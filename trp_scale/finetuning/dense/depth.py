@@ -1,0 +1,354 @@
+"""Depth estimation: fine-tuning on the distance of each pixel (TRP 4.2.3 and Table 7: NYUv2). The objective is the
+reverse Huber loss (Laina et al. 2016, eq. 2); the figures are errors of predicted depth (Eigen et al. 2014; TRP 4.3.2
+reports delta_1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.data.images.png import Map
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.plan import TrainPlan
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.finetuning.dense.maps import DepthMaps
+from trp_scale.finetuning.dense.settings import DepthTaskConfig
+from trp_scale.finetuning.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
+from trp_scale.finetuning.task import GatheredRows, blocks_to_learn
+from trp_scale.models.patches import Pixels
+from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
+from trp_scale.reporting.results import CONSTANT
+
+SAMPLED_MAPS = 256
+"""Training maps from which mean and deviation are taken."""
+
+NEARER = {True: "nearer", False: "farther"}
+
+
+class DepthTask(DenseTask[DepthTaskConfig]):
+    """Depth of pixels; see `DownstreamTask`."""
+
+    metric = "delta_1"
+    maps = DepthMaps
+
+    def __init__(self, config: DepthTaskConfig, environment: Environment) -> None:
+        super().__init__(config, environment)
+        dense = config.dense
+        self.space = DepthSpace(
+            inverse=self._inverted,
+            mean=dense.depth_mean,
+            deviation=dense.depth_deviation,
+            low=dense.min_depth,
+            high=dense.max_depth or math.inf,
+        )
+        self.objective = Depth(self.space, dense.threshold)
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        return [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
+
+    def complete(self, data: DenseData, measured: DenseData) -> int:
+        maps, dense = data.maps, self.config.dense
+        assert isinstance(maps, DepthMaps) and isinstance(measured.maps, DepthMaps)
+        path, test_path = self.config.data.path, self.config.downstream.test_path or self.config.data.path
+        if maps.nearer and dense.target == "metric":
+            raise RefusedError(
+                f"{path}: larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric; "
+                "allowed: --dense.target inverse"
+            )
+        if maps.nearer is not measured.maps.nearer:
+            raise RefusedError(
+                f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, of {path} "
+                f"{NEARER[maps.nearer]}; allowed: maps of one direction"
+            )
+        for one, where in ((maps, path), (measured.maps, test_path)):
+            if not one.metric and dense.alignment == "none":
+                raise RefusedError(
+                    f"{where}: its depth maps have no metres (scale null in dataset.json), so that errors of a "
+                    "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
+                    "--depth.scale"
+                )
+        self._inverted, self._units = dense.target == "inverse" and not maps.nearer, measured.maps.units
+        if dense.depth_deviation == 0:
+            dense.depth_mean, dense.depth_deviation = self._statistics(data)
+        return 1
+
+    def _statistics(self, data: DenseData) -> tuple[float, float]:
+        """Mean and deviation of the first maps in the training order, which is the same on all ranks."""
+        config = self.config
+        paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
+        fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
+        plan = TrainPlan(
+            seed=config.training.seed,
+            members=rows.members(paths, blocks_to_learn(rows.blocks, paths, fraction)),
+            blocks_per_group=config.data.blocks_per_group,
+        )
+        addresses = plan.locate(np.arange(min(SAMPLED_MAPS, plan.rows)))
+        return depth_statistics(data, addresses, inverse=self._inverted)
+
+    def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
+        """The target (depth or its inverse) of each pixel of each whole image, [H, W] float32; `space.depth` turns it
+        into depth."""
+        space = self.space
+        return [
+            space.mean + space.deviation * output[0] for output in predict_whole(forward, self.objective.pixels, batch)
+        ]
+
+    def numbers(self, predicted: Tensor, member: int) -> Map:
+        """Depth in the unit of the stored maps, from 1, since 0 says that nothing was measured. It is as predicted:
+        dense.alignment is for errors alone."""
+        units = self.space.depth(predicted.double()).cpu().numpy() / self._units[member]
+        found: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
+        return found
+
+    def metrics(self) -> DepthErrors:
+        dense = self.config.dense
+        return DepthErrors(self.space, dense.alignment, dense.region)
+
+
+DEPTH = "depth"
+
+THRESHOLD = 0.2
+"""c, as a share of the largest error."""
+
+LARGEST = Extra("largest_error")
+"""In `Batch.extras`: [] the largest error of the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthSpace:
+    """How what the head gives becomes depth.
+
+    Attributes:
+        inverse: targets are 1 / depth.
+        mean, deviation: target = mean + deviation x output.
+        low, high: depth that may be predicted; high is infinite without a limit.
+    """
+
+    inverse: bool
+    mean: float
+    deviation: float
+    low: float
+    high: float
+
+    def target(self, depth: Tensor) -> Tensor:
+        """Depth of any shape, 0 where it is unknown -> what is learned; 0 stays 0."""
+        return torch.where(depth > 0, 1 / depth.clamp(min=1e-12), 0.0) if self.inverse else depth
+
+    def depth(self, target: Tensor) -> Tensor:
+        """Back, within the limits."""
+        depth = 1 / target.clamp(min=1e-12) if self.inverse else target
+        return depth.clamp(self.low, self.high)
+
+
+class Depth:
+    """The mean over all measured pixels of the reverse Huber loss of the standardised target.
+
+    Its threshold c is a fifth of the largest error of the image; an image is never split. Laina et al. and MultiMAE's
+    code take the largest of the batch. With dense.threshold batch that is the global batch's, which `LargestError`
+    finds beforehand: the largest of a micro-batch or of a rank would be another loss for every split of the same batch.
+
+    Args:
+        space: targets.
+        threshold: image or batch.
+    """
+
+    tasks: tuple[str, ...] = (DEPTH,)
+    balanced: tuple[int, ...] = (0,)
+    regression: tuple[int, ...] = (0,)
+    in_a_graph = True
+
+    def __init__(self, space: DepthSpace, threshold: Literal["image", "batch"] = "image") -> None:
+        self._space, self._per_image = space, threshold == "image"
+        self.pixels = Pixels()
+
+    def count(self, batch: Batch) -> Tensor:
+        """[1] float64, measured pixels."""
+        return (batch["depth"] > 0).sum().double().reshape(1)
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+    def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
+        """Sums over measured pixels; rows that are not there have none."""
+        errors = self.errors(forward, batch)
+        largest = None if self._per_image else batch.extras.get(LARGEST, errors.detach().abs().max())
+        total = reverse_huber(errors, largest).sum(dtype=torch.float64)
+        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+
+    def errors(self, forward: Callable[..., list[Tensor]], batch: Batch) -> Tensor:
+        """[R, S, S] fp32 in standardised units; 0 where nothing was measured."""
+        depth = batch["depth"]  # [R, S, S]
+        outputs = forward(self.pixels(batch["images"]))[0].squeeze(1).float()  # [R, S, S]
+        target = (self._space.target(depth) - self._space.mean) / self._space.deviation
+        return torch.where(depth > 0, outputs - target, 0.0)
+
+
+def reverse_huber(errors: Tensor, largest: Tensor | None = None) -> Tensor:
+    """|e| where it is at most c, else (e^2 + c^2) / 2 c; c = a fifth of the largest |e|, taken as a constant.
+
+    Args:
+        errors: [R, ...]; 0 where there is none.
+        largest: [] the largest |e|; None = each image's own.
+    """
+    size = errors.abs()
+    if largest is None:
+        largest = size.detach().flatten(1).amax(1).view(-1, *[1] * (errors.ndim - 1))  # [R, 1, 1]
+    threshold = (THRESHOLD * largest).clamp(min=torch.finfo(errors.dtype).tiny)
+    return torch.where(size <= threshold, size, (errors.square() + threshold.square()) / (2 * threshold))
+
+
+class LargestError(Hook):
+    """Adds the largest error of the global batch to each of its micro-batches: a pass over the window beforehand,
+    without gradients, which sees what the weighted pass sees. Where one rank holds the whole batch in one micro-batch
+    the objective finds it there itself.
+
+    Args:
+        objective: the run's.
+    """
+
+    name = "largest_error"
+
+    def __init__(self, objective: Depth) -> None:
+        self.objective = objective
+        self._added: dict[Extra, Tensor] = {}
+
+    @torch.no_grad()
+    def before_step(self, ctx: StepContext) -> None:
+        self._added = {}
+        if len(ctx.window) > 1 or ctx.data_group.size > 1:
+            errors = [self.objective.errors(ctx.engine, ctx.reseeded(micro)).abs().max() for micro in ctx.window]
+            self._added = {LARGEST: ctx.data_group.max(torch.stack(errors).max())}
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        return micro.adding(self._added)
+
+    def after_step(self, ctx: StepContext) -> None:
+        self._added = {}
+
+
+DELTA = 1.25
+
+NAMES = ("delta_1", "delta_2", "delta_3", "rmse", "rel", "log10")
+
+EIGEN = (45 / 480, 471 / 480, 41 / 640, 601 / 640)
+"""Top, bottom, left and right of the measured region of NYUv2, as shares of the height and width."""
+
+
+class DepthErrors:
+    """Collects each image's sums of errors; see `Metrics`. All ranks' images are added in stored order, so any number
+    of ranks gives the same figures.
+
+    Args:
+        space: of what the model predicts.
+        alignment: none, or scale_shift.
+        region: whole or eigen.
+    """
+
+    def __init__(
+        self,
+        space: DepthSpace,
+        alignment: Literal["none", "scale_shift"] = "none",
+        region: Literal["whole", "eigen"] = "whole",
+    ) -> None:
+        self._space, self._alignment, self._region = space, alignment, region
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
+        """Each row's predicted targets [H, W], before they become depth."""
+        found, constants = [], []
+        for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
+            true = batch["whole_depth"][row, :height, :width].double()
+            there = (true > 0) & measured_region(height, width, self._region, true.device)
+            found.append(self._sums(predicted.double()[there], true[there]))
+            constants.append(self._sums(torch.full_like(true[there], self._space.mean), true[there]))
+        self._rows.add(batch, sums=torch.stack(found), constant=torch.stack(constants))
+
+    def _sums(self, predicted: Tensor, true: Tensor) -> Tensor:
+        target = self._space.target(true)
+        if self._alignment == "scale_shift":
+            predicted = aligned(predicted, target)
+        return error_sums(self._space.depth(predicted), true)
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        """Over all measured pixels, and under "detail" the means over images of each image's own figures.
+        constant_delta_1 is delta_1 of predicting the training maps' mean everywhere.
+
+        Raises:
+            RefusedError: no pixel was measured.
+        """
+        rows = self._rows.gather(group)
+        sums = rows["sums"]  # [n, 7]
+        if not sums[:, 0].sum():
+            raise RefusedError(
+                "no measured pixel in the maps that are measured on; look at --dense.min_depth, --dense.max_depth and "
+                "--dense.region"
+            )
+        images = sums[sums[:, 0] > 0]
+        return {
+            **figures(sums.sum(0)),
+            f"{CONSTANT}delta_1": figures(rows["constant"].sum(0))["delta_1"],
+            "detail": {
+                "mean_over_images": {name: float(np.mean([figures(one)[name] for one in images])) for name in NAMES},
+                "pixels": int(sums[:, 0].sum()),
+                "images": len(images),
+            },
+        }
+
+
+def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
+    """[7] float64: number of pixels, then of each of NAMES the sum of what its mean is taken of.
+
+    Args:
+        predicted, true: [n] positive depth.
+    """
+    ratio = torch.maximum(predicted / true, true / predicted)
+    logarithms = (predicted.log10() - true.log10()).abs()
+    parts = [torch.ones_like(true), *((ratio < DELTA**power).to(true.dtype) for power in (1, 2, 3))]
+    parts += [(predicted - true).square(), (predicted - true).abs() / true, logarithms]
+    return torch.stack(parts).sum(1, dtype=torch.float64)
+
+
+def figures(sums: Any) -> dict[str, float]:
+    """The figures of `error_sums`: delta_k the share of pixels with max(p / t, t / p) < 1.25^k; rmse in the depth's
+    unit; rel the mean of |p - t| / t; log10 the mean of |log10 p - log10 t|."""
+    means = dict(zip(NAMES, (sums[1:] / sums[0]).tolist(), strict=True))
+    return {**means, "rmse": means["rmse"] ** 0.5}
+
+
+def aligned(predicted: Tensor, target: Tensor) -> Tensor:
+    """s predicted + b, with s and b that make the squared difference to the target smallest (Ranftl et al. 2022); of a
+    constant prediction the target's mean.
+
+    Args:
+        predicted, target: [n] float64.
+    """
+    if not len(target):
+        return predicted
+    centred, wanted = predicted - predicted.mean(), target - target.mean()
+    variance = centred @ centred
+    scale = torch.where(variance > 0, centred @ wanted / variance.clamp(min=torch.finfo(variance.dtype).tiny), 0.0)
+    return scale * centred + target.mean()
+
+
+def measured_region(
+    height: int, width: int, region: Literal["whole", "eigen"], device: torch.device | None = None
+) -> Tensor:
+    """[H, W] bool: pixels that are measured."""
+    mask = torch.ones(height, width, dtype=torch.bool, device=device)
+    if region == "eigen":
+        top, bottom, left, right = EIGEN
+        mask[: round(top * height)] = mask[round(bottom * height) :] = False
+        mask[:, : round(left * width)] = mask[:, round(right * width) :] = False
+    return mask

@@ -1,0 +1,328 @@
+"""An image encoder with a head that gives every pixel a value, and the heads.
+
+linear: one layer on each patch token. convnext: as MultiMAE fine-tunes (Bachmann et al. 2022). dpt: the neck and depth
+head of the dense prediction transformer (Ranftl et al. 2021). upernet: Xiao et al. 2018. The last two are transformers'
+modules on our tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.models.convnext import ConvNeXtBlock
+from torch import Tensor, nn
+
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.finetuning.dense.settings import DenseTaskConfig
+from trp_scale.models.image_encoder import EncoderShape, ImageEncoder, OnImageEncoder
+from trp_scale.models.initialise import initialise_vision, write
+
+NORM_CHANNELS = 16
+"""Fewest channels of a group of a group norm: over fewer, values on a 1 x 1 map would be little but their order."""
+
+MOST_GROUPS = 32
+
+OUTPUT_SCALE = 0.01
+"""The last layer starts this much smaller, so that all classes start almost equally likely, and depth at its mean."""
+
+
+class DenseHead(nn.Module):
+    """Turns tokens of some blocks into maps.
+
+    Attributes:
+        after: numbers of the blocks that are read, ascending, perhaps repeated; empty: the last block's tokens through
+            the encoder's norm.
+        outputs: names of the last layers.
+    """
+
+    after: tuple[int, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def forward(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Tokens [B, 1 + G^2, D] of each block of `after` -> maps [B, C, H, W]: the prediction, and perhaps that of an
+        auxiliary head."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+
+def as_map(tokens: Tensor) -> Tensor:
+    """Patch tokens without the class token: [B, 1 + G^2, D] -> [B, D, G, G]."""
+    batch, length, width = tokens.shape
+    grid = math.isqrt(length - 1)
+    return tokens[:, 1:].transpose(1, 2).reshape(batch, width, grid, grid)
+
+
+def quarters(blocks: int) -> tuple[int, ...]:
+    """The last block of each quarter of an encoder: 2, 5, 8, 11 of 12; some repeat if there are fewer than four."""
+    return tuple(-(-quarter * blocks // 4) - 1 for quarter in (1, 2, 3, 4))
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """A group norm of at most 32 groups. It normalises each image by itself; a batch norm would make an image's result
+    depend on how the batch is split over ranks and micro-batches, and its running statistics are no parameters, so no
+    checkpoint would hold them."""
+    groups = max(1, min(MOST_GROUPS, channels // NORM_CHANNELS))
+    while channels % groups:
+        groups -= 1
+    return nn.GroupNorm(groups, channels)
+
+
+def without_batch_norms(module: nn.Module) -> None:
+    """Put a group norm in the place of every batch norm, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(module, name, group_norm(child.num_features))
+        else:
+            without_batch_norms(child)
+
+
+def initialise_head(head: DenseHead, *, seed: int) -> None:
+    """Initial weights from (seed, name): matrices and kernels uniform within fan_in^(-1/2), as torch's own layers,
+    those of the last layers scaled by OUTPUT_SCALE; biases 0, norm weights 1."""
+    fans = {name: _fan_in(module) for name, module in head.named_modules()}
+
+    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
+        layer, _, kind = name.rpartition(".")
+        if parameter.ndim < 2:
+            return 1.0 if kind == "weight" else 0.0
+        generator = torch.Generator().manual_seed(tensor_seed(seed, f"head.{name}"))
+        bound = math.sqrt(1.0 / fans[layer]) * (OUTPUT_SCALE if layer in head.outputs else 1.0)
+        return (2.0 * torch.rand(tuple(parameter.shape), generator=generator) - 1.0) * bound
+
+    write(head, rule)
+
+
+def _fan_in(module: nn.Module) -> int:
+    """Inputs of each output of a layer; 0 of others."""
+    if isinstance(module, nn.ConvTranspose2d):  # its strides are its kernel's sides: kernels do not overlap
+        return module.in_channels
+    if isinstance(module, nn.Conv2d):
+        return module.in_channels // module.groups * math.prod(module.kernel_size)
+    return module.in_features if isinstance(module, nn.Linear) else 0
+
+
+class LinearHead(DenseHead):
+    """A 1 x 1 convolution of the last block's normalised tokens.
+
+    Args:
+        width: D, of a token.
+        outputs: C, channels of the result.
+    """
+
+    outputs = ("classifier",)
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.classifier = nn.Conv2d(width, outputs, 1)
+
+    def forward(self, tokens: list[Tensor]) -> list[Tensor]:
+        """[B, 1 + G^2, D] -> [B, C, G, G]."""
+        return [self.classifier(as_map(tokens[-1]))]
+
+
+FINER = 4
+"""Cells along each side of a patch."""
+
+BLOCKS = 4
+
+CONVNEXT_WIDTH = 384
+"""Channels of a cell: a token is projected to 6144 = 16 x 384 values."""
+
+
+class ConvNextHead(DenseHead):
+    """Each token of the last block becomes 4 x 4 cells; timm's ConvNeXt blocks without layer scale (Liu et al. 2022)
+    join them, and a linear layer reads each cell.
+
+    Args:
+        width: D, of a token.
+        outputs: C, channels of the result.
+        cell: channels of a cell.
+    """
+
+    outputs = ("classifier",)
+
+    def __init__(self, width: int, outputs: int, cell: int = CONVNEXT_WIDTH) -> None:
+        super().__init__()
+        self.projection = nn.Linear(width, FINER**2 * cell)
+        self.blocks = nn.Sequential(*(ConvNeXtBlock(cell, ls_init_value=None) for _ in range(BLOCKS)))
+        self.classifier = nn.Conv2d(cell, outputs, 1)
+
+    def forward(self, tokens: list[Tensor]) -> list[Tensor]:
+        """[B, 1 + G^2, D] -> [B, C, 4 G, 4 G]."""
+        cells = self.projection(tokens[-1][:, 1:])  # [B, G^2, 16 W]
+        return [self.classifier(self.blocks(finer_map(cells)))]
+
+
+def finer_map(cells: Tensor) -> Tensor:
+    """[B, G^2, 16 W] -> [B, W, 4 G, 4 G]: the 16 parts of a token are its cells, row by row."""
+    batch, patches, _ = cells.shape
+    grid = round(patches**0.5)
+    parts = cells.view(batch, grid, grid, FINER, FINER, -1)  # [B, row, column, cell row, cell column, W]
+    return parts.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, grid * FINER, grid * FINER)
+
+
+DPT_WIDTH = 256
+
+
+class DptHead(DenseHead):
+    """Tokens of four blocks, each with the class token mixed in, become maps of 4, 2, 1 and 1/2 times the patches'
+    grid, are fused from the coarsest on, and give one value for each pixel.
+
+    It differs from transformers' in two places. The first fusion has nothing to fuse, so its first residual unit, whose
+    weights nothing would ever reach, is left out. And the last ReLU is left out: the result is in standard deviations
+    from a mean, of either sign, and a head that begins at zero would have no gradient.
+
+    Args:
+        width: D, of a token.
+        outputs: 1.
+        after: four blocks.
+        channels: of the fused maps; those before have 3/8, 3/4, 3/2 and 3 times as many (96 to 768 of 256).
+    """
+
+    def __init__(self, width: int, outputs: int, after: tuple[int, ...], channels: int = DPT_WIDTH) -> None:
+        super().__init__()
+        from transformers import DPTConfig
+        from transformers.models.dpt.modeling_dpt import DPTDepthEstimationHead, DPTNeck
+
+        if outputs != 1:
+            raise ValueError(f"{outputs} outputs: the DPT head here is of depth, 1 is allowed")
+        self.after = after
+        settings = DPTConfig(
+            hidden_size=width,
+            is_hybrid=False,
+            neck_hidden_sizes=[channels * eighths // 8 for eighths in (3, 6, 12, 24)],
+            fusion_hidden_size=channels,
+            readout_type="project",
+        )
+        self.neck = DPTNeck(settings)
+        self.neck.fusion_stage.layers[0].residual_layer1 = nn.Identity()
+        self.decoder = DPTDepthEstimationHead(settings)
+        self.decoder.head[-1] = nn.Identity()
+        self.outputs = (f"decoder.head.{len(self.decoder.head) - 2}",)
+
+    def forward(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Four times [B, 1 + G^2, D] -> [B, 1, 16 G, 16 G]."""
+        return [self.decoder(self.neck(tokens)).unsqueeze(1)]
+
+
+UPERNET_WIDTH = 512
+AUXILIARY_WIDTH = 256
+AUXILIARY_LEVEL = 2
+"""The third feature map, as in MMSegmentation."""
+
+
+class UperNetHead(DenseHead):
+    """The tokens after four blocks as maps of 4, 2, 1 and 1/2 times the patches' grid: by transposed convolutions and
+    pooling (Bao et al. 2022, He et al.), then transformers' UPerNet.
+
+    The published head has batch norms over all ranks; here they are group norms (`group_norm`).
+
+    Args:
+        width: D, of a token.
+        outputs: C, channels of the result.
+        after: four blocks.
+        channels: within the head.
+        auxiliary: whether there is a second, small head on the third map.
+    """
+
+    def __init__(
+        self, width: int, outputs: int, after: tuple[int, ...], channels: int = UPERNET_WIDTH, *, auxiliary: bool
+    ) -> None:
+        super().__init__()
+        from transformers import UperNetConfig
+        from transformers.models.upernet.modeling_upernet import UperNetFCNHead
+        from transformers.models.upernet.modeling_upernet import UperNetHead as LibraryHead
+
+        self.after = after
+        settings = UperNetConfig(
+            hidden_size=channels, num_labels=outputs, auxiliary_channels=AUXILIARY_WIDTH, auxiliary_num_convs=1
+        )
+        widths = [width] * len(after)
+        self.pyramid = Pyramid(width)
+        self.decoder = LibraryHead(settings, widths)
+        self.auxiliary = UperNetFCNHead(settings, widths, in_index=AUXILIARY_LEVEL) if auxiliary else None
+        without_batch_norms(self)
+        self.outputs = ("decoder.classifier", "auxiliary.classifier")
+
+    def forward(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Four times [B, 1 + G^2, D] -> [B, C, 4 G, 4 G], and with an auxiliary head [B, C, G, G]."""
+        maps = self.pyramid([as_map(each) for each in tokens])
+        found = [self.decoder(maps)]
+        return found if self.auxiliary is None else [*found, self.auxiliary(maps)]
+
+
+class Pyramid(nn.Module):
+    """Maps of one resolution become four.
+
+    Args:
+        width: D, of every map.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(
+            [
+                nn.Sequential(_doubled(width), group_norm(width), nn.GELU(), _doubled(width)),
+                _doubled(width),
+                nn.Identity(),
+                nn.MaxPool2d(2),
+            ]
+        )
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Four times [B, D, G, G] -> [B, D, 4 G, 4 G], [B, D, 2 G, 2 G], [B, D, G, G], [B, D, G / 2, G / 2]."""
+        return [level(each) for level, each in zip(self.levels, maps, strict=True)]
+
+
+def _doubled(width: int) -> nn.ConvTranspose2d:
+    return nn.ConvTranspose2d(width, width, 2, stride=2)
+
+
+def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+    """The head with its initial weights.
+
+    Args:
+        config: section dense, checked, and the seed.
+        shape: of the encoder.
+        outputs: channels of the prediction.
+    """
+    head = _build(config, shape, outputs)
+    initialise_head(head, seed=config.training.seed)
+    return head
+
+
+def _build(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+    dense = config.dense
+    if dense.head == "linear":
+        return LinearHead(shape.width, outputs)
+    if dense.head == "convnext":
+        return ConvNextHead(shape.width, outputs, dense.width or CONVNEXT_WIDTH)
+    after = tuple(dense.after) or quarters(shape.blocks)
+    if dense.head == "upernet":
+        auxiliary = dense.auxiliary_weight > 0
+        return UperNetHead(shape.width, outputs, after, dense.width or UPERNET_WIDTH, auxiliary=auxiliary)
+    return DptHead(shape.width, outputs, after, dense.width or DPT_WIDTH)
+
+
+class PixelModel(OnImageEncoder):
+    """Encoder and head.
+
+    Args:
+        config: sizes, section dense, and the seed of the initial weights.
+        outputs: C, values of each pixel.
+    """
+
+    def __init__(self, config: DenseTaskConfig, outputs: int) -> None:
+        super().__init__()
+        self.encoder = ImageEncoder(config)
+        initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
+        self.head = build_head(config, self.encoder.shape, outputs)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """[B, 3, S, S] normalised pixels -> [B, C, S, S], and as many of an auxiliary head if there is one."""
+        blocks = sorted(set(self.head.after))
+        found = dict(zip(blocks or [0], self.encoder(images, after=blocks), strict=True))
+        maps = self.head([found[number] for number in self.head.after] or [found[0]])
+        size = images.shape[-2:]
+        return [F.interpolate(each, size=size, mode="bilinear", align_corners=False) for each in maps]

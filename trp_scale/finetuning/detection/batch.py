@@ -1,0 +1,303 @@
+"""How images with objects become a Batch: decode, place in a square, and take boxes and masks along.
+
+Every draw is a hash of the row's state, so a placement depends on (seed, row key, epoch) and on the image's size.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.ops import roi_align
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
+from trp_scale.data.images.crops import uniform
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
+from trp_scale.data.images.png import png_format
+from trp_scale.data.images.rows import decode_image
+from trp_scale.data.index import reason_of
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.errors import DataError, said_by
+from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.masks import decode
+from trp_scale.finetuning.detection.settings import DetectionTaskConfig
+
+Floats = npt.NDArray[np.float64]
+
+_SCALE = np.uint64(name_hash("detection: scale"))
+_TOP = np.uint64(name_hash("detection: top"))
+_LEFT = np.uint64(name_hash("detection: left"))
+_FLIP = np.uint64(name_hash("detection: flip"))
+
+GREY = 128
+"""Value of the pixels of the square that the image does not fill."""
+
+SMALLEST = 1.0
+"""Pixels of the square that an object's box has along each side at least; smaller ones are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How an image of size [H, W] gets into a square: mirrored, resized, and then cut or filled up at right and below.
+
+    Attributes:
+        size: H, W.
+        resized: height and width that it is resized to.
+        top, left: first row and column that are shown.
+        flip: whether it is mirrored before.
+        side: of the square.
+    """
+
+    size: tuple[int, int]
+    resized: tuple[int, int]
+    top: int
+    left: int
+    flip: bool
+    side: int
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """Height and width of the part of the square that the image fills."""
+        return min(self.side, self.resized[0] - self.top), min(self.side, self.resized[1] - self.left)
+
+    def image(self, image: Tensor, mode: InterpolationMode, out: Tensor) -> None:
+        """Draw an image [3, H, W] uint8 into the square `out` [3, side, side]."""
+        resized = functional.resize(image, list(self.resized), interpolation=mode, antialias=True)
+        if self.flip:
+            resized = functional.horizontal_flip(resized)
+        height, width = self.shown
+        out.fill_(GREY)
+        out[:, :height, :width] = resized[:, self.top : self.top + height, self.left : self.left + width]
+
+    def boxes(self, boxes: Floats) -> Floats:
+        """[n, 4] left, top, right, bottom in the image -> in the square, cut to what is shown of the image."""
+        height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
+        left, right = boxes[:, 0] * width, boxes[:, 2] * width
+        if self.flip:
+            left, right = self.resized[1] - right, self.resized[1] - left
+        bottom, end = self.shown
+        placed = np.stack([left - self.left, boxes[:, 1] * height - self.top, right - self.left,
+                           boxes[:, 3] * height - self.top], axis=1)  # fmt: skip
+        cut: Floats = np.clip(placed, 0.0, [end, bottom, end, bottom])
+        return cut
+
+    def sources(self, boxes: Floats) -> Floats:
+        """The inverse of `boxes` for boxes that lie in what is shown, [n, 4]."""
+        height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
+        left, right = boxes[:, 0] + self.left, boxes[:, 2] + self.left
+        if self.flip:
+            left, right = self.resized[1] - right, self.resized[1] - left
+        found: Floats = np.stack(
+            [left / width, (boxes[:, 1] + self.top) / height, right / width, (boxes[:, 3] + self.top) / height], axis=1
+        )
+        return found
+
+    def mask(self, mask: npt.NDArray[np.uint8], box: Floats, grid: int) -> Tensor:
+        """An object's mask within its box.
+
+        Args:
+            mask: [H, W] 0 or 1, of the whole image.
+            box: [4] of the object in the square.
+            grid: cells along each side.
+
+        Returns:
+            [grid, grid] uint8, share of each cell that the mask covers, times 255.
+        """
+        source = torch.from_numpy(self.sources(box[None])).float()  # [1, 4]
+        whole = torch.from_numpy(mask).float()[None, None]  # [1, 1, H, W]
+        # Without a sampling ratio each cell is the mean over its pixels.
+        cells: Tensor = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]
+        return (cells.flip(-1) if self.flip else cells).mul(255.0).round().to(torch.uint8)
+
+
+def letterbox(sizes: Integers, side: int) -> list[Placement]:
+    """Each image whole, its longer side as long as the square's."""
+    return [_placed(size, side, 1.0) for size in sizes.tolist()]
+
+
+def draw_placements(
+    states: Words, sizes: Integers, side: int, *, scales: tuple[float, float], flip: float
+) -> list[Placement]:
+    """Random mirroring and large-scale jitter (Ghiasi et al. 2021).
+
+    Args:
+        states: [R] a word per row (`plan.row_states`).
+        sizes: [R, 2] height and width of its image.
+        side: of the squares.
+        scales: the longer side is scaled to `side` times a number drawn from the first to the second.
+        flip: probability of mirroring.
+    """
+    smallest, largest = scales
+    ratios = smallest + (largest - smallest) * uniform(mix(states ^ _SCALE))
+    flips = uniform(mix(states ^ _FLIP)) < flip
+    whole = [
+        _placed(size, side, ratio, bool(mirrored))
+        for size, ratio, mirrored in zip(sizes.tolist(), ratios.tolist(), flips.tolist(), strict=True)
+    ]
+    rooms = np.array([[max(length - side, 0) + 1 for length in one.resized] for one in whole], dtype=np.int64)
+    tops, lefts = below(mix(states ^ _TOP), rooms[:, 0]), below(mix(states ^ _LEFT), rooms[:, 1])
+    return [
+        Placement(size=one.size, resized=one.resized, top=int(top), left=int(left), flip=one.flip, side=side)
+        for one, top, left in zip(whole, tops, lefts, strict=True)
+    ]
+
+
+def _placed(size: list[int], side: int, ratio: float, flip: bool = False) -> Placement:
+    height, width = size
+    factor = side * ratio / max(height, width)
+    resized = max(1, round(height * factor)), max(1, round(width * factor))
+    return Placement(size=(height, width), resized=resized, top=0, left=0, flip=flip, side=side)
+
+
+class DetectionBatchBuilder:
+    """Makes batches of R images in squares of S pixels, with at most K objects each.
+
+    Fields of the batch, first dimension rows:
+        images [R, 3, S, S] uint8.
+        boxes [R, K, 4] float32: left, top, right, bottom in pixels of the square; classes [R, K] int64, from 1.
+        masks [R, K, m, m] uint8: share of each cell of the box that the object covers, times 255; if masks are learned.
+        counts [R] int64: objects; the places behind them are zero.
+        sizes [R, 2], resized [R, 2] int64: height and width of the stored image, and what they were resized to.
+        image [R, 2] int64: number of the data set in a mixture, and of the image in it.
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be read; it then is grey.
+
+    Args:
+        config: the run; detection.masks is on or off.
+        datasets: members of the mixture, of the same classes.
+        augment: draw placements; else each image is shown whole.
+    """
+
+    def __init__(self, config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> None:
+        detection = config.detection
+        self._datasets = list(datasets)
+        self._side, self._objects, self._grid = config.crops.size, detection.max_objects, detection.mask_size
+        self._scales, self._flip = (detection.min_scale, detection.max_scale), config.crops.flip
+        self._mode = InterpolationMode[config.crops.interpolation.upper()]
+        self._masks, self._augment, self._seed = detection.masks == "on", augment, config.training.seed
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        images, corrupt = self._read(addresses)
+        sizes = np.array([(1, 1) if one is None else one.shape[1:] for one in images], dtype=np.int64)  # [R, 2]
+        placements = self._place(addresses, sizes)
+        fields = self._empty(len(images))
+        for row, image in enumerate(images):
+            if image is not None:
+                self._fill(fields, row, image, placements[row], *_address(addresses, row))
+        fields["sizes"] = torch.from_numpy(sizes)
+        fields["resized"] = torch.tensor([one.resized for one in placements])
+        fields["image"] = torch.from_numpy(np.stack([addresses.member, addresses.block], axis=1))
+        fields["row_weights"] = torch.tensor([float(one is not None) for one in images])
+        return Batch(
+            fields=fields,
+            keys=torch.from_numpy(addresses.keys),
+            start=start,
+            epoch=int(addresses.epoch[0]),
+            corrupt=sorted(corrupt),
+            reasons=corrupt,
+            fetch_seconds=time.perf_counter() - began,
+        )
+
+    def _read(self, addresses: Addresses) -> tuple[list[Tensor | None], dict[str, str]]:
+        """The decoded images, and why some cannot be, by their names."""
+        images: list[Tensor | None] = []
+        corrupt: dict[str, str] = {}
+        for row, present in enumerate(addresses.present.tolist()):
+            images.append(None)
+            if not present:
+                continue
+            member, number = _address(addresses, row)
+            dataset = self._datasets[member]
+            path = dataset.folder / dataset.keys[number]
+            try:
+                images[-1] = read_image(path, tuple(dataset.sizes[number].tolist()))
+            except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
+                corrupt[str(path)] = reason_of(error)
+        return images, corrupt
+
+    def _place(self, addresses: Addresses, sizes: np.ndarray) -> list[Placement]:
+        if not self._augment:
+            return letterbox(sizes, self._side)
+        states = row_states(addresses, seed=self._seed, maskings=0)
+        return draw_placements(states, sizes, self._side, scales=self._scales, flip=self._flip)
+
+    def _empty(self, rows: int) -> dict[str, Tensor]:
+        fields = {
+            "images": torch.full((rows, 3, self._side, self._side), GREY, dtype=torch.uint8),
+            "boxes": torch.zeros(rows, self._objects, 4),
+            "classes": torch.zeros(rows, self._objects, dtype=torch.int64),
+            "counts": torch.zeros(rows, dtype=torch.int64),
+        }
+        if self._masks:
+            fields["masks"] = torch.zeros(rows, self._objects, self._grid, self._grid, dtype=torch.uint8)
+        return fields
+
+    def _fill(
+        self, fields: dict[str, Tensor], row: int, image: Tensor, placement: Placement, member: int, number: int
+    ) -> None:
+        """One image with its objects."""
+        placement.image(image, self._mode, out=fields["images"][row])
+        dataset = self._datasets[member]
+        objects = dataset.counted(number)
+        boxes = placement.boxes(dataset.boxes[objects])  # [n, 4]
+        place = 0
+        for of_dataset, box in zip(objects, boxes, strict=True):
+            if place == self._objects:
+                break
+            if (box[2:] - box[:2]).min() < SMALLEST:
+                continue
+            if self._masks:
+                assert dataset.masks is not None, "detection.masks is on only where all data sets have them"
+                mask = placement.mask(decode(dataset.masks[of_dataset], *placement.size), box, self._grid)
+                if int(mask.max()) < 128:  # only an empty corner of the box is left
+                    continue
+                fields["masks"][row, place] = mask
+            fields["boxes"][row, place] = torch.from_numpy(box).float()
+            fields["classes"][row, place] = int(dataset.labels[of_dataset])
+            place += 1
+        fields["counts"][row] = place
+
+
+def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
+    """[3, H, W] uint8 of a JPEG, PNG, GIF or WebP; transparency is dropped.
+
+    All but JPEG by Pillow: torchvision's PNG decoder ends the process by SIGSEGV on most damaged files.
+
+    Args:
+        size: H, W as the annotations say; 0 where they say nothing.
+
+    Raises:
+        DataError: it cannot be read or decoded, has 16 bits a channel, or has another size.
+    """
+    try:
+        content = path.read_bytes()
+        if content.startswith(b"\xff\xd8"):  # a JPEG
+            pixels = decode_image(bytearray(content))
+        elif png_format(content)[0] == 16:
+            raise DataError("16 bits a channel found, images of 8 bits are allowed; convert it")
+        else:
+            image = Image.open(io.BytesIO(content), formats=("PNG", "GIF", "WEBP"))
+            refuse_too_many_pixels(image.height, image.width)
+            pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Exception as error:  # decoders raise whatever a broken file leads them to
+        raise DataError(f"{path}: cannot be read ({said_by(error)})") from error
+    if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
+        raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
+    return pixels
+
+
+def _address(addresses: Addresses, row: int) -> tuple[int, int]:
+    """Number of the data set, and of the image in it."""
+    return int(addresses.member[row]), int(addresses.block[row])

@@ -1,0 +1,294 @@
+"""Mask R-CNN, or Faster R-CNN, on an image encoder: torchvision's heads on a pyramid of ours.
+
+The pyramid makes maps of several strides from the single stride of a plain vision transformer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
+
+from trp_scale.finetuning.dense.model import as_map
+from trp_scale.finetuning.detection.settings import DetectionConfig, DetectionTaskConfig
+from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
+from trp_scale.models.initialise import initial_tensor, initialise_vision, write
+
+LEVELS = ("0", "1", "2", "3")
+"""Names of the maps of strides p/4, p/2, p and 2p, as torchvision's heads call them; "pool" has 4p."""
+
+
+def rescale(width: int, level: int) -> tuple[nn.Module, int]:
+    """What turns the map of stride p into that of a level, and the channels it then has: a transposed convolution of
+    stride 2 for each doubling, with a norm and GELU between two, nothing, or the maximum of 2 x 2 (Li et al. 2021;
+    Li et al. 2022, where each doubling halves the channels)."""
+    half = nn.ConvTranspose2d(width, width // 2, 2, stride=2)
+    if level == 0:
+        quarter = nn.ConvTranspose2d(width // 2, width // 4, 2, stride=2)
+        return nn.Sequential(half, LayerNorm2d(width // 2), nn.GELU(), quarter), width // 4
+    if level == 1:
+        return half, width // 2
+    return (nn.Identity() if level == 2 else nn.MaxPool2d(2)), width
+
+
+class SimplePyramid(nn.Module):
+    """All levels from the last map alone (Li et al. 2022, section 3): rescaled, then a 1 x 1 and a 3 x 3 convolution,
+    each with a norm over the channels.
+
+    Args:
+        width: D, of the tokens.
+        channels: of each level.
+    """
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.rescale, self.output = nn.ModuleList(), nn.ModuleList()
+        for level in range(len(LEVELS)):
+            module, found = rescale(width, level)
+            self.rescale.append(module)
+            self.output.append(
+                nn.Sequential(
+                    nn.Conv2d(found, channels, 1, bias=False),
+                    LayerNorm2d(channels),
+                    nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                    LayerNorm2d(channels),
+                )
+            )
+
+    def reads(self, blocks: int) -> list[int]:
+        """Numbers of the blocks whose tokens it takes; empty = the last block's, normalised."""
+        return []
+
+    def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
+        """[[B, 1 + G^2, D]] -> maps [B, channels, H, W] by level, the finest first."""
+        last = as_map(tokens[0])  # [B, D, G, G]
+        maps = [output(scaled(last)) for scaled, output in zip(self.rescale, self.output, strict=True)]
+        return with_pool(OrderedDict(zip(LEVELS, maps, strict=True)))
+
+
+class BlockPyramid(nn.Module):
+    """A level from the last block of each quarter of the encoder, joined from the top down (Li et al. 2021).
+
+    Where the papers normalise over the batch, this does over the channels: images stay independent of each other.
+
+    Args:
+        width, channels: as for SimplePyramid.
+    """
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        scaled = [rescale(width, level) for level in range(len(LEVELS))]
+        self.rescale = nn.ModuleList(module for module, _ in scaled)
+        self.join = FeaturePyramidNetwork([found for _, found in scaled], channels, norm_layer=LayerNorm2d)
+
+    def reads(self, blocks: int) -> list[int]:
+        """Numbers of the blocks whose tokens it takes."""
+        return [blocks * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
+
+    def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
+        """Four of [B, 1 + G^2, D] -> maps [B, channels, H, W] by level, the finest first."""
+        maps = [scaled(as_map(one)) for scaled, one in zip(self.rescale, tokens, strict=True)]
+        return with_pool(self.join(OrderedDict(zip(LEVELS, maps, strict=True))))
+
+
+def with_pool(maps: OrderedDict[str, Tensor]) -> OrderedDict[str, Tensor]:
+    """The maps in single precision, with every other cell of the coarsest as one more, for the largest anchors. Box
+    coordinates follow their type: in bf16 they would be off by pixels."""
+    single = OrderedDict((name, level.float()) for name, level in maps.items())
+    single["pool"] = F.max_pool2d(single[LEVELS[-1]], kernel_size=1, stride=2)
+    return single
+
+
+PYRAMIDS: dict[str, type[SimplePyramid] | type[BlockPyramid]] = {"simple": SimplePyramid, "fpn": BlockPyramid}
+
+
+RATIOS = (0.5, 1.0, 2.0)
+"""Height over width of the anchors."""
+
+Target = dict[str, Tensor]
+
+
+class SingleProposalHead(RPNHead):  # type: ignore[misc]
+    """Outputs in single precision: box coordinates take their type."""
+
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        logits, deltas = super().forward(x)
+        return [one.float() for one in logits], [one.float() for one in deltas]
+
+
+class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
+    """Outputs in single precision, as above."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, deltas = super().forward(x)
+        return scores.float(), deltas.float()
+
+
+class Detector(OnImageEncoder):
+    """Proposals from all levels of the pyramid, then classes, boxes and masks of the proposals (He et al. 2017).
+
+    Pixels come normalised and in squares, so torchvision's own transform has no part in it. Sizes of anchors and the
+    level of a proposal keep torchvision's proportion to the stride p of the encoder: for p = 16 anchors of 32 to 512
+    pixels, and a proposal of 224 pixels on the map of stride 16.
+
+    Args:
+        config: sizes, the section `detection` with masks on or off, `downstream.classes` without the background, and
+            the seed of the initial weights.
+    """
+
+    def __init__(self, config: DetectionTaskConfig) -> None:
+        super().__init__()
+        detection, patch_size = config.detection, config.vision.patch_size
+        self.encoder = ImageEncoder(config)
+        self.pyramid = PYRAMIDS[detection.pyramid](config.model.hidden_size, detection.width)
+        self.rpn = _proposals(detection, patch_size)
+        self.roi_heads = _heads(detection, patch_size, 1 + config.downstream.classes)
+        self._after = self.pyramid.reads(config.model.layers)
+        initialise_vision(self.encoder, seed=config.training.seed, std=config.model.initializer_range)
+        for name in ("pyramid", "rpn", "roi_heads"):
+            _initialise(getattr(self, name), f"{name}.", config.training.seed)
+
+    def forward(self, images: Tensor, targets: list[Target] | None = None) -> dict[str, Tensor] | list[Target]:
+        """Losses where targets are given, detections where not, whatever mode the module is in.
+
+        The samples that the losses are computed on are drawn by torch's generator.
+
+        Args:
+            images: [B, 3, S, S] normalised pixels.
+            targets: of each image boxes [n, 4] in pixels, labels [n] from 1, and masks [n, S, S] 0 or 1 if masks are
+                learned.
+
+        Returns:
+            The means over the batch's samples by torchvision's names, or of each image boxes [n, 4], labels [n], scores
+            [n] descending, and masks [n, 1, 28, 28], probabilities within the box.
+        """
+        for part in (self.rpn, self.roi_heads):  # they have neither dropout nor statistics: their mode only says this
+            part.train(targets is not None)
+        with self._own_precision(images.device):
+            levels = self.pyramid(self.encoder(images, self._after))
+            sizes = [(images.shape[-2], images.shape[-1])] * len(images)
+            proposals, proposal_losses = self.rpn(ImageList(images, sizes), levels, targets)
+            detections, losses = self.roi_heads(levels, proposals, sizes, targets)
+        return detections if targets is None else {**proposal_losses, **losses}
+
+    def _own_precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Weights of 16 bits (DeepSpeed's) meet levels in single precision, which autocast joins."""
+        dtype = self.encoder.cls_token.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            return torch.autocast(device.type, dtype)
+        return nullcontext()
+
+
+def _proposals(detection: DetectionConfig, patch_size: int) -> RegionProposalNetwork:
+    sizes = tuple((2 * patch_size * 2**level,) for level in range(len(LEVELS) + 1))
+    anchors = AnchorGenerator(sizes, (RATIOS,) * len(sizes))
+    train, test = detection.train_proposals, detection.test_proposals
+    return RegionProposalNetwork(
+        anchors,
+        SingleProposalHead(detection.width, len(RATIOS), conv_depth=detection.rpn_convolutions),
+        fg_iou_thresh=0.7,
+        bg_iou_thresh=0.3,
+        batch_size_per_image=detection.rpn_samples,
+        positive_fraction=0.5,
+        pre_nms_top_n={"training": 2 * train, "testing": test},
+        post_nms_top_n={"training": train, "testing": test},
+        nms_thresh=0.7,
+    )
+
+
+def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHeads:
+    """`classes` with the background."""
+    width = detection.width
+    # torchvision's rule is stated for level 4, of stride 16, and a scale of 224 pixels there.
+    align = partial(
+        MultiScaleRoIAlign,
+        list(LEVELS),
+        sampling_ratio=2,
+        canonical_scale=14 * patch_size,
+        canonical_level=int(math.log2(patch_size)),
+    )
+    masks: dict[str, nn.Module] = {}
+    if detection.masks == "on":
+        masks = {
+            "mask_roi_pool": align(output_size=14),
+            "mask_head": MaskRCNNHeads(width, (width,) * 4, 1, norm_layer=LayerNorm2d),
+            "mask_predictor": MaskRCNNPredictor(width, width, classes),
+        }
+    if detection.box_head == "2fc":
+        head: nn.Module = TwoMLPHead(width * 7**2, detection.box_width)
+    else:
+        head = FastRCNNConvFCHead((width, 7, 7), [width] * 4, [detection.box_width], norm_layer=LayerNorm2d)
+    return RoIHeads(
+        align(output_size=7),
+        head,
+        SinglePredictor(detection.box_width, classes),
+        fg_iou_thresh=0.5,
+        bg_iou_thresh=0.5,
+        batch_size_per_image=detection.box_samples,
+        positive_fraction=0.25,
+        bbox_reg_weights=None,
+        score_thresh=detection.score_threshold,
+        nms_thresh=detection.suppression_threshold,
+        detections_per_img=detection.detections,
+        **masks,
+    )
+
+
+SMALL = {"rpn.": 0.01, "roi_heads.box_predictor.cls_score.": 0.01, "roi_heads.box_predictor.bbox_pred.": 0.001}
+"""Standard deviation of the weights of outputs, by the beginning of their names (Girshick 2015; Ren et al. 2015)."""
+
+
+def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
+    """Matrices and kernels normal: those above with a small deviation, the others with sqrt(2 / inputs) (He et al.
+    2015); biases 0, norm weights 1."""
+    transposed = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.ConvTranspose2d)}
+
+    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
+        if parameter.ndim < 2:
+            return 1.0 if name.endswith(".weight") else 0.0
+        whole = prefix + name
+        # Of a transposed convolution whose stride is its side every output pixel has one place of the kernel.
+        inputs = parameter.shape[0] if name in transposed else parameter[0].numel()
+        small = [std for begin, std in SMALL.items() if whole.startswith(begin)]
+        return initial_tensor(seed, whole, tuple(parameter.shape), small[0] if small else math.sqrt(2.0 / inputs))
+
+    write(module, rule)
+
+
+@torch.no_grad()
+def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """Masks within their boxes -> masks of the whole image, interpolated bilinearly; 0 outside the boxes.
+
+    Args:
+        masks: [n, m, m] from 0 to 1.
+        boxes: [n, 4] left, top, right, bottom in pixels.
+        size: height and width H, W of the image.
+
+    Returns:
+        [n, H, W] float32 from 0 to 1. torchvision's own paste widens a mask by up to a pixel on each side, much of a
+        small object.
+    """
+    height, width = size
+    ringed = nn.functional.pad(masks.float(), (1, 1, 1, 1))[:, None]  # [n, 1, m + 2, m + 2]
+    corners = torch.tensor([0.0, 0.0, width, height], device=boxes.device)
+    begin, end = boxes[:, :2].float().repeat(1, 2), boxes[:, 2:].float().repeat(1, 2)  # [n, 4]
+    image = (corners - begin) / (end - begin) * masks.shape[-1] + 1.0  # the image's corners, in cells of each mask
+    numbers = torch.arange(len(masks), device=boxes.device, dtype=image.dtype)[:, None]
+    rows = torch.cat([numbers, image], dim=1)  # [n, 5]
+    found: Tensor = roi_align(ringed, rows, size, sampling_ratio=1, aligned=True)  # [n, 1, H, W]
+    return found[:, 0]

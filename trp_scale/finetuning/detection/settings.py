@@ -1,0 +1,108 @@
+"""Settings of fine-tuning on boxes and masks of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trp_scale.config.finetuning import ImageDownstreamConfig, ImageTaskConfig
+from trp_scale.config.registry import component
+from trp_scale.config.settings import Section, setting
+
+
+@dataclass(kw_only=True)
+class DetectionDownstreamConfig(ImageDownstreamConfig):
+    """The task, the length of the run and the measured images."""
+
+    kind: Literal["detection"] = "detection"
+    """Boxes and masks of objects."""
+
+
+@dataclass(kw_only=True)
+class DetectionConfig(Section):
+    """Mask R-CNN on a vision transformer. Images are scaled into squares of crops.size; crops.flip mirrors them, and
+    crops.interpolation says how they are resized. Anchors and levels follow from the patch size p: strides p/4, p/2, p,
+    2p and 4p, with anchors of 8 strides."""
+
+    images: str = ""
+    """Folder with the images of --data.path. Empty: for a COCO file images/ beside it, ../NAME for
+    annotations/instances_NAME.json, or its own folder; for Pascal VOC JPEGImages."""
+    test_images: str = ""
+    """Folder with the images of --downstream.test_path, as `images`."""
+    masks: Literal["auto", "on", "off"] = "auto"
+    """on: masks and boxes (Mask R-CNN). off: boxes alone (Faster R-CNN). auto: on if every object has a mask, in the
+    measured data too."""
+    pyramid: Literal["simple", "fpn"] = "simple"
+    """simple: all levels from the last block's tokens (Li et al. 2022, ViTDet). fpn: a level from every fourth of the
+    blocks, joined from the top down (Li et al. 2021, which MAE and AdPE follow)."""
+    width: int = setting(256, at_least=1)
+    """Channels of the pyramid, and of the convolutions of all heads."""
+    box_head: Literal["4conv_1fc", "2fc"] = "4conv_1fc"
+    """Four convolutions and a linear layer (ViTDet, Li et al. 2021), or two linear layers (He et al. 2017)."""
+    box_width: int = setting(1024, at_least=1)
+    """Width of the box head's linear layers."""
+    rpn_convolutions: int = setting(2, at_least=1)
+    """Convolutions of the proposal head before its outputs (ViTDet: 2, He et al. 2017: 1)."""
+    train_proposals: int = setting(1000, at_least=1)
+    """Training: proposals of an image after suppression. Before it, twice as many from each level."""
+    test_proposals: int = setting(1000, at_least=1)
+    """Measuring: proposals from each level before suppression, and of an image after it."""
+    rpn_samples: int = setting(256, at_least=1)
+    """Anchors of an image that the proposal losses are computed on. Up to half of them are on objects."""
+    box_samples: int = setting(512, at_least=1)
+    """Proposals of an image that the box losses are computed on. Up to a quarter of them are on objects."""
+    score_threshold: float = setting(0.05, at_least=0, at_most=1)
+    """Detections with a lower score are dropped."""
+    suppression_threshold: float = setting(0.5, at_least=0, at_most=1)
+    """Largest overlap of two detections of one class. Beyond it the one with the lower score is dropped."""
+    detections: int = setting(100, at_least=1)
+    """Most detections of an image."""
+    max_objects: int = setting(100, at_least=1)
+    """Most objects of a training image. Further ones are left out, with a notice at the start."""
+    mask_size: int = setting(112, at_least=2, at_most=1024)
+    """Side of the grid on which a training object's mask is kept, within its box."""
+    min_scale: float = 1.0
+    """Large-scale jitter (Ghiasi et al. 2021): the longer side is scaled to crops.size times a number between min_scale
+    and max_scale. The image is then cut or padded to the square (ViTDet: 0.1 to 2)."""
+    max_scale: float = 1.0
+    """See min_scale."""
+    without_objects: Literal["left_out", "kept"] = "left_out"
+    """Training images without an object that counts are left out, or kept. Measured images are always kept."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.batch.micro_size == "auto":
+            yield "--batch.micro_size is auto, but the figures of detection depend on it; allowed: a number"
+        patch_size, blocks, size = config.vision.patch_size, config.model.layers, config.crops.size
+        if not 0 < self.min_scale <= self.max_scale <= 4:
+            yield (
+                f"--detection.min_scale is {self.min_scale} and --detection.max_scale {self.max_scale}, allowed: more "
+                "than 0, at most 4, the first not above the second"
+            )
+        if patch_size < 4 or patch_size & (patch_size - 1):
+            yield (
+                f"the encoder's patches have {patch_size} pixels; allowed for detection: a power of two from 4, since "
+                "the levels of the pyramid are halves and doubles of it"
+            )
+        elif size % (4 * patch_size):
+            near = max(1, size // (4 * patch_size)) * 4 * patch_size
+            yield (
+                f"--crops.size is {size}, allowed for detection: multiples of four patches, {4 * patch_size} pixels, "
+                f"for example {near}"
+            )
+        if self.pyramid == "fpn" and blocks % 4:
+            yield (
+                f"--detection.pyramid fpn reads every fourth of the blocks, the encoder has {blocks}; allowed: simple"
+            )
+
+
+@component("task", "detection", "trp_scale.finetuning.detection.task:DetectionTask")
+@dataclass(kw_only=True)
+class DetectionTaskConfig(ImageTaskConfig):
+    """Boxes and masks of objects (AdPE 5.2; MLO-MAE 3.5.2 and D.1)."""
+
+    downstream: DetectionDownstreamConfig = field(default_factory=DetectionDownstreamConfig)
+    detection: DetectionConfig = field(default_factory=DetectionConfig)
+
+    def datasets(self) -> dict[str, str]:
+        return {}  # COCO's files, or folders of Pascal VOC

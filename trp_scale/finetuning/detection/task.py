@@ -1,0 +1,266 @@
+"""Detection: boxes and masks of objects (AdPE 5.2; MLO-MAE 3.5.2 and D.1). One image is one block of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.rows import Rows
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.errors import DataError
+from trp_scale.finetuning.detection.annotations import Annotations, check_images
+from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
+from trp_scale.finetuning.detection.files import read_coco, read_voc
+from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics
+from trp_scale.finetuning.detection.model import Detector, Target, paste
+from trp_scale.finetuning.detection.predicted_objects import PredictedObjects
+from trp_scale.finetuning.detection.settings import DetectionTaskConfig
+from trp_scale.finetuning.task import ImageTask, open_task_sources, trained_on_is_there
+from trp_scale.models.patches import Pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionMeta:
+    """What all rows have in common: names of the classes, by number, and whether the objects have masks."""
+
+    classes: tuple[str, ...]
+    masks: bool
+
+
+def open_detection(paths: Sequence[MemberPath], images: str, *, masks: bool) -> list[Annotations]:
+    """Read the annotations of data sets, and look for their images.
+
+    Args:
+        paths: each a COCO file (.json) or a folder with one in it, or a Pascal VOC folder or list (.txt).
+        images: folder of the images; empty = looked for.
+        masks: read masks too.
+
+    Raises:
+        DataError: something is missing, damaged or of another format.
+        RefusedError: COCO's and Pascal VOC's in one mixture.
+    """
+    found = [_open(path, images, masks=masks) for path in paths]
+    for one in found:
+        check_images(one)
+    if len({one.voc for one in found}) > 1:
+        raise RefusedError("--data.path mixes COCO's and Pascal VOC's data sets, which are measured differently")
+    classes = list(dict.fromkeys(name for one in found for name in one.classes))
+    return [one.with_classes(classes) for one in found]
+
+
+def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
+    path = member.path
+    if path.suffix == ".json" and path.is_file():
+        return read_coco(path, images, masks=masks)
+    if (path / "Annotations").is_dir() or (path.suffix == ".txt" and path.is_file()):
+        return read_voc(path, images)
+    inside = sorted(path.glob("*.json")) if path.is_dir() else []
+    if len(inside) == 1:
+        return read_coco(inside[0], images, masks=masks)
+    raise DataError(
+        f"{path}: allowed: a COCO file (.json) or a folder with one, a folder of Pascal VOC (with Annotations and "
+        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {_found(member, len(inside))}"
+    )
+
+
+def _found(member: MemberPath, files: int) -> str:
+    if not member.path.exists():
+        return "nothing of that name"
+    return f"a folder with {files} .json files" if member.path.is_dir() else "a file"
+
+
+def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
+    """detection.masks: auto becomes what all data has, in place.
+
+    Args:
+        datasets: to learn from and to measure on.
+
+    Raises:
+        RefusedError: they are asked for and are not there.
+    """
+    without = [one for one in datasets if one.masks is None]
+    if config.detection.masks == "on" and without:
+        raise RefusedError(
+            f"--detection.masks on: objects of {without[0].path} have no masks; allowed there: auto, off"
+        )
+    if config.detection.masks == "auto":
+        config.detection.masks = "off" if without else "on"
+
+
+def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> Rows:
+    """Data sets as rows.
+
+    Args:
+        config: the run; detection.masks is on or off.
+        datasets: of the same classes.
+        augment: for training.
+    """
+    masks = config.detection.masks == "on"
+    return Rows(
+        blocks=datasets,
+        meta=DetectionMeta(classes=datasets[0].classes, masks=masks),  # type: ignore[arg-type]  # of a kind of its own
+        limit=0,
+        builder=DetectionBatchBuilder(config, datasets, augment=augment),
+        digests=[one.digest for one in datasets],
+    )
+
+
+def learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
+    """[n] of each data set, the images that may be trained on.
+
+    Raises:
+        RefusedError: no image has an object.
+    """
+    counts = [one.counts() for one in datasets]
+    if not any((each > 0).any() for each in counts):
+        raise RefusedError(f"{datasets[0].path}: no image has an object to learn from")
+    kept = config.detection.without_objects == "kept"
+    return [np.ones(len(each), dtype=np.bool_) if kept else each > 0 for each in counts]
+
+
+def training_notices(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[str]:
+    """What a user should know of the training images: objects that are skipped or cut, images that are left out."""
+    counts = np.concatenate([one.counts() for one in datasets])
+    found = [notice for one in datasets for notice in one.notices()]
+    most = config.detection.max_objects
+    if cut := int((counts > most).sum()):
+        found.append(f"{cut} images have more than --detection.max_objects {most} objects: the first ones are learned")
+    if config.detection.without_objects == "left_out" and (empty := int((counts == 0).sum())):
+        found.append(f"{empty} images without an object are left out of training (--detection.without_objects kept)")
+    return found
+
+
+LOSSES = {
+    "rpn_objectness": "loss_objectness",
+    "rpn_box": "loss_rpn_box_reg",
+    "class": "loss_classifier",
+    "box": "loss_box_reg",
+    "mask": "loss_mask",
+}
+"""torchvision's name of each task's loss."""
+
+
+class Detection:
+    """Objectness and boxes of proposals; classes, boxes and masks of objects (He et al. 2017, section 3).
+
+    torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
+    its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
+    the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
+    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on
+    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice
+    too, that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each
+    step, since torchvision's choice of samples needs it.
+
+    Args:
+        masks: whether masks are learned.
+    """
+
+    regression: tuple[int, ...] = (1, 3)
+    in_a_graph = False  # the host waits for the choice of samples
+
+    def __init__(self, *, masks: bool) -> None:
+        self.tasks = tuple(task for task in LOSSES if masks or task != "mask")
+        self.balanced = tuple(range(len(self.tasks)))
+        self._pixels = Pixels()
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64, images that are there, for each task."""
+        return batch["row_weights"].double().sum().expand(len(self.tasks)).clone()
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+    def detections(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
+        """Detections of each row, as finetuning/detection/model.py gives them."""
+        return forward(self._pixels(batch["images"]))  # type: ignore[no-any-return]
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Rows that are not there have no part; where none is, the first one's losses are taken no times."""
+        there = torch.nonzero(batch["row_weights"] > 0)[:, 0]
+        rows = there if len(there) else there.new_zeros(1)
+        losses = forward(self._pixels(batch["images"][rows]), targets(batch, rows.tolist()))
+        counts = self.count(batch)
+        means = torch.stack([losses[LOSSES[task]].double() for task in self.tasks])
+        return TaskLosses(sums=means * counts, counts=counts)
+
+
+def targets(batch: Batch, rows: list[int]) -> list[Target]:
+    """What the detector learns of some rows of a batch."""
+    side, numbers = batch["images"].shape[-1], batch["counts"].tolist()
+    found = []
+    for row in rows:
+        boxes = batch["boxes"][row, : numbers[row]]  # [n, 4]
+        target = {"boxes": boxes, "labels": batch["classes"][row, : numbers[row]]}
+        if "masks" in batch.fields:
+            shares = paste(batch["masks"][row, : numbers[row]] / 255.0, boxes, (side, side))  # [n, S, S]
+            target["masks"] = (shares >= 0.5).to(torch.uint8)
+        found.append(target)
+    return found
+
+
+class DetectionTask(ImageTask[DetectionTaskConfig]):
+    """Boxes, and masks where there are any; see `DownstreamTask`. Of COCO's files the metric is COCO's AP of boxes, of
+    Pascal VOC's that of VOC 2007."""
+
+    objective: Detection
+
+    def __init__(self, config: DetectionTaskConfig, environment: Environment) -> None:
+        detection, test_path = config.detection, config.downstream.test_path
+        paths, masks = parse_paths(config.data.path), detection.masks != "off"
+        train = measured = open_detection(paths, detection.images, masks=masks)
+        if test_path:
+            measured = open_detection(parse_paths(test_path), detection.test_images, masks=masks)
+            measured = [one.with_classes(train[0].classes) for one in measured]
+        settle_masks(config, [*train, *measured])
+        masks = detection.masks == "on"
+        config.downstream.classes = len(train[0].classes)
+        sources = open_task_sources(
+            config,
+            environment,
+            detection_rows(config, train, augment=True),
+            detection_rows(config, measured, augment=False),
+            train_paths=paths,
+            measured_paths=parse_paths(test_path) if test_path else None,
+            learned=learned(config, train),
+        )
+        sources.notices += training_notices(config, train)
+        sources.notices += [notice for one in measured if test_path for notice in one.notices()]
+        super().__init__(config, sources)
+        self._measured = measured
+        self.metric = VOC_METRIC if measured[0].voc else "AP"
+        self.objective = Detection(masks=masks)
+
+    def model(self) -> nn.Module:
+        model = Detector(self.config)
+        self.take_encoder(model)
+        return model
+
+    @classmethod
+    def measure_on(cls, config: DetectionTaskConfig, checkpoint: Path, data: str, images: str) -> None:
+        if data:
+            config.detection.test_images = images
+            if not trained_on_is_there(config):
+                config.detection.images = images
+        super().measure_on(config, checkpoint, data, "")
+
+    def predict(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
+        """Detections of each row, in pixels of its square."""
+        return self.objective.detections(forward, batch)
+
+    def metrics(self) -> DetectionMetrics:
+        return DetectionMetrics(self._measured)
+
+    def predictions(self, directory: Path, group: Group) -> PredictedObjects:
+        return PredictedObjects(directory / f"{self.name}.json", self._measured, group)

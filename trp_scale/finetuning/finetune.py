@@ -1,0 +1,215 @@
+"""`trp-scale finetune`: fine-tune a pre-trained encoder on downstream tasks, over seeds, and measure it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.checks import check_engine
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
+from trp_scale.config.flags import phase
+from trp_scale.config.loader import to_dict
+from trp_scale.data.images.kept_for_tests import image_datasets, refuse_shared_images
+from trp_scale.distributed.environment import Environment
+from trp_scale.exit_status import ExitStatus
+from trp_scale.finetuning.arguments import FinetuneArguments
+from trp_scale.finetuning.task import DownstreamTask, build_task, measure
+from trp_scale.reporting.result_tables import print_results
+from trp_scale.reporting.results import (
+    RESULT_FILE,
+    RESULTS_FILE,
+    Results,
+    SeedResult,
+    join,
+    read_results,
+    read_seed,
+    write_json,
+)
+from trp_scale.training import rundir
+from trp_scale.training.pretrain import Guard, PassedOver, Run, guarded, trained
+
+
+def finetune(arguments: FinetuneArguments) -> int:
+    """Run `trp-scale finetune`; returns the exit status, as `pretrain`.
+
+    What is finished already is not run again: a command that was stopped or killed goes on when it is repeated.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    config = arguments.config
+    config.refuse_overwritten()
+    with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
+        engine_name = arguments.engine_for(environment.info.world)
+        check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
+        if engine_name != "plain":
+            environment.ensure_process_group()
+        world = environment.world
+        run_dir = rundir.create_run_directory(arguments, world)
+        check_shared_directory(run_dir, world)
+        rundir.refuse_runs(run_dir, rundir.CONFIG_FILE, "a run of trp-scale pretrain", world)
+        baseline = None if arguments.baseline is None else read_results(arguments.baseline)
+        found = []
+        tasks = arguments.config.tasks(arguments.task)
+        if arguments.only is not None:
+            place, number = divmod(arguments.only, arguments.seeds)
+            one = of_seed(arguments, tasks[place], number, run_dir)
+            own = rundir.create_run_directory(one, world)  # the others' are other processes'
+            with guarded(own, config, environment, asked_in=run_dir) as guard:
+                return run_seed(one, environment, engine_name, guard)[0]
+        with guarded(run_dir, config, environment) as guard:
+            for task in tasks:
+                of_task: list[SeedResult] = []
+                for number in range(arguments.seeds):
+                    one = of_seed(arguments, task, number, run_dir)
+                    status, result = run_seed(one, environment, engine_name, guard, of_task)
+                    if result is None:
+                        return status
+                    of_task.append(result)
+                found.append(join(of_task))
+        results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=found)
+        on_rank_zero(world, f"writing {run_dir}", lambda: add_results(run_dir, results))
+        if world.rank == 0:
+            print_results(results, baseline)
+            print(run_dir / RESULTS_FILE)
+    return ExitStatus.DONE
+
+
+def add_results(run_dir: Path, results: Results) -> None:
+    """Write results.json, with the rows of other tasks that the same recipe and encoder have there."""
+    if (run_dir / RESULTS_FILE).is_file():
+        before, names = read_results(run_dir), {task.task for task in results.tasks}
+        if (before.recipe, before.encoder) == (results.recipe, results.encoder):
+            results.tasks = [*(task for task in before.tasks if task.task not in names), *results.tasks]
+    write_json(run_dir / RESULTS_FILE, results)
+
+
+def refuse_learned_images(config: FinetuneConfig) -> None:
+    """Refuse a test set of images that are learned from.
+
+    Raises:
+        DataError: a data set is missing or damaged.
+        RefusedError: more than MOST_IN_COMMON of the test set is among them.
+    """
+    if isinstance(config, ImageTaskConfig) and config.downstream.test_path:
+        train = image_datasets(config.data.path)
+        for test in image_datasets(config.downstream.test_path):
+            refuse_shared_images(train, test)
+
+
+def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
+    """The arguments of one run of one task."""
+    config = copy.deepcopy(arguments.config)
+    config.downstream.task = task
+    config.training.seed += number
+    if config.checkpoint.mirror:
+        config.checkpoint.mirror += f"/{task}/seed_{config.training.seed}"
+    directory = run_dir / task / f"seed_{config.training.seed}"
+    return replace(arguments, config=config, run_dir=directory)
+
+
+def read_done(run_dir: Path, config: Config) -> SeedResult | None:
+    """The result of a run that was asked for in these settings; None where there is none, or it is of other steps: such
+    a run goes on, if it can.
+
+    Raises:
+        RefusedError: the result is of other settings, another encoder's say.
+    """
+    done = read_seed(run_dir / RESULT_FILE)
+    if done is None or done.settings.get("training", {}).get("steps") != config.training.steps:
+        return None
+    asked = copy.deepcopy(config)
+    adopt_unrecorded(asked, done.settings)
+    check_settings(done.settings, to_dict(asked))
+    return done
+
+
+def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -> None:
+    """Refuse to put a seed beside others that have learned from other data, or were measured on other.
+
+    Args:
+        digest: of the seed's data; empty = not known.
+
+    Raises:
+        RefusedError: naming the seeds.
+    """
+    others = [str(one.seed) for one in earlier if "" not in (one.data, digest) and one.data != digest]
+    if others:
+        raise RefusedError(
+            f"{run_dir}: the data are not those of seed {', '.join(others)}, which is finished; put them back, or give "
+            "another --run_dir"
+        )
+
+
+def run_seed(
+    arguments: FinetuneArguments,
+    environment: Environment,
+    engine_name: str,
+    guard: Guard,
+    earlier: Sequence[SeedResult] = (),
+) -> tuple[ExitStatus, SeedResult | None]:
+    """Train and measure one run, or read what it has found already; the result is None when it was stopped.
+
+    Args:
+        earlier: of other seeds, whose data it must have.
+    """
+    world, run_dir = environment.world, arguments.run_dir
+    assert run_dir is not None
+    asked = to_dict(arguments.config)
+    if arguments.resume != "never":
+        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, arguments.config))
+        if done is not None:
+            check_same_data(run_dir, done.data, earlier)
+            return ExitStatus.DONE, done
+    rundir.create_run_directory(arguments, world)
+    found: list[SeedResult] = []
+    tasks: list[DownstreamTask] = []
+
+    def build(config: Config, where: Environment) -> DownstreamTask:
+        assert isinstance(config, FinetuneConfig)
+        tasks.append(build_task(config, where))
+        if len(tasks) == 1 and not earlier:  # each rank by itself: the first may be one that tells of the sizes alone
+            refuse_learned_images(config)
+        check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
+        return tasks[-1]
+
+    def make(over: PassedOver | None) -> Run:
+        phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")
+        run = Run(arguments, environment, run_dir, engine_name, guard, build, over)
+        phase("making the first step")
+        return run
+
+    def measured(run: Run) -> None:
+        task = tasks[-1]  # the first ones only told of the sizes
+        with run.hooks.validation():
+            metrics = measure(run.engine, task, run.sources.validation.windows())
+        detail = metrics.pop("detail", {})
+        asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
+        found.append(
+            SeedResult(
+                task=task.name,
+                metric=task.metric,
+                split=task.split,
+                lower_is_better=task.lower_is_better,
+                seed=arguments.config.training.seed,
+                metrics=metrics,
+                detail=detail,
+                settings=asked,
+                data=run.sources.digest(),
+            )
+        )
+        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))
+
+    try:
+        _, status = trained(make, measured)
+    except RefusedError:
+        with suppress(OSError):  # not empty, or removed by another rank
+            run_dir.rmdir()
+            run_dir.parent.rmdir()
+        raise
+    return status, found[0] if found else None

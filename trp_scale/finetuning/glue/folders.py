@@ -1,0 +1,318 @@
+"""Where a GLUE task lies below the GLUE directory, and all of it that one run reads.
+
+Files are GLUE's own (columns between tabs, nothing quoted, most with a header), or a Hugging Face dataset directory
+(save_to_disk), for which `datasets` is imported when one is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.config import RefusedError
+from trp_scale.config.json_files import read_content
+from trp_scale.data.dataset_directory import check_rows, open_dataset
+from trp_scale.errors import DataError, quoted, said_by, shortened
+from trp_scale.finetuning.glue.examples import FORMATS, INDEX, UNKNOWN, Examples, GlueFormat, column, number_labels
+
+
+def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
+    """Read one file of a task, with or without a byte-order mark, its lines ended by LF or CR LF.
+
+    Quotation marks are text: GLUE quotes nothing, and has single ones in every file.
+
+    Args:
+        allowed_bad: lines with too few or too many columns that are left out (the published QQP has some, broken by a
+            line end within a question).
+
+    Raises:
+        DataError: no such file, not UTF-8, a column is missing, no examples, more bad lines than allowed, or a label
+            that is none of the task's; names file and line.
+    """
+    lines = _lines(path)
+    first = 0
+    # Only CoLA's training and dev files have no header: what a line of theirs holds is no column's name.
+    if task.headerless and lines and not _is_header(lines[0], task):
+        names = list(task.headerless)
+    else:
+        names, first = (lines[0].split("\t") if lines else []), 1
+    where = f"{path}:1"
+    chosen = [column(names, allowed, where) for allowed in task.sentences]
+    labelled = any(name in names for name in task.label)
+    rows, places, left_out = [], [], []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            left_out.append(f"{path}:{number}: {len(cells)} columns found, {len(names)} expected")
+            continue
+        rows.append(cells)
+        places.append(number)
+    if len(left_out) > allowed_bad:
+        more = f" (and {len(left_out) - 1} more such lines)" if len(left_out) > 1 else ""
+        raise DataError(
+            f"{left_out[0]}{more}; mend the file, or give --data.max_corrupt_blocks {len(left_out)} to leave them out"
+        )
+    if not rows:
+        raise DataError(f"{path}: no examples found")
+    labels = None
+    if labelled:
+        place = column(names, task.label, where)
+        labels = number_labels([cells[place] for cells in rows], task, places, str(path))
+    numbered = next((names.index(name) for name in INDEX if name in names), None)
+    return Examples(
+        name=path.stem,
+        sentences=tuple([cells[place] for cells in rows] for place in chosen),
+        labels=labels,
+        places=places,
+        indices=[] if numbered is None else [cells[numbered] for cells in rows],
+        left_out=left_out,
+    )
+
+
+def _is_header(line: str, task: GlueFormat) -> bool:
+    names = line.split("\t")
+    return all(any(name in names for name in allowed) for allowed in task.sentences)
+
+
+def _lines(path: Path) -> list[str]:
+    """Split at line feeds alone: `splitlines` would also do so at characters that occur within sentences."""
+    content = read_content(path, DataError, largest=LARGEST)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason})") from error
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+LARGEST = 4 << 30
+"""Bytes of a file; GLUE's largest, MNLI's, has 80 MB."""
+
+DICT_FILE = "dataset_dict.json"
+"""What save_to_disk leaves in the directory of a DatasetDict."""
+
+TRAIN, DEV = "train", "validation"
+
+
+def split_name(file: str) -> str:
+    """Hugging Face's name of a split, from the stem of GLUE's file: dev_matched -> validation_matched."""
+    return file.replace("dev", DEV, 1)
+
+
+def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:
+    """Read splits of one task.
+
+    Args:
+        files: by the name of a set, the stems of GLUE's files that it may have; the first that is there is taken, and
+            a set that is not there is left out.
+
+    Raises:
+        DataError: the extra is not installed, the directory is damaged, a column is missing, or labels that are not
+            the task's.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{directory}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
+    loaded = open_dataset(directory, str(directory))
+    if not isinstance(loaded, datasets.DatasetDict):
+        raise DataError(f"{directory}: cannot be read as a dataset directory with splits; save a DatasetDict")
+    found = {}
+    for name, stems in files.items():
+        there = [stem for stem in stems if split_name(stem) in loaded]
+        if there:
+            where = f"{directory}, split {split_name(there[0])}"
+            rows = loaded[split_name(there[0])]
+            check_rows(rows, 0, len(rows), where)
+            try:
+                found[name] = _read(rows, task, there[0], where)
+            except RefusedError:
+                raise
+            except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
+                raise DataError(f"{where}: cannot be read ({said_by(error)}); save it again") from error
+    return found
+
+
+def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
+    names = rows.column_names
+    sentences = tuple(list(rows[names[column(names, allowed, where)]]) for allowed in task.sentences)
+    if not len(rows):
+        raise DataError(f"{where}: no examples found")
+    for texts in sentences:
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DataError(f"{where}, row {number}: {type(text).__name__} found, a sentence expected")
+    labels = None
+    if any(name in names for name in task.label):
+        name = names[column(names, task.label, where)]
+        labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
+    numbered = next((name for name in INDEX if name in names), None)
+    return Examples(
+        name=stem,
+        sentences=sentences,
+        labels=labels,
+        places=list(range(len(rows))),
+        indices=[] if numbered is None else [str(index) for index in rows[numbered]],
+    )
+
+
+def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
+    """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
+    given = np.array([_number(value) for value in values])  # [n]
+    if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
+        return None
+    if not task.names:
+        allowed = np.isfinite(given)
+        expected = "a number"
+    else:
+        allowed = np.isin(given, np.arange(len(task.names)))
+        expected = f"0 to {len(task.names) - 1}"
+    if not allowed.all():
+        row = int(np.argmin(allowed))
+        raise DataError(f"{where}, row {row}: label {quoted(values[row])} found, {expected} expected")
+    if names is None or not task.names:
+        return given
+    if sorted(names) != sorted(task.names):
+        raise DataError(
+            f"{where}: labels {shortened(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
+        )
+    ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
+    return ours[given.astype(np.int64)]
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number: no label, or one in words."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueData:
+    """Attributes: train: to learn from; measured: by the name of the set ("" where the task has one); notices: what a
+    user should know of the files; unlabelled: why no figure can be given of what is measured, "" if one can."""
+
+    train: Examples
+    measured: dict[str, Examples]
+    notices: list[str]
+    unlabelled: str = ""
+
+
+def find_folder(root: Path, task: str) -> Path:
+    """The task's directory: `root`/CoLA, /cola, /STS_B and the like, or `root` itself if it bears the task's name.
+
+    Raises:
+        DataError: there is none, or there are several.
+    """
+    if not root.is_dir():
+        raise DataError(f"--data.path {root}: no such directory; allowed: the GLUE directory, one folder for each task")
+    standard = root / FORMATS[task].folder
+    if standard.is_dir():
+        return standard
+    found = sorted(path for path in root.iterdir() if path.is_dir() and _plain(path.name) == task)
+    if len(found) > 1:
+        raise DataError(f"{root}: {' and '.join(path.name for path in found)} may both be {task}; leave one there")
+    if found:
+        return found[0]
+    if _plain(root.resolve().name) == task:
+        return root
+    folders = sorted(path.name for path in root.iterdir() if path.is_dir())
+    raise DataError(
+        f"--data.path {root}: no folder {FORMATS[task].folder} for the task {task}; found: {', '.join(folders) or '-'}"
+    )
+
+
+def require_folders(root: Path, tasks: Sequence[str]) -> None:
+    """Check that all tasks are there before the first is trained.
+
+    Raises:
+        DataError: naming each that is not, and those that are.
+    """
+    problems = {task: _problem(root, task) for task in tasks}
+    wrong = dict.fromkeys(problem for problem in problems.values() if problem)
+    if wrong:
+        there = ",".join(task for task, problem in problems.items() if not problem)
+        raise DataError("\n".join(wrong) + (f"\nallowed with this data: --task {there}" if there else ""))
+
+
+def _problem(root: Path, task: str) -> str:
+    try:
+        find_folder(root, task)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueData:
+    """The training examples of a task and those to measure on.
+
+    Args:
+        root: the GLUE directory.
+        split: dev or test.
+        allowed_bad: lines of each file that may be left out.
+
+    Raises:
+        DataError: as `find_folder`, `read_tsv` and `hugging_face.read_splits`, or a file is not there.
+        RefusedError: training examples without labels.
+    """
+    folder, form = find_folder(root, task), FORMATS[task]
+    wanted = form.files(split)
+    if (folder / DICT_FILE).is_file():
+        read = read_splits(folder, form, {"train": ("train",), **wanted})
+    else:
+        read = {
+            name: read_tsv(path, form, allowed_bad=allowed_bad)
+            for name, stems in {"train": ("train",), **wanted}.items()
+            if (path := _first(folder, stems)) is not None
+        }
+    main = next(iter(wanted))
+    for name, stems in (("train", ("train",)), (main, wanted[main])):
+        if name not in read:
+            raise DataError(f"{folder}: no {_missing(folder, stems)}")
+    unlabelled = {name: _unlabelled(folder, examples, form, split) for name, examples in read.items()}
+    train = read.pop("train")
+    if reason := unlabelled.pop("train"):
+        raise RefusedError(reason)
+    notices = [line for examples in (train, *read.values()) for line in examples.left_out]
+    notices = [f"left out: {line}" for line in notices]
+    notices += [f"{folder}: no {wanted[name][0]}: nothing is measured on it" for name in wanted if name not in read]
+    reason = next(filter(None, unlabelled.values()), "")
+    return GlueData(train=train, measured=read, notices=notices, unlabelled=reason)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _first(folder: Path, stems: Sequence[str]) -> Path | None:
+    paths = [folder / f"{stem}.tsv" for stem in stems]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _missing(folder: Path, stems: Sequence[str]) -> str:
+    if (folder / DICT_FILE).is_file():
+        return f"split {' or '.join(map(split_name, stems))} in its {DICT_FILE}"
+    return f"{' or '.join(f'{stem}.tsv' for stem in stems)}, and no {DICT_FILE}"
+
+
+def _unlabelled(folder: Path, examples: Examples, form: GlueFormat, split: str) -> str:
+    """That the examples have no labels; "" if they have."""
+    if examples.labels is not None:
+        return ""
+    hidden = (
+        "; GLUE keeps the labels of its test sets back: --downstream.split dev, and trp-scale evaluate --split test "
+        "--predictions DIR for the files that its server measures"
+    )
+    return (
+        f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}): nothing can be learned "
+        f"from it or measured on it{hidden if split == 'test' else ''}"
+    )

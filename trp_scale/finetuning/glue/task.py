@@ -1,0 +1,319 @@
+"""GLUE: sentences and pairs of sentences (TRP 001, Tables 1 and 5).
+
+The figures are those of TRP's Table 1, through scikit-learn and scipy (extra `evaluation`). Where a figure is
+undefined, because predictions or labels are all the same, it is 0 and a warning says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from trp_scale.checkpoint.initial_weights import naming_tensors
+from trp_scale.checkpoint.run_directory import TOKENIZER
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import start_worker_server
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.rows import Rows
+from trp_scale.data.text.tokenizer import save_given
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.finetuning.encoder_source import EncoderSource, open_encoder
+from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
+from trp_scale.finetuning.glue.examples import FORMATS
+from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.model import BertClassifier, SentenceClassification
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.finetuning.glue.submission import GlueSubmission
+from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, take_encoder
+from trp_scale.models.flops import bert_step_flops
+from trp_scale.pretraining.pos_bert.model import padded_vocabulary
+from trp_scale.reporting.results import CONSTANT
+
+
+class GlueTask(TaskParts[GlueTaskConfig]):
+    """One task of GLUE; see `DownstreamTask`."""
+
+    def __init__(self, config: GlueTaskConfig, environment: Environment) -> None:
+        require_libraries()
+        if config.data.workers > 0:
+            start_worker_server(GlueBatchBuilder.__module__)
+        downstream, root = config.downstream, Path(config.data.path)
+        self.name = downstream.task
+        form = FORMATS[self.name]
+        downstream.classes = form.outputs
+        self._encoder = open_encoder(config.model.weights) if config.model.weights else None
+        self._tokenizer_directory = tokenizer_directory(config, self._encoder)
+        self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length)
+        apart = config.separate_test
+        split = downstream.split if apart else "dev"
+        data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
+        train = tokenize(data.train, self._tokenizer)
+        self._measured, self._learned = data.measured if apart else {"": data.train}, train.labels
+        self._sets, self.unlabelled = list(self._measured), data.unlabelled if apart else ""
+        measured = [tokenize(examples, self._tokenizer) for examples in self._measured.values()] if apart else [train]
+        self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
+        super().__init__(
+            config,
+            open_task_sources(
+                config,
+                environment,
+                glue_rows(config, self._tokenizer, [train]),
+                glue_rows(config, self._tokenizer, measured),
+                train_paths=[MemberPath(name="", weight=Fraction(1), path=root)],
+                measured_paths=[MemberPath(name=name, weight=Fraction(1), path=root) for name in self._sets]
+                if apart
+                else None,
+            ),
+        )
+        self.sources.notices += data.notices
+        self.objective = SentenceClassification(self.name, form.outputs)
+        # Rows that share sequences leave little padding: the mean of their pieces.
+        length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
+        self.positions_per_step = config.batch.global_size * length
+        self.step_flops = bert_step_flops(
+            config.model, rows=config.batch.global_size, length=length, predicted=0, vocabulary=0, read=1
+        )
+
+    def model(self) -> nn.Module:
+        """With a head from the seed, and the pooler too where the encoder comes without one."""
+        if self._encoder is None:
+            return BertClassifier(self.config, vocabulary=padded_vocabulary(self._tokenizer.vocabulary))
+        weights = self._encoder.read()
+        rows = len(weights["embeddings.word_embeddings.weight"])
+        if rows < self._tokenizer.vocabulary:
+            raise RefusedError(
+                f"--from {self._encoder.path}: embeddings of {rows} pieces, but the tokenizer "
+                f"{self._tokenizer_directory} has {self._tokenizer.vocabulary}; give the encoder's own"
+            )
+        model = BertClassifier(self.config, vocabulary=rows)
+        if not any(name.startswith("pooler.") for name in weights):
+            weights |= {f"pooler.{name}": value.detach() for name, value in model.bert.pooler.named_parameters()}
+        with naming_tensors(self.config.model):
+            take_encoder(model.bert, weights, self._encoder.path)
+        return model
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Copy the tokenizer, so that the run can be fine-tuned again on another task."""
+        if world.rank == 0 and not (run_dir / TOKENIZER).exists():
+            save_given(self._tokenizer_directory, run_dir / TOKENIZER)
+
+    @classmethod
+    def measure_on(cls, config: GlueTaskConfig, checkpoint: Path, data: str, images: str) -> None:
+        """The run's own checkpoint also brings the tokenizer that it was trained with."""
+        super().measure_on(config, checkpoint, data, images)
+        config.model.weights, config.downstream.tokenizer = str(checkpoint), ""
+
+    def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """[R, C] logits, or one score for each row."""
+        return self.objective.logits(forward, batch)
+
+    def metrics(self) -> GlueMetrics:
+        return GlueMetrics(self.name, self._sets, self._learned)
+
+    def predictions(self, directory: Path, group: Group) -> GlueSubmission:
+        return GlueSubmission(self.name, self._measured, directory, group)
+
+
+def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[TokenTable]) -> Rows:
+    """Tables of examples as what sources are made of."""
+    downstream = config.downstream
+    builder = GlueBatchBuilder(
+        tables,
+        tokenizer,
+        length=downstream.max_length,
+        padding=downstream.padding,
+        scores=downstream.classes == 1,
+    )
+    return Rows(
+        blocks=tables,
+        meta=None,
+        limit=0,
+        builder=builder,
+        digests=[table.digest() for table in tables],
+        labels=None if downstream.classes == 1 else [table.labels.astype(np.int64) for table in tables],
+    )
+
+
+def tokenizer_directory(config: GlueTaskConfig, encoder: EncoderSource | None) -> Path:
+    """--downstream.tokenizer, else the encoder's own.
+
+    Raises:
+        RefusedError: there is neither.
+    """
+    if config.downstream.tokenizer:
+        return Path(config.downstream.tokenizer)
+    if encoder is None or encoder.tokenizer is None:
+        raise RefusedError(
+            "--from scratch brings no tokenizer; give --downstream.tokenizer DIR, for example that of a sharded data "
+            "set (DATASET/tokenizer)"
+        )
+    return encoder.tokenizer
+
+
+logger = logging.getLogger(__name__)
+
+Values = npt.NDArray[Any]
+Figure = Callable[[Values, Values], float]
+
+
+def require_libraries() -> None:
+    """Before a run is trained that could not be measured.
+
+    Raises:
+        RefusedError: scikit-learn or scipy is not installed.
+    """
+    for name, package in (("sklearn", "scikit-learn"), ("scipy", "scipy")):
+        if importlib.util.find_spec(name) is None:
+            raise RefusedError(f"GLUE's metrics need {package}: pip install 'trp-scale[evaluation]'")
+
+
+def accuracy(predicted: Values, labels: Values) -> float:
+    """Share of rows whose label is predicted."""
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels, predicted))
+
+
+def f1(predicted: Values, labels: Values) -> float:
+    """F1 of label 1: 2 TP / (2 TP + FP + FN)."""
+    from sklearn.metrics import f1_score
+
+    if not (predicted == 1).any() and not (labels == 1).any():
+        return _undefined("F1", "no row has label 1, and none is predicted to")
+    return float(f1_score(labels, predicted, zero_division=0.0))
+
+
+def matthews(predicted: Values, labels: Values) -> float:
+    """Matthews' correlation coefficient."""
+    from sklearn.metrics import matthews_corrcoef
+
+    if reason := _constant(predicted, labels):
+        return _undefined("Matthews' correlation", reason)
+    return float(matthews_corrcoef(labels, predicted))
+
+
+def pearson(predicted: Values, scores: Values) -> float:
+    """Pearson's correlation of scores."""
+    from scipy.stats import pearsonr  # type: ignore[import-untyped]
+
+    if reason := _constant(predicted, scores):
+        return _undefined("Pearson's correlation", reason)
+    return float(pearsonr(predicted, scores).statistic)
+
+
+def spearman(predicted: Values, scores: Values) -> float:
+    """Spearman's correlation of scores: Pearson's of their ranks, equal ones sharing the mean of theirs."""
+    from scipy.stats import spearmanr  # type: ignore[import-untyped]
+
+    if reason := _constant(predicted, scores):
+        return _undefined("Spearman's correlation", reason)
+    return float(spearmanr(predicted, scores).statistic)
+
+
+def _constant(predicted: Values, labels: Values) -> str:
+    if not np.isfinite(predicted).all():
+        return "predictions are not finite"
+    if (predicted == predicted[0]).all():
+        return f"all {len(predicted)} predictions are {predicted[0]:g}"
+    return f"all {len(labels)} labels are {labels[0]:g}" if (labels == labels[0]).all() else ""
+
+
+def _undefined(figure: str, reason: str) -> float:
+    logger.warning("%s is undefined (%s); 0 is reported", figure, reason)
+    return 0.0
+
+
+FIGURES: dict[str, dict[str, Figure]] = {
+    "cola": {"matthews": matthews, "accuracy": accuracy},
+    "sst2": {"accuracy": accuracy},
+    "mrpc": {"f1": f1, "accuracy": accuracy},
+    "stsb": {"spearman": spearman, "pearson": pearson},
+    "qqp": {"f1": f1, "accuracy": accuracy},
+    "mnli": {"accuracy": accuracy},
+    "qnli": {"accuracy": accuracy},
+    "rte": {"accuracy": accuracy},
+    "wnli": {"accuracy": accuracy},
+}
+"""By task; the first is the one of TRP's Table 1, by which the task is judged."""
+
+
+CORRELATIONS = ("matthews", "pearson", "spearman")
+"""Figures that are 0, or undefined, of any constant prediction."""
+
+
+def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
+    """What the best constant prediction reaches, chosen on the training rows: by accuracy their most frequent label.
+
+    Args:
+        figure: its name.
+        learned: labels of the training rows.
+        labels: of the measured ones.
+    """
+    if figure in CORRELATIONS:
+        return 0.0
+    best = max(np.unique(learned), key=lambda value: compute(np.full(len(learned), value), learned))
+    return compute(np.full(len(labels), best), labels)
+
+
+class GlueMetrics:
+    """The figures of one task over each of its measured sets; see `Metrics`.
+
+    Args:
+        task: name of the task.
+        sets: names of the measured sets ("" for a single one, whose figures bear no set's name).
+        learned: labels or scores of the training rows, on which constant predictions are chosen; None: there are no
+            figures of such.
+    """
+
+    def __init__(self, task: str, sets: list[str], learned: Values | None = None) -> None:
+        self._task, self._sets, self._learned = task, sets, learned
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """[R, C] logits, or one score for each row."""
+        predicted = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)  # [R]
+        self._rows.add(batch, predicted=predicted, labels=batch["labels"], measured_set=batch["measured_set"])
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        rows = self._rows.gather(group)
+        return group.broadcast_object(self._figures(rows) if group.rank == 0 else {})  # one rank warns
+
+    def _figures(self, rows: dict[str, Values]) -> dict[str, Any]:
+        found: dict[str, Any] = {"detail": {}}
+        for number, name in enumerate(self._sets):
+            of_set = rows["measured_set"] == number
+            predicted, labels = rows["predicted"][of_set], rows["labels"][of_set]
+            for figure, compute in FIGURES[self._task].items():
+                named = figure_name(figure, name)
+                found[named] = compute(predicted, labels)
+                if self._learned is not None:
+                    found[CONSTANT + named] = constant_figure(figure, compute, self._learned, labels)
+            found["detail"][name or "all"] = {"rows": len(labels), **_by_label(self._task, predicted, labels)}
+        return found
+
+
+def figure_name(figure: str, measured_set: str) -> str:
+    """accuracy, or accuracy_matched."""
+    return f"{figure}_{measured_set}" if measured_set else figure
+
+
+def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
+    """Counts for each label: rows that have it, rows predicted to have it, rows of both."""
+    return {
+        name: {
+            "rows": int((labels == number).sum()),
+            "predicted": int((predicted == number).sum()),
+            "right": int(((labels == number) & (predicted == number)).sum()),
+        }
+        for number, name in enumerate(FORMATS[task].names)
+    }

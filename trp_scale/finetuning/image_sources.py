@@ -1,0 +1,368 @@
+"""Where a pre-trained encoder of images comes from; what an `EncoderSource` of images is made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trp_scale.checkpoint.initial_weights import FILE, reading, stored_weights
+from trp_scale.config import Config, RefusedError, RelativeVisionConfig
+from trp_scale.config.finetuning import ImageTaskConfig
+from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config.schema import Fields
+from trp_scale.errors import quoted, said_by, shortened
+from trp_scale.finetuning.encoder_source import EncoderSource, sizes_of
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.positions import PositionOrder, sine_cosine
+from trp_scale.pretraining.mae.export import RELATIVE_ARCHITECTURE, TIMM_ARCHITECTURE
+from trp_scale.pretraining.mae.weights import (
+    TABLE,
+    TIMM_POSITIONS,
+    TIMM_TABLE,
+    VITMAE_POSITIONS,
+    is_encoder,
+    order_of,
+    ours,
+    published_name,
+    vitmae_names,
+)
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.weights import images_alone
+
+CONVOLUTION = "patch_embed.proj."
+HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
+"""What a timm model has that is not its encoder's own."""
+
+
+def of_run(
+    config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None = None
+) -> EncoderSource:
+    """The encoder of a run of ours on images; as `encoder_source.encoder_of`.
+
+    Raises:
+        RefusedError: its encoder has no patches, or reads no images.
+    """
+    if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
+        raise RefusedError(f"--from {path}: a run whose encoder has no patches; allowed: a run on images, or on text")
+    if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
+        raise RefusedError(
+            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
+            "no images; allowed: a run with rgb among them"
+        )
+
+    def read() -> dict[str, Tensor]:
+        whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
+        named = images_alone(whole) if isinstance(config, MmMaeConfig) else whole
+        weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+        return weights | _norm_of_mean(named)
+
+    settings = sizes_of(config.model) | {
+        ("vision", "patch_size"): config.vision.patch_size,
+        ("vision", "position_order"): config.vision.position_order,
+        ("vision", "positions"): "absolute",
+        **_positions_of_run(config),
+    }
+    if isinstance(config.vision, RelativeVisionConfig):
+        settings["vision", "positions"] = config.vision.positions
+        settings["vision", "index"] = _index(config, config.vision)
+    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
+
+
+def _positions_of_run(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tuple[str, str], Any]:
+    """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
+    grid, learned = config.crops.size // config.vision.patch_size, False
+    if isinstance(config, ImageTaskConfig):
+        learned = config.trains_positions
+        if not learned and config.downstream.positions == "interpolated":
+            grid = config.downstream.pretraining_grid or grid
+    return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}
+
+
+def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last norm of an encoder that learned under a head which normalises the mean of the tokens: that of the mean,
+    which is the only one there is."""
+    return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
+
+
+def _index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVisionConfig) -> str:
+    """The reference that a coordinate adversary started from is its own index without a shift."""
+    if isinstance(config, ImageTaskConfig) or config.adversary.kind != "relative_coordinate":
+        return vision.index
+    return "relaxed" if config.adversary.index == "relaxed" else "rounded"
+
+
+def of_vitmae(path: str, found: Fields) -> EncoderSource:
+    """transformers' ViTMAE.
+
+    Raises:
+        RefusedError: it computes what `ImageEncoder` does not.
+    """
+    image_size, patch_size = found.whole("image_size", least=1), found.whole("patch_size", least=1)
+    grid, layers = image_size // patch_size, found.whole("num_hidden_layers", least=1)
+
+    if found.text("hidden_act", "gelu") != "gelu" or not found.take("qkv_bias", bool, True):
+        raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
+
+    def read() -> dict[str, Tensor]:
+        stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
+        try:
+            positions = stored[VITMAE_POSITIONS].squeeze(0)
+            return _with_positions(_by_our_names(stored, layers), positions, path)
+        except KeyError as error:
+            raise RefusedError(
+                f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
+                "writes"
+            ) from error
+
+    settings = _vit_settings(
+        layers=layers,
+        width=found.whole("hidden_size", least=1),
+        heads=found.whole("num_attention_heads", least=1),
+        intermediate=found.whole("intermediate_size", least=1),
+        eps=found.take("layer_norm_eps", float, 1e-12),
+        patch_size=patch_size,
+        grid=grid,
+    )
+    return EncoderSource(path=path, text=False, settings=settings, read=read)
+
+
+def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    # One by one: the number of blocks is a file's word, and the first that is not there ends it.
+    of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
+    names = chain(("cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"), of_blocks)
+    return {name: ours(name, torch.cat([stored[one] for one in vitmae_names(name)])) for name in names}
+
+
+def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
+    """Fixed positions are not weights: the class token's, if there are any, go into the class token."""
+    grid = round((len(positions) - 1) ** 0.5)
+    if (positions[1:] - sine_cosine(grid, positions.shape[-1])).abs().max() > 1e-3:
+        raise RefusedError(f"--from {path}: its positions are not the fixed sine-cosine ones of a masked autoencoder")
+    weights["cls_token"] = weights["cls_token"] + positions[0]
+    return weights
+
+
+def _vit_settings(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    intermediate: int,
+    eps: float,
+    patch_size: int,
+    grid: int,
+    learned_positions: bool = False,
+    position_order: PositionOrder = "column_row",
+) -> dict[tuple[str, str], Any]:
+    return {
+        ("model", "layers"): layers,
+        ("model", "hidden_size"): width,
+        ("model", "heads"): heads,
+        ("model", "intermediate_size"): intermediate,
+        ("model", "layer_norm_eps"): eps,
+        ("vision", "patch_size"): patch_size,
+        ("vision", "positions"): "absolute",
+        ("vision", "position_order"): position_order,
+        ("downstream", "pretraining_grid"): grid,
+        ("downstream", "learned_positions"): learned_positions,
+    }
+
+
+def of_timm(path: str, found: dict[str, Any], said: str) -> EncoderSource:
+    """timm's vision transformer, or ours with relative positions.
+
+    Args:
+        found: its config.json.
+        said: what messages call that.
+
+    Raises:
+        RefusedError: it computes what `ImageEncoder` does not.
+    """
+    index = ""
+    if found["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
+        index = Fields(found, said).text("relative_index")
+        if index not in ("relaxed", "rounded"):
+            raise RefusedError(f"{said}: relative_index is {quoted(index)}, allowed: relaxed, rounded")
+        found = {**found, "architecture": TIMM_ARCHITECTURE}
+    timm_vit = open_timm(path, found)
+    settings = _vit_settings(**timm_vit.sizes)
+    if index:
+        settings |= {("vision", "positions"): "relative", ("vision", "index"): index}
+    return EncoderSource(path=path, text=False, settings=settings, read=timm_vit.read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmEncoder:
+    """Attributes:
+    sizes: by the names of our settings.
+    read: the weights, by the names of `ImageEncoder`.
+    """
+
+    sizes: dict[str, Any]
+    read: Callable[[], dict[str, Tensor]]
+
+
+def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
+    """Look at a directory of timm; reads its positions alone.
+
+    Fixed sine-cosine positions stay fixed, others are weights. Mean and deviation that the model wants of its pixels
+    are folded into the patch embedding, so that it computes the same of ours.
+
+    Args:
+        path: the directory.
+        found: its config.json.
+
+    Raises:
+        RefusedError: timm does not know the architecture, or it computes what `ImageEncoder` does not.
+    """
+    import timm
+
+    fields = Fields(found, f"--from {path}: config.json")
+    architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
+    arguments = _arguments(fields)
+    statistics = _statistics(fields)
+    try:
+        if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
+            raise RuntimeError(f"Unknown model ({shortened(architecture)})")
+        with torch.device("meta"):
+            given = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
+            model = timm.create_model(architecture, pretrained=False, **given)
+    except Exception as error:  # whatever settings that do not go together lead to
+        raise RefusedError(
+            f"--from {path}: timm cannot make {shortened(architecture)} {quoted(arguments)}: {said_by(error)}"
+        ) from error
+    if differences := list(_differences(model)):
+        raise RefusedError(
+            f"--from {path}: {architecture} has {', '.join(differences)}; allowed: a plain vision transformer "
+            "with a class token, such as vit_base_patch16_224"
+        )
+    block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
+    patch_size = model.patch_embed.patch_size[0]
+    positions = _positions(path)
+    order = order_of(positions[1:]) if len(positions) == 1 + grid**2 else None
+    learned = order is None
+
+    def read() -> dict[str, Tensor]:
+        stored = stored_weights(path)
+        with reading(path, FILE):
+            weights = _encoder(path, stored, patch_size, statistics)
+        if not learned:
+            del weights["pos_embed"]
+        return weights
+
+    sizes = {
+        "layers": len(model.blocks),
+        "width": model.embed_dim,
+        "heads": block.attn.num_heads,
+        "intermediate": block.mlp.fc1.out_features,
+        "eps": block.norm1.eps,
+        "patch_size": patch_size,
+        "grid": grid,
+        "learned_positions": learned,
+        "position_order": order or "column_row",
+    }
+    return TimmEncoder(sizes=sizes, read=read)
+
+
+MOST_BLOCKS, LARGEST_SIZE = 1_000, 1 << 16
+"""Of a model that timm is to make: its blocks, and any other size."""
+
+
+def _arguments(found: Fields) -> dict[str, Any]:
+    """What timm makes the model with. Its function takes others too, such as a checkpoint that it would unpickle.
+
+    Raises:
+        RefusedError: an argument that a vision transformer has not, or a size that none has.
+    """
+    from timm.models.vision_transformer import VisionTransformer
+
+    given = found.section("model_args")
+    known = inspect.signature(VisionTransformer).parameters.keys() - {"device", "dtype"}
+    for name, value in given.document.items():
+        if name not in known:
+            raise given.refusal(f"{quoted(name)} found, an argument of timm's VisionTransformer expected")
+        sizes = value if isinstance(value, list) else [value]
+        most = MOST_BLOCKS if name == "depth" else LARGEST_SIZE
+        if any(type(size) in (int, float) and not -1 <= size <= most for size in sizes):
+            raise given.refusal(f"{name} {quoted(value)} found, at most {most} allowed")
+    return dict(given.document)
+
+
+def _differences(model: nn.Module) -> list[str]:
+    """What the model has that `ImageEncoder` has not, in words."""
+    if type(model).__name__ != "VisionTransformer":
+        return [f"class {type(model).__name__}"]
+    block: Any = model.blocks[0]  # type: ignore[index]
+    vit: Any = model
+    odd = {
+        "no class token, or registers": vit.num_prefix_tokens != 1,
+        "no positions, or none of the class token": vit.pos_embed is None or vit.no_embed_class,
+        "a norm before the blocks": not isinstance(vit.norm_pre, nn.Identity),
+        "a norm in the patch embedding": not isinstance(vit.patch_embed.norm, nn.Identity),
+        "no last norm": isinstance(vit.norm, nn.Identity) and isinstance(vit.fc_norm, nn.Identity),
+        "attention pooling": vit.attn_pool is not None,
+        f"blocks of class {type(block).__name__}": type(block).__name__ != "Block",
+        "a grid that is not square": len({*vit.patch_embed.grid_size}) != 1 or len({*vit.patch_embed.patch_size}) != 1,
+    }
+    if type(block).__name__ == "Block":
+        odd |= {
+            "layer scale": not isinstance(block.ls1, nn.Identity),
+            "normalised queries": not isinstance(block.attn.q_norm, nn.Identity),
+            "no bias of queries, keys and values": block.attn.qkv.bias is None,
+            f"feed-forward layers of class {type(block.mlp).__name__}": type(block.mlp).__name__ != "Mlp",
+            f"activation {type(block.mlp.act).__name__}": type(block.mlp.act) is not nn.GELU,
+        }
+    return [words for words, there in odd.items() if there]
+
+
+def _positions(path: str) -> Tensor:
+    """[1 + N, D] as stored."""
+    with reading(path, FILE), safe_open(Path(path) / FILE, framework="pt") as file:
+        if TIMM_POSITIONS not in file.keys():  # noqa: SIM118 - not a mapping
+            raise RefusedError(f"--from {path}: {FILE} has no {TIMM_POSITIONS}; allowed: weights of the whole model")
+        positions: Tensor = file.get_tensor(TIMM_POSITIONS)
+    return positions.float().squeeze(0)
+
+
+def _statistics(found: Fields) -> tuple[Tensor, Tensor]:
+    """[3] mean and deviation that the model wants taken out of pixels in [0, 1]."""
+    described = found.section("pretrained_cfg") if found.document.get("pretrained_cfg") else found
+    three = tuple[float, float, float]
+    mean, deviation = described.take("mean", three, CHANNEL_MEAN), described.take("std", three, CHANNEL_DEVIATION)
+    return torch.tensor(mean), torch.tensor(deviation)
+
+
+def _encoder(
+    path: str, stored: dict[str, Tensor], patch_size: int, statistics: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    """By our names; learned positions under pos_embed, the class token's own in the class token."""
+    if other := sorted({name.split(".")[0] for name in stored if not is_encoder(name)} - set(HEADS)):
+        raise RefusedError(
+            f"--from {path}: {FILE} has weights of {shortened(', '.join(other))}, which this encoder has not"
+        )
+    named = {
+        name.replace(CONVOLUTION, "patch_embed.").replace(TIMM_TABLE, TABLE): tensor for name, tensor in stored.items()
+    }
+    weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
+    if "norm.weight" not in weights:  # that of the mean of the tokens is the only one there is
+        weights |= {f"norm.{kind}": named[f"fc_norm.{kind}"] for kind in ("weight", "bias")}
+    positions = stored[TIMM_POSITIONS].squeeze(0)
+    weights["cls_token"] = weights["cls_token"] + positions[0]
+    weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:1]), positions[1:]])
+    # theirs = (pixel - mean) / deviation, ours = (pixel - m) / d: theirs = ours d / deviation + (m - mean) / deviation.
+    mean, deviation = statistics
+    scale = torch.tensor(CHANNEL_DEVIATION) / deviation
+    offset = (torch.tensor(CHANNEL_MEAN) - mean) / deviation
+    kernel = weights["patch_embed.weight"].view(-1, patch_size**2, 3)  # [D, row and column, channel]
+    weights["patch_embed.bias"] = weights["patch_embed.bias"] + (kernel * offset).sum((1, 2))
+    weights["patch_embed.weight"] = (kernel * scale).flatten(1)
+    return weights

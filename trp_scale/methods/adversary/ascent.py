@@ -1,0 +1,198 @@
+"""How the adversary climbs: gradient -> next perturbation, and the balls that it stays in, one for each vector along
+the last dimension (AdPE 4.1.1, footnote 2).
+
+Each rule is a pure function of the vector, its gradient and the rule's own state, so that a step can be taken back or
+withheld on the device. Nothing here waits for the device: the step count of AdamW lives there too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import OptimizerConfig
+from trp_scale.core.hooks import StepContext
+from trp_scale.methods.adversary.settings import PositionAdversarySettings
+from trp_scale.models.perturbation import PerturbationShape
+
+Norm = Literal["l2", "linf"]
+
+
+def size(vectors: Tensor, norm: Norm) -> Tensor:
+    """Norms of vectors [..., D] -> [...] float64; in fp32 the squares of large or tiny numbers leave its range."""
+    order = 2.0 if norm == "l2" else float("inf")
+    return torch.linalg.vector_norm(vectors, order, dim=-1, dtype=torch.float64)  # type: ignore[no-any-return]
+
+
+def project(vectors: Tensor, norm: Norm, eps: float) -> Tensor:
+    """Vectors [..., D] put into the ball: v min(eps, ||v||) / ||v|| for l2 (zero stays zero), clamped for linf."""
+    if norm == "linf":
+        return vectors.clamp(-eps, eps)
+    # eps / 0 is infinite and is clamped to 1: there is nothing to divide by in a zero vector.
+    factor = (eps / size(vectors, norm)).clamp(max=1.0)  # [...]
+    return (vectors * factor.unsqueeze(-1)).to(vectors.dtype)
+
+
+def steepest(gradients: Tensor, norm: Norm, eps: float) -> Tensor:
+    """The one-step rule from zero: eps g / ||g|| for l2, eps sign(g) for linf (AdPE, footnote 2); zero stays zero.
+
+    Gradients [..., D] -> perturbations [..., D].
+    """
+    if norm == "linf":
+        return eps * gradients.sign()
+    sizes = size(gradients, norm).unsqueeze(-1)  # [..., 1]
+    return torch.where(sizes > 0, eps * (gradients / sizes), 0.0).to(gradients.dtype)
+
+
+@dataclass(frozen=True)
+class Balls:
+    """All balls of one perturbation, which travels as one flat vector [numel].
+
+    Attributes:
+        shape: how the flat vector falls into views whose last dimension is one ball's.
+        norm: of every ball.
+        eps: radius of every ball.
+    """
+
+    shape: PerturbationShape
+    norm: Norm
+    eps: float
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """[numel] -> the encoder's view and, where there is one, the decoder's, each [blocks, ..., D]."""
+        return [view for view in self.shape.split(flat) if view is not None]
+
+    def _on_views(self, flat: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cat([function(view).flatten() for view in self.views(flat)])
+
+    def project(self, flat: Tensor) -> Tensor:
+        """[numel] -> [numel], each ball's vector inside it."""
+        return self._on_views(flat, lambda view: project(view, self.norm, self.eps))
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        """[numel] -> [numel], the one-step rule in each ball."""
+        return self._on_views(gradient, lambda view: steepest(view, self.norm, self.eps))
+
+    def sizes(self, flat: Tensor) -> Tensor:
+        """[balls] float64, the norm of each ball's vector."""
+        return self._on_views(flat, lambda view: size(view, self.norm))
+
+    def reach(self, gradient: Tensor) -> Tensor:
+        """0-dimensional float64: the most the loss can change, to first order, from one end of the balls to the other.
+
+        2 eps times the dual norm of the gradient: l1 for linf, the sum of the balls' l2 norms for l2.
+        """
+        if self.norm == "linf":
+            return 2 * self.eps * gradient.double().abs().sum()
+        return 2 * self.eps * self._on_views(gradient, lambda view: size(view, "l2")).sum()
+
+
+State: TypeAlias = dict[str, Tensor]
+"""What a rule remembers, on the device; part of the checkpoint."""
+
+
+class Ascent(ABC):
+    """One rule.
+
+    Args:
+        settings: of the adversary.
+        optimizer: the weights', whose betas and eps AdamW takes.
+        balls: where the perturbation lives.
+    """
+
+    def __init__(self, settings: PositionAdversarySettings, optimizer: OptimizerConfig, balls: Balls) -> None:
+        self.settings = settings
+        self.optimizer = optimizer
+        self.balls = balls
+
+    def start(self, vector: Tensor) -> State:
+        """State before the first step; nothing where the rule remembers nothing."""
+        return {}
+
+    def origin(self, vector: Tensor) -> Tensor:
+        """[numel] where the gradient is taken in a pass of its own: at the present perturbation."""
+        return vector
+
+    @abstractmethod
+    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+        """The next vector [numel], not yet projected, and the next state.
+
+        Args:
+            vector: [numel] fp32 present perturbation.
+            gradient: [numel] fp32 of the global batch's loss.
+            state: as `start` or the last `step` gave it; not changed.
+            lr: the weights' learning rate of this step.
+        """
+
+
+class AdamW(Ascent):
+    """AdamW uphill without decay, at the weights' learning rate, or at its own on the weights' schedule."""
+
+    def start(self, vector: Tensor) -> State:
+        return {
+            "steps": torch.zeros((), dtype=torch.int64, device=vector.device),
+            "exp_avg": torch.zeros_like(vector),
+            "exp_avg_sq": torch.zeros_like(vector),
+        }
+
+    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+        beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
+        steps = state["steps"] + 1
+        mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
+        square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient.square()
+        mean_share = 1 - beta1 ** steps.double()
+        square_share = 1 - beta2 ** steps.double()
+        root = square.sqrt() / square_share.sqrt() + self.optimizer.eps
+        if self.settings.lr > 0.0:
+            lr = self.settings.lr * lr / self.optimizer.lr
+        climbed = vector + lr / mean_share * (mean / root)
+        return climbed, {"steps": steps, "exp_avg": mean, "exp_avg_sq": square}
+
+
+class Sgd(Ascent):
+    """a + lr g (AdPE 4.1.1), at the adversary's own rate."""
+
+    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+        return vector + self.settings.lr * gradient, state
+
+
+class Sign(Ascent):
+    """a + lr sign(g), at the adversary's own rate."""
+
+    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+        return vector + self.settings.lr * gradient.sign(), state
+
+
+class Linear(Ascent):
+    """The linearised loss's maximum over the ball: one step from zero, whose gradient it needs (AdPE, footnote 2)."""
+
+    def origin(self, vector: Tensor) -> Tensor:
+        return torch.zeros_like(vector)
+
+    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+        return self.balls.steepest(gradient), state
+
+
+ASCENTS: dict[str, type[Ascent]] = {"adamw": AdamW, "sgd": Sgd, "sign": Sign, "linear": Linear}
+
+
+def run_own_pass(ctx: StepContext) -> None:
+    """Forward and backward over this rank's window. Only the gradients of the hooks' own leaves remain.
+
+    The loss is what the balancer makes of this pass's own task losses: minimax exact takes the weights at the
+    perturbation that the pass sees. The engine's gradients are dropped. Its loss scale stays: where this pass
+    overflows, the leaf's gradient is not finite and the adversary stays where it is. Micro-batches that were joined to
+    the window are not perturbed and take no part.
+    """
+    # A context of its own: the weights and sums that the balancer writes here are not those of the step.
+    own = ctx.apart(ctx.own_window)
+    own.balancer.before_step(own)
+    for number, micro in enumerate(own.window):
+        loss = own.balancer.total(own, own.losses_of(micro))
+        ctx.engine.backward(loss, last=number == len(own.window) - 1)
+    ctx.engine.discard_gradients()

@@ -1,0 +1,98 @@
+"""FGSM: each image's own one-step perturbation of its pixels (AdPE, Appendix B; Goodfellow et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.methods.adversary.ascent import run_own_pass, size, steepest
+from trp_scale.methods.adversary.effect import EffectWatch, log_line
+from trp_scale.methods.adversary.settings import PixelAdversarySettings
+from trp_scale.models.perturbation import PIXEL_SHIFT
+
+
+class PixelAdversary(Hook):
+    """Adds eps sign(g) (linf) or eps g / ||g|| (l2, per crop) to the input, g the gradient at the clean pixels.
+
+    A batch's images are [R, k, C, S, S], or [R, C, S, S] where there is one crop of each.
+
+    It takes a pass of its own over the window, and holds the window's shifts in fp32 until the step ends. The target
+    stays the clean image. Nothing is remembered from step to step.
+
+    Args:
+        settings: of the adversary.
+        run: on whose device batches are.
+    """
+
+    name = "adversary"
+    shown = ("norm", "share_of_eps", "sensitivity")
+
+    def __init__(self, settings: PixelAdversarySettings, run: RunContext) -> None:
+        self.settings = settings
+        self.device = device = run.device
+        self.shifts: dict[int, Tensor] = {}
+        self.effect = EffectWatch(run)
+        self._sizes = torch.zeros(1, dtype=torch.float64, device=device)
+        self._sensitivity = torch.zeros((), dtype=torch.float64, device=device)
+
+    def before_step(self, ctx: StepContext) -> None:
+        leaves = {
+            micro.start: torch.zeros(micro["images"].shape, device=self.device, requires_grad=True)
+            for micro in ctx.own_window
+        }
+        self.shifts = leaves
+        run_own_pass(ctx)
+        gradients = {start: gradient_of(leaf) for start, leaf in leaves.items()}  # as the images each
+        self.shifts = {start: self.shift(gradient) for start, gradient in gradients.items()}
+        self._sizes = torch.cat(
+            [size(shift.flatten(-3), self.settings.norm).flatten() for shift in self.shifts.values()]
+        )
+        self._sensitivity = norm_over_ranks(ctx, gradients.values())
+
+    def shift(self, gradients: Tensor) -> Tensor:
+        """[..., C, S, S] -> the same: the one-step rule for each crop; zero where its gradient is not finite."""
+        flat = gradients.flatten(-3)  # [..., C * S * S]
+        finite = flat.isfinite().all(-1, keepdim=True)
+        shifts = steepest(torch.where(finite, flat, 0.0), self.settings.norm, self.settings.eps)
+        return shifts.view_as(gradients)
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if micro.joined:
+            return micro
+        return micro.adding({PIXEL_SHIFT: self.shifts[micro.start]})
+
+    def after_step(self, ctx: StepContext) -> None:
+        self.shifts = {}
+        self.effect.note(ctx, self._sensitivity > 0)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """norm: of the crops' perturbations on this rank, mean and largest; sensitivity: |dL/d pixels| of the global
+        batch."""
+        return log_line(self.settings, self.effect, sizes=self._sizes, sensitivity=self._sensitivity)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"idle": self.effect.idle.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.effect.idle = state["idle"].to(self.device)
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """What the pass left in `.grad`; zero where no loss depends on the leaf."""
+    gradient = leaf.grad
+    return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+
+
+def norm_over_ranks(ctx: StepContext, gradients: Iterable[Tensor]) -> Tensor:
+    """0-dimensional: l2 norm of a gradient whose parts lie on different ranks, without the engine's loss factor."""
+    group = ctx.data_group
+    norms = torch.zeros(group.size, dtype=torch.float64, device=ctx.engine.device)
+    norms[group.rank] = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    # Each rank speaks in a place of its own: the engine's reduction then divides every place by what it is to be.
+    return ctx.engine.reduce_hook_gradient(norms).norm()  # type: ignore[no-any-return]

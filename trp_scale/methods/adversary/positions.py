@@ -1,0 +1,335 @@
+"""The adversary on positions: one vector, shared by all images, that ascends while the weights descend (AdPE 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.methods.adversary.ascent import ASCENTS, Balls, State, run_own_pass
+from trp_scale.methods.adversary.effect import NEGLIGIBLE, EffectWatch, log_line
+from trp_scale.methods.adversary.settings import (
+    NoAdversarySettings,
+    PositionAdversarySettings,
+    RelativeCoordinateSettings,
+)
+from trp_scale.models.perturbation import PERTURBATION, PerturbationShape, perturbation_shape
+from trp_scale.models.relative_positions import REACH, relaxed_index
+
+NAME = "adversary"
+
+
+class PositionAdversary(Hook):
+    """Updates in parallel: the backward pass that trains the weights also gives the adversary's gradient.
+
+    The vector is a leaf of its own, outside the engine: never decayed, never clipped, in no norm of the weights. Its
+    gradient is of the global batch's loss, so that all ranks climb alike.
+
+    Args:
+        settings: of the adversary.
+        run: whose optimizer's betas and eps are read; the vector lives on its device, in fp32.
+        shape: what the model expects.
+    """
+
+    name = NAME
+    shown = ("norm", "share_of_eps", "effect", "saturated")
+
+    def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
+        device = run.device
+        self.settings = settings
+        self.shape = shape
+        self.balls = Balls(shape, settings.norm, settings.eps)
+        self.ascent = ASCENTS[settings.ascent](settings, run.config.optimizer, self.balls)
+        self.saturation: Saturation | None = None
+        if isinstance(settings, RelativeCoordinateSettings):  # the other kinds cannot saturate
+            config = run.config
+            assert isinstance(config, ImagePretrainConfig)
+            self.saturation = Saturation(self.balls, config.crops.size // config.vision.patch_size, device)
+        self.resets = isinstance(settings, RelativeCoordinateSettings) and settings.on_saturation == "reset"
+        self.vector = torch.zeros(shape.numel, dtype=torch.float32, device=device, requires_grad=True)
+        self.state = self.ascent.start(self.vector.detach())
+        self.gradient = torch.zeros_like(self.vector, requires_grad=False)
+        self.agreement = AgreementCheck(settings.check_every)
+        self.effect = EffectWatch(run)
+        self._moved = torch.zeros((), dtype=torch.bool, device=device)
+        self._loss = torch.ones((), dtype=torch.float64, device=device)
+
+    @property
+    def seen(self) -> Tensor:
+        """[numel] what the model sees now."""
+        return self.vector
+
+    def before_step(self, ctx: StepContext) -> None:
+        self.vector.grad = None  # passes that other hooks have made between steps leave theirs here
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        return micro.adding({PERTURBATION: self.seen})
+
+    def gradients(self, ctx: StepContext) -> None:
+        self.gradient = ctx.reduced_gradient(self.vector)
+        self.agreement.start(ctx, (self.vector, *self.state.values()))
+
+    def after_step(self, ctx: StepContext) -> None:
+        self.agreement.finish(ctx)
+        self.ascend(ctx.lr, ctx.applied)
+        self.note_effect(ctx)
+
+    @torch.no_grad()
+    def ascend(self, lr: float, applied: Tensor | None = None) -> None:
+        """Climb along the last gradient and project; where anything is not finite, or the step was not applied,
+        nothing changes at all."""
+        candidate, state = self.ascent.step(self.vector, self.gradient, self.state, lr)
+        candidate = self.balls.project(candidate)
+        if self.saturation is not None and self.resets:
+            candidate, state = self.saturation.restarted(candidate, state)
+        # Decided on the device: the host would have to wait to know.
+        finite = torch.stack([each.isfinite().all() for each in (self.gradient, candidate, *state.values())]).all()
+        finite = finite if applied is None else finite & applied
+        self._moved = finite & (candidate != self.vector).any()
+        self.vector.copy_(torch.where(finite, candidate, self.vector))
+        self.state = {name: torch.where(finite, value, self.state[name]) for name, value in state.items()}
+
+    @torch.no_grad()
+    def note_effect(self, ctx: StepContext) -> None:
+        """Whether this step's gradient could change the loss, and the vector moved or stands at its ball's edge."""
+        reach = self.balls.reach(self.gradient)
+        at_edge = self.balls.sizes(self.vector).max() >= self.settings.eps * (1 - 1e-6)
+        assert ctx.loss is not None, "decided before the hooks' after_step"
+        self._loss = ctx.loss
+        matters = reach.isfinite() & (reach > NEGLIGIBLE * ctx.loss.abs())
+        self.effect.note(ctx, matters & (self._moved | at_edge))
+
+    @torch.no_grad()
+    def metrics(self) -> Mapping[str, Any]:
+        """norm: of each ball, mean and largest; share_of_eps: the mean over eps; sensitivity: |dL/da|, l2 over all
+        balls; effect: share of the loss that the perturbation makes, to first order at the last gradient; saturated:
+        share of offsets beyond the relative table (relative_coordinate only)."""
+        shares = {"effect": (self.gradient.double() @ self.vector.double()) / self._loss.abs()}
+        if self.saturation is not None:
+            shares["saturated"] = self.saturation.share(self.vector)
+        sizes, sensitivity = self.balls.sizes(self.vector), self.gradient.double().norm()
+        return log_line(self.settings, self.effect, sizes=sizes, sensitivity=sensitivity, **shares)
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = {"vector": self.vector, "idle": self.effect.idle, **self.state}
+        return described(self.settings, self.shape, tensors)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = {"vector": self.vector, "idle": self.effect.idle, **self.state}
+        tensors = load_tensors(state, self.settings, self.shape, expected)
+        with torch.no_grad():
+            self.vector.copy_(tensors.pop("vector"))
+        self.effect.idle = tensors.pop("idle")
+        self.state = tensors
+
+
+class SequentialPositionAdversary(PositionAdversary):
+    """Updates in sequence: a pass of its own gives the gradient, then the weights see the new perturbation."""
+
+    def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
+        super().__init__(settings, run, shape)
+        self._seen = self.vector.detach()
+        self._before = (self.vector.detach().clone(), self.state)
+
+    @property
+    def seen(self) -> Tensor:
+        return self._seen
+
+    def before_step(self, ctx: StepContext) -> None:
+        super().before_step(ctx)
+        self._before = (self.vector.detach().clone(), self.state)
+        origin = self.ascent.origin(self.vector.detach()).clone().requires_grad_()
+        self._seen = origin
+        run_own_pass(ctx)
+        self._seen = self.vector.detach()  # the weights' pass asks for no gradient of it
+        self.gradient = ctx.reduced_gradient(origin)
+        self.ascend(ctx.lr)
+
+    def gradients(self, ctx: StepContext) -> None:
+        self.agreement.start(ctx, (self.vector, *self.state.values()))
+
+    @torch.no_grad()
+    def after_step(self, ctx: StepContext) -> None:
+        self.agreement.finish(ctx)
+        self.note_effect(ctx)
+        vector, state = self._before
+        self.vector.copy_(ctx.commit(self.vector, vector))
+        self.state = {name: ctx.commit(value, state[name]) for name, value in self.state.items()}
+
+
+POSITIONS: dict[str, type[PositionAdversary]] = {
+    "parallel": PositionAdversary,
+    "sequential": SequentialPositionAdversary,
+}
+
+
+def position_adversary(
+    settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape | None = None
+) -> PositionAdversary:
+    """The hook for these settings.
+
+    Args:
+        shape: what the model expects; None = that of a masked autoencoder of the run's sizes.
+    """
+    if shape is None:
+        assert isinstance(run.config, ImagePretrainConfig)
+        shape = perturbation_shape(run.config.model, run.config.vision, settings)
+    assert shape is not None, f"adversary.kind {settings.kind} has a perturbation of some shape"
+    return POSITIONS[settings.update](settings, run, shape)
+
+
+def no_adversary(settings: NoAdversarySettings, run: RunContext) -> None:
+    """A method that is off leaves no hook at all."""
+
+
+def _description(settings: PositionAdversarySettings, shape: PerturbationShape) -> dict[str, Any]:
+    """What must be the same for the tensors to be taken over, by the setting that decides it."""
+    return {
+        "kind": settings.kind,
+        "ascent": settings.ascent,
+        "encoder": list(shape.encoder),
+        "decoder": list(shape.decoder) if shape.decoder is not None else None,
+    }
+
+
+SETTINGS = {
+    "kind": "--adversary.kind",
+    "ascent": "--adversary.ascent",
+    "encoder": "the encoder's part of the perturbation (--adversary.scope, --model.layers, --model.hidden_size)",
+    "decoder": "the decoder's part of the perturbation (--adversary.where, --vision.decoder_layers)",
+}
+
+
+def described(
+    settings: PositionAdversarySettings, shape: PerturbationShape, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """State for the checkpoint: copies of the tensors on the host, and their description."""
+    copies = {name: tensor.detach().clone().cpu() for name, tensor in tensors.items()}
+    return {**_description(settings, shape), "tensors": copies}
+
+
+def load_tensors(
+    state: Mapping[str, Any],
+    settings: PositionAdversarySettings,
+    shape: PerturbationShape,
+    expected: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The stored tensors, each on the device of the expected one.
+
+    Raises:
+        RefusedError: the checkpoint's adversary is another one; names each setting that differs.
+    """
+    differing = [
+        f"{SETTINGS[name]}: checkpoint {state.get(name)}, now {value}"
+        for name, value in _description(settings, shape).items()
+        if state.get(name) != value
+    ]
+    if differing:
+        listed = "; ".join(differing)
+        raise RefusedError(
+            f"the checkpoint's adversary does not fit: {listed}. Set these back, or start a new run (--run_dir)"
+        )
+    stored: Mapping[str, Tensor] = state["tensors"]
+    return {name: torch.clone(stored[name]).to(tensor.device) for name, tensor in expected.items()}
+
+
+FINGERPRINT_BITS = 62
+"""So that a fingerprint and its negative are both int64."""
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """0-dimensional int64 >= 0 from the bits of fp32 or int64 tensors and their places; integers only, so exact."""
+    bits = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors]).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    # Multiplications by odd numbers and shifts (Vigna's splitmix64 mixes in this way); int64 wraps around.
+    mixed = (bits ^ (places * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
+    return (mixed ^ (mixed >> 31)).sum() & (2**FINGERPRINT_BITS - 1)  # type: ignore[no-any-return]
+
+
+class AgreementCheck:
+    """Compares the ranks each `every` steps with one all-reduce of two numbers.
+
+    It is started before the update and read after; on the steps that are due the host waits for it.
+
+    Args:
+        every: steps between checks; 0 = never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._mine: Tensor | None = None
+        self._largest: Tensor | None = None
+
+    def start(self, ctx: StepContext, tensors: Iterable[Tensor]) -> None:
+        """Reduce the fingerprint, on the steps that are due."""
+        if ctx.data_group.size == 1 or self.every == 0 or (ctx.step + 1) % self.every:
+            return
+        self._mine = fingerprint(tensors)
+        self._largest = ctx.data_group.max(torch.stack([self._mine, -self._mine]))
+
+    def finish(self, ctx: StepContext) -> None:
+        """Read what `start` reduced, if it did.
+
+        Raises:
+            RuntimeError: on all ranks together, with every rank's fingerprint.
+        """
+        if self._largest is None or self._mine is None:
+            return
+        largest, negative = self._largest.tolist()
+        mine, self._mine, self._largest = self._mine, None, None
+        if largest != -negative:
+            held = ctx.data_group.gather_objects(int(mine))
+            listed = ", ".join(f"rank {rank}: {value:016x}" for rank, value in enumerate(held))
+            raise RuntimeError(
+                f"step {ctx.step + 1}: the ranks hold different adversaries (fingerprints {listed}). They follow from "
+                "one reduced gradient, so a rank has computed or received something else: check that machine, and "
+                "resume from the last checkpoint (--resume auto)"
+            )
+
+
+class Saturation:
+    """Which offsets of a relative coordinate perturbation are clamped.
+
+    Args:
+        balls: views [L, 2] (row, column) of the perturbation.
+        grid: patches along a side.
+        device: where the perturbation lives.
+    """
+
+    def __init__(self, balls: Balls, grid: int, device: torch.device) -> None:
+        self.balls = balls
+        self.offsets = torch.arange(1 - grid, grid, device=device)  # [2G - 1]
+        # Each offset of an axis is that of G - |offset| of the G x G pairs of places on it.
+        self.weights = (grid - self.offsets.abs()).double() / grid**2  # [2G - 1], sums to 1
+
+    def _clamped(self, view: Tensor) -> Tensor:
+        """[L, 2] -> [L, 2, 2G - 1] bool."""
+        return relaxed_index(view.unsqueeze(-1) + self.offsets).abs() > REACH
+
+    def share(self, flat: Tensor) -> Tensor:
+        """0-dimensional float64: share of (pair, axis) offsets, over all pairs of patches and blocks, that are
+        clamped."""
+        parts = [(self._clamped(view).double() * self.weights).sum(-1).flatten() for view in self.balls.views(flat)]
+        return torch.cat(parts).mean()
+
+    def lost(self, flat: Tensor) -> Tensor:
+        """[numel] bool: elements whose axis has all its offsets clamped: no gradient comes back to them, wherever the
+        block's other axis stands."""
+        return torch.cat([self._clamped(view).all(-1).flatten() for view in self.balls.views(flat)])
+
+    def restarted(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
+        """The perturbation and what its ascent remembers, with zeros for the elements that are lost."""
+        lost = self.lost(flat)
+
+        def kept(value: Tensor) -> Tensor:
+            return torch.where(lost, torch.zeros_like(value), value) if value.shape == flat.shape else value
+
+        return kept(flat), {name: kept(value) for name, value in state.items()}

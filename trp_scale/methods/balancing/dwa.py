@@ -1,0 +1,122 @@
+"""Dynamic weight average: weights by how fast each task's loss falls (Liu et al., section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.methods.balancing.base import LossReadingBalancer
+from trp_scale.methods.balancing.settings import DwaSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalMeans:
+    """Mean losses of intervals of steps, [T] float64 each.
+
+    Attributes:
+        interval: number of the interval that `sums` and `steps` are of, from 0.
+        sums: losses of its applied steps, added.
+        steps: how many of them each task was present in.
+        last: means over the interval before; NaN for a task not yet seen.
+        earlier: means over the one before that.
+    """
+
+    interval: int
+    sums: Tensor
+    steps: Tensor
+    last: Tensor
+    earlier: Tensor
+
+    def at(self, interval: int) -> IntervalMeans:
+        """The same at the start of, or within, a later interval. One in which a task was never seen does not count for
+        that task: its means stay."""
+        if interval == self.interval:
+            return self
+        seen = self.steps > 0
+        return IntervalMeans(
+            interval=interval,
+            sums=torch.zeros_like(self.sums),
+            steps=torch.zeros_like(self.steps),
+            last=torch.where(seen, self.sums / self.steps.clamp(min=1), self.last),
+            earlier=torch.where(seen, self.last, self.earlier),
+        )
+
+
+class Dwa(LossReadingBalancer):
+    """T softmax((L[e-1] / L[e-2]) / temperature) over the balanced tasks; 1 each in the first two intervals.
+
+    An interval is an epoch (paper) or `interval_steps`; its L are means over applied steps in which the task was
+    present. A task with fewer than two means has the mean of the others' ratios.
+
+    Raises:
+        RefusedError: an interval of one epoch, whose length is not known.
+    """
+
+    settings: DwaSettings
+
+    def __init__(self, settings: DwaSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        self.interval_steps = settings.interval_steps or run.steps_per_epoch
+        if self.interval_steps < 1:
+            raise RefusedError(
+                "--balancer.interval_steps is 0, one epoch, and nothing says how many steps an epoch has; "
+                "allowed here: 1 or more"
+            )
+        nothing, unseen = self.vector(0.0), self.vector(torch.nan)
+        self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
+
+    def means_at(self, step: int) -> IntervalMeans:
+        """What is known at a step."""
+        return self.means.at(step // self.interval_steps)
+
+    def ratios(self, step: int) -> Tensor:
+        """[T] L[e-1] / L[e-2]; the mean of the others' where it is not known, 1 where none is."""
+        means = self.means_at(step)
+        known = self.balanced & ~means.earlier.isnan()
+        ratios = torch.where(known, self.left(means.last) / self.left(means.earlier), 0.0)
+        mean = torch.where(known.any(), ratios.sum() / known.sum().clamp(min=1), 1.0)
+        return torch.where(known, ratios, mean)
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        scores = torch.where(self.balanced, self.ratios(ctx.step) / self.settings.temperature, -torch.inf)
+        return self.totalled(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
+
+    def after_step(self, ctx: StepContext) -> None:
+        super().after_step(ctx)
+        means = self.means_at(ctx.step)
+        self.means = replace(
+            means,
+            sums=ctx.commit(means.sums + ctx.losses, means.sums),
+            steps=ctx.commit(means.steps + (ctx.counts > 0), means.steps),
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        """interval: its number, from 0; interval_steps; ratios: of the losses of the two before."""
+        step = 0 if self._last is None else self._last.step
+        return {
+            **super().metrics(),
+            "interval": step // self.interval_steps,
+            "interval_steps": self.interval_steps,
+            "ratios": self.by_task(self.ratios(step)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        vectors = {field.name: getattr(self.means, field.name) for field in fields(self.means)}
+        interval = vectors.pop("interval")
+        return {
+            **super().state_dict(),
+            "interval": interval,
+            "interval_means": {name: vector.cpu() for name, vector in vectors.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        vectors = {name: vector.to(self.device) for name, vector in state["interval_means"].items()}
+        self.means = IntervalMeans(interval=int(state["interval"]), **vectors)

@@ -1,0 +1,243 @@
+"""GradNorm: weights that bring the tasks' gradients to norms of equal training rates (Chen et al., Algorithm 1).
+
+How large each task's gradient is where the tasks branch is found under the one backward pass (core/objective.py: Tap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.engine import Trains
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.objective import Objective, TappedObjective, TapPlace
+from trp_scale.core.run import RunContext
+from trp_scale.methods.balancing.base import LossReadingBalancer
+from trp_scale.methods.balancing.settings import GradNormSettings
+from trp_scale.methods.balancing.task_adam import TaskAdam
+
+
+@dataclass
+class _Tapped:
+    """A micro-batch whose backward pass has not been read yet."""
+
+    batch: Batch
+    tap: Tensor
+    shared_inputs: Tensor | None = None
+
+
+class TaskGradients:
+    """Collects the tasks' gradients over a window, one micro-batch at a time.
+
+    A micro-batch's tap is read when the next one asks for its own, so that only one is held. At `weights` the tasks'
+    gradients of the shared layer's weights add up over micro-batches and ranks, and the norm is taken of the sum; at
+    `representation` every row belongs to one micro-batch, and squares add up.
+
+    Args:
+        objective: gives the taps.
+        tasks: positions of the tasks asked about.
+        at: where.
+        device: where gradients are.
+    """
+
+    def __init__(self, objective: TappedObjective, tasks: Sequence[int], at: TapPlace, device: torch.device) -> None:
+        self.objective = objective
+        self.tasks = tuple(tasks)
+        self._places = torch.tensor(self.tasks).to(device)
+        self.at = at
+        self.device = device
+        self._pending: _Tapped | None = None
+        self._sums: Tensor | None = None
+
+    def restart(self) -> None:
+        """Forget what was collected; a tap that no backward pass reached is dropped."""
+        self._pending = self._sums = None
+
+    def tapped(self, batch: Batch) -> Batch:
+        """The batch with a fresh tap in its extras; the one before it is read."""
+        self._fold()
+        key, shape = self.objective.tap(batch, self.at)
+        tap = torch.zeros(shape, dtype=torch.float32, device=self.device, requires_grad=True)
+        self._pending = _Tapped(batch, tap)
+        return batch.adding({key: tap})
+
+    def note(self, losses: TaskLosses) -> None:
+        """Keep what a tap's gradient will be multiplied with."""
+        if self._pending is not None:
+            self._pending.shared_inputs = losses.shared_inputs
+
+    def norms(self, engine: Trains) -> Tensor:
+        """[T] float64: norm of each task's gradient of the global batch, 0 where it was not asked for. Call once, after
+        the last backward pass."""
+        self._fold()
+        assert self._sums is not None, "no micro-batch of this step was tapped"
+        sums, self._sums = self._sums, None
+        if self.at == "representation":
+            sums = self._by_rank(sums.sqrt(), engine)
+        reduced = engine.reduce_hook_gradient(sums).flatten(1)
+        norms = torch.linalg.vector_norm(reduced, dim=1, dtype=torch.float64)  # [tasks]
+        every = torch.zeros(len(self.objective.tasks), dtype=torch.float64, device=self.device)
+        return every.index_copy(0, self._places, norms)
+
+    def _by_rank(self, norms: Tensor, engine: Trains) -> Tensor:
+        """[tasks] norms of this rank's rows -> [tasks, ranks], 0 in the others' places: the engine's reduction then
+        divides norms, as it does gradients; squares would need its factor's square."""
+        group = engine.data_group
+        return torch.nn.functional.pad(norms[:, None], (group.rank, group.size - group.rank - 1))
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        gradient = torch.zeros_like(pending.tap) if pending.tap.grad is None else pending.tap.grad
+        pending.tap.grad = None  # the caller's losses may keep the tap itself for a while
+        parts = self.objective.task_gradients(pending.batch, self.at, gradient)
+        if self.at == "representation":
+            norms = torch.stack(
+                [torch.linalg.vector_norm(parts[task], dtype=torch.float64) for task in self.tasks]
+            )  # [tasks]
+            self._sums = norms.square() if self._sums is None else self._sums + norms.square()
+        else:
+            self._add_products(parts, pending.shared_inputs)
+
+    def _add_products(self, parts: Mapping[int, Tensor], inputs: Tensor | None) -> None:
+        """Add each task's gradient of the shared layer's weights: products in the layer's precision, sums in fp32."""
+        assert inputs is not None, "an objective that was given a tap at weights gives shared_inputs"
+        if self._sums is None:
+            size = (len(self.tasks), parts[self.tasks[0]].shape[1], inputs.shape[1])
+            self._sums = torch.zeros(size, dtype=torch.float32, device=self.device)  # [tasks, D, K]
+        for place, task in enumerate(self.tasks):
+            self._sums[place] += parts[task].to(inputs.dtype).T @ inputs  # [D, rows] [rows, K]
+
+
+SMALLEST_WEIGHT = 1e-3
+"""Least weight, where their mean is 1. A step of Adam must not bring one to 0 or below: no norm brings it back."""
+
+
+class GradNorm(LossReadingBalancer):
+    """Descends on sum_t |G_t - mean(G) r_t^alpha| by the weights w, the target held constant.
+
+    G_t = w_t |grad L_t| is the norm of the task's gradient of the last shared layer's weights, or of the shared
+    representation; r_t = (L_t / L_t(0)) over its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start
+    at 1 and always sum to T; `total` decides by what they are multiplied in the step, and does not enter G. An absent
+    task takes no part, and keeps its w and its moments.
+
+    No task needs a backward pass of its own: the gradients come from taps (TaskGradients).
+
+    Raises:
+        RefusedError: a single balanced task; an objective without taps; a balanced task that passes no tap.
+    """
+
+    settings: GradNormSettings
+
+    def __init__(self, settings: GradNormSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        tapped = check_taps(self.objective, settings.at)
+        self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, settings.at, self.device)
+        self.task_weights = self.vector(1.0)
+        self.adam = TaskAdam(self.vector(0.0), settings.lr)
+        self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return self.totalled(self.task_weights, ctx.counts)
+
+    def before_step(self, ctx: StepContext) -> None:
+        super().before_step(ctx)
+        self.gradients_of_tasks.restart()
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if not ctx.trains or not torch.is_grad_enabled():
+            return micro
+        return self.gradients_of_tasks.tapped(micro)
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        self.gradients_of_tasks.note(losses)
+        return super().total(ctx, losses)
+
+    @torch.no_grad()
+    def gradients(self, ctx: StepContext) -> None:
+        assert ctx.weights is not None and ctx.sums is not None, "set before the gradients are asked for"
+        present = self.present(ctx.counts)
+        measured = self.gradients_of_tasks.norms(ctx.engine)  # of the weighted losses, [T]
+        self._sizes = torch.where(present, measured / torch.where(present, ctx.weights, 1.0), 0.0)  # |grad L_t|
+        self._norms = self.task_weights * self._sizes  # G_t
+        self._rates = self.training_rates(ctx.means(ctx.sums), present)
+        mean = self._norms.sum() / present.sum().clamp(min=1)
+        self._targets = torch.where(present, mean * self._rates**self.settings.alpha, 0.0)
+
+    def training_rates(self, losses: Tensor, present: Tensor) -> Tensor:
+        """[T] r_t: what is left of each loss, as a share of its first value, over the mean of that share; 0 where
+        absent."""
+        first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
+        shares = torch.where(present, self.left(losses) / self.left(first), 0.0)
+        mean = shares.sum() / present.sum().clamp(min=1)
+        return torch.where(present, shares / mean, 0.0)
+
+    @torch.no_grad()
+    def after_step(self, ctx: StepContext) -> None:
+        super().after_step(ctx)
+        assert ctx.applied is not None, "decided before the hooks' after_step"
+        self._descend(self.present(ctx.counts) & ctx.applied)
+
+    def _descend(self, present: Tensor) -> None:
+        """A step of Adam, then the moved weights back to the sum that they had: T over all."""
+        slope = torch.sign(self._norms - self._targets) * self._sizes
+        # A norm may overflow where the whole gradient does not, in half precision; decided on the device.
+        moving = present & slope.isfinite().all()
+        stepped = self.adam.step(self.task_weights, slope, moving).clamp(min=SMALLEST_WEIGHT)
+        held, reached = (torch.where(moving, weights, 0.0).sum() for weights in (self.task_weights, stepped))
+        self.task_weights = torch.where(moving, stepped * (held / reached), self.task_weights)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """task_weights: w after this step, sum T; gradient_norms: G_t; targets; training_rates: r_t; loss: L_grad."""
+        return {
+            **super().metrics(),
+            "at": self.settings.at,
+            "task_weights": self.by_task(self.task_weights),
+            "gradient_norms": self.by_task(self._norms),
+            "targets": self.by_task(self._targets),
+            "training_rates": self.by_task(self._rates),
+            "loss": float(torch.where(self.balanced, (self._norms - self._targets).abs(), 0.0).sum()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "task_weights": self.task_weights.cpu(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.task_weights = state["task_weights"].to(self.device)
+        self.adam.load_state_dict(state["adam"])
+
+
+def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
+    """The same objective, whose balanced tasks can all be told apart at this place.
+
+    Raises:
+        RefusedError: they cannot, or there is nothing to tell apart; names the flag to change.
+    """
+    names = [objective.tasks[place] for place in objective.balanced]
+    if len(names) < 2:
+        raise RefusedError(
+            f"--balancer.kind gradnorm compares the gradients of tasks, and the balanced ones are {names}; "
+            "allowed with fewer than two: --balancer.kind uniform"
+        )
+    if not isinstance(objective, TappedObjective):
+        raise RefusedError(
+            f"--balancer.kind gradnorm needs each task's gradient, and the objective {type(objective).__name__} does "
+            "not tell them apart; allowed: any other --balancer.kind"
+        )
+    passing = objective.tapped(at)
+    if aside := [objective.tasks[place] for place in objective.balanced if place not in passing]:
+        raise RefusedError(
+            f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
+            "others share; allowed: --balancer.at representation, a setting that takes them out of the "
+            "balance (such as --objective.next_sentence outside), or another --balancer.kind"
+        )
+    return objective

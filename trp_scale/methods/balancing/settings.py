@@ -1,0 +1,221 @@
+"""Settings of the balancers: how the losses of the tasks become one loss (TRP 3, 6; docs/algorithms.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
+from trp_scale.config.registry import component
+from trp_scale.config.settings import Settings, setting
+
+
+@dataclass(kw_only=True)
+class FixedSumSettings(Settings):
+    """Of balancers whose own weights have a fixed sum."""
+
+    total: Literal["1", "paper"] = "1"
+    """Sum of the balanced weights: 1, so that methods are comparable, or the method's own (uniform with form = sum,
+    gradnorm, dwa: T)."""
+
+
+@dataclass(kw_only=True)
+class LossReadingSettings(Settings):
+    """Of balancers whose weights are made of losses."""
+
+    scale: Literal["none", "initial", "reference"] = "none"
+    """How the balancer reads losses. none: as they are (paper). initial: over the loss at the first step. reference:
+    minus a reference."""
+    reference: dict[str, float] = setting(dict)
+    """Loss subtracted from each task's for scale = reference, by task name."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.scale == "reference" and not self.reference:
+            yield (
+                "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
+            )
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        if self.reference and self.scale != "reference":
+            yield f"--balancer.reference is given but --balancer.scale is {self.scale}: it has no effect"
+
+
+@dataclass(kw_only=True)
+class GlobalLossSettings(LossReadingSettings):
+    """Of balancers that weigh a batch by its own losses."""
+
+    estimate: Literal["exact", "lagged", "micro"] = "exact"
+    """exact: losses of this global batch, at one more forward pass if there is accumulation. lagged: losses of the last
+    step, free. micro: losses of each micro-batch alone; this is not the algorithm, and stays as a labelled baseline."""
+    loss_ema: float = setting(0.0, at_least=0, below=1)
+    """Smoothing of the losses that the weights are made of; 0 = none (paper)."""
+    min_count: int = setting(0, at_least=0)
+    """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.estimate == "micro" and config.batch.micro_size == "auto":
+            yield (
+                "--batch.micro_size is auto, but with --balancer.estimate micro the result depends on it; allowed: a "
+                "number, or --balancer.estimate exact or lagged"
+            )
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.estimate == "micro":
+            yield (
+                "--balancer.estimate micro weighs each micro-batch by its own losses alone: a wrong estimate of the "
+                "method, kept as a baseline; exact and lagged use the losses of the global batch"
+            )
+
+
+@dataclass(kw_only=True)
+class RatioSettings(LossReadingSettings):
+    """Of balancers that divide by losses or take their logarithm."""
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.scale == "initial" and self.kind != "uncertainty":
+            yield (
+                f"--balancer.scale initial has no effect with --balancer.kind {self.kind}, which reads only how many "
+                "times smaller a loss has become"
+            )
+        if self.scale == "reference":
+            yield (
+                f"--balancer.scale reference with --balancer.kind {self.kind}: a loss at its reference or below counts "
+                "as 0.001 above it, and its weight follows that floor from there on"
+            )
+
+
+@component("balancer", "uniform", "trp_scale.methods.balancing.from_counts:Uniform")
+@dataclass(kw_only=True)
+class UniformSettings(FixedSumSettings):
+    """The same weight for every task (TRP eq. 4)."""
+
+    form: Literal["mean", "sum"] = setting("mean", was="uniform_form")
+    """With total = paper: 1/T each (TRP eq. 4), or 1 each (MultiMAE)."""
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        if self.form == "sum" and self.total == "1":
+            yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
+
+
+@component("balancer", "proportional", "trp_scale.methods.balancing.from_counts:Proportional")
+@dataclass(kw_only=True)
+class ProportionalSettings(Settings):
+    """Weights by the number of elements (plain BERT)."""
+
+
+@component("balancer", "random", "trp_scale.methods.balancing.random_weights:RandomWeights")
+@dataclass(kw_only=True)
+class RandomSettings(Settings):
+    """New random weights in every step: softmax of normal draws (Lin et al. 2022, RLW)."""
+
+    temperature: float = setting(1.0, above=0)
+    """The draws are divided by it: small ones leave each step to one task, large ones weigh all alike."""
+
+
+@component("balancer", "minimax", "trp_scale.methods.balancing.minimax:Minimax")
+@dataclass(kw_only=True)
+class MinimaxSettings(GlobalLossSettings):
+    """Softmax of alpha x loss over the tasks (TRP eq. 7)."""
+
+    alpha: float = setting(1.0, at_least=0)
+    """Sharpness of the softmax over task losses."""
+    alpha_schedule: Literal["constant", "spread", "theorem", "hard"] = "constant"
+    """constant: alpha. spread: alpha over the standard deviation of the losses that are weighed, at each step; their
+    unit then means nothing, and alpha = 1 gives a task that is one deviation worse 2.7 times the weight. theorem: the
+    growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound). hard: the worst alone."""
+    radius: float = setting(1.0, above=0)
+    """R0 of Theorem 3.1: distance from the start to the optimum."""
+    lipschitz: float = setting(1.0, above=0)
+    """L' of Theorem 3.1: Lipschitz constant of the task losses."""
+    bound: float = setting(1.0, above=0)
+    """B of Theorem 3.1: bound of the task losses."""
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.estimate == "micro" and self.loss_ema > 0:
+            yield (
+                f"--balancer.loss_ema {self.loss_ema:g} has no effect with --balancer.estimate micro, which takes each "
+                "micro-batch's losses as they are; exact and lagged smooth them"
+            )
+
+
+@component("balancer", "group_dro", "trp_scale.methods.balancing.group_dro:GroupDro")
+@dataclass(kw_only=True)
+class GroupDroSettings(GlobalLossSettings):
+    """Exponentiated gradient ascent on the weights (Sagawa et al. 2020, Algorithm 1)."""
+
+    rate: float = setting(0.01, above=0, was="group_dro_rate")
+    """Step size of the weights' ascent, eta_q of Sagawa et al."""
+    adjustment: float = setting(0.0, at_least=0, was="group_dro_adjustment")
+    """C of the adjustment C / sqrt(n_t) that is added to each loss; n_t: size of the group."""
+    group_sizes: Literal["data_set", "batch"] = "data_set"
+    """n_t of the adjustment. data_set: elements of the task in the training rows, as Sagawa et al. have it; of more
+    than 2,048 rows, the first are counted and scaled. batch: elements in the global batch, as before 2026-11-27."""
+
+
+@component("balancer", "uncertainty", "trp_scale.methods.balancing.uncertainty:Uncertainty")
+@dataclass(kw_only=True)
+class UncertaintySettings(RatioSettings):
+    """A learned variance for each task (Kendall et al. 2018). The weights have no fixed sum."""
+
+    form: Literal["multimae", "kendall"] = setting("multimae", was="uncertainty_form")
+    """multimae: sum of exp(-s) L + s. kendall: L / (2 sigma^2) for regression, L / sigma^2 for classification, plus
+    log sigma, where s = log sigma^2."""
+    lr: float = setting(1e-3, above=0, was="uncertainty_lr")
+    """Learning rate of the s, by Adam without decay."""
+
+
+@component("balancer", "gradnorm", "trp_scale.methods.balancing.gradnorm:GradNorm")
+@dataclass(kw_only=True)
+class GradNormSettings(FixedSumSettings, RatioSettings):
+    """Gradients of equal training rates (Chen et al. 2018, Algorithm 1)."""
+
+    at: Literal["weights", "representation"] = setting("weights", was="gradnorm_at")
+    """weights: norm of each task's gradient of the last shared layer's weights (Chen et al.). representation: of its
+    gradient of the shared representation itself."""
+    alpha: float = setting(1.5, at_least=0, was="gradnorm_alpha")
+    """Strength of the pull towards equal training rates (Chen et al.)."""
+    lr: float = setting(0.025, above=0, was="gradnorm_lr")
+    """Learning rate of the weights, by Adam without decay."""
+
+
+@component("balancer", "dwa", "trp_scale.methods.balancing.dwa:Dwa")
+@dataclass(kw_only=True)
+class DwaSettings(FixedSumSettings, RatioSettings):
+    """Dynamic weight average: weights by how fast losses fall (Liu et al. 2019, section 3.2)."""
+
+    temperature: float = setting(2.0, above=0, was="dwa_temperature")
+    """Temperature of the softmax over the ratios of losses (Liu et al.)."""
+    interval_steps: int = setting(0, at_least=0, was="dwa_interval_steps")
+    """Steps over which losses are averaged; 0 = one epoch (paper)."""
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        interval = self.interval_steps or steps_per_epoch
+        if interval and 2 * interval >= config.training.steps:
+            of_epoch = "" if self.interval_steps else f", an epoch of {interval} steps,"
+            yield (
+                f"--balancer.interval_steps {self.interval_steps}{of_epoch} leaves no third interval in "
+                f"--training.steps {config.training.steps}: all weights stay equal"
+            )
+
+
+describe_metrics(
+    "balancer",
+    title="Balancer",
+    look_for=(
+        "Where the weight goes: under minimax to the worst task, until another is worse. Weights that jump from step "
+        "to step rest on few elements; a larger batch or a larger balancer.min_count steadies them."
+    ),
+    plots=[
+        MetricPlot(
+            title="Effective elements",
+            names=("effective_elements",),
+            note="Equally weighted elements whose mean would be as noisy as the balanced loss of the step.",
+        ),
+    ],
+)

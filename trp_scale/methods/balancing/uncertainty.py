@@ -1,0 +1,70 @@
+"""Uncertainty weights: a learned variance for each task (Kendall et al.; in MultiMAE's form by default)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.methods.balancing.base import LossReadingBalancer
+from trp_scale.methods.balancing.settings import UncertaintySettings
+from trp_scale.methods.balancing.task_adam import TaskAdam
+
+
+class Uncertainty(LossReadingBalancer):
+    """Minimises sum_t c_t exp(-s_t) L_t + b s_t over the weights and the s together; s starts at 0.
+
+    multimae: c = b = 1. kendall, with s = log sigma^2: b = 1/2, and c = 1/2 for regression, 1 for classification.
+    The gradient of s is b - c exp(-s) L on the global batch, in closed form: exact however the batch is split. An
+    absent task's s stands still. Weights c exp(-s) have no fixed sum: `total` does not touch them.
+    """
+
+    settings: UncertaintySettings
+
+    def __init__(self, settings: UncertaintySettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        kendall = settings.form == "kendall"
+        self.slope = 0.5 if kendall else 1.0  # b
+        distances, tasks = self.objective.regression, self.objective.tasks
+        factors = [0.5 if kendall and place in distances else 1.0 for place in range(len(tasks))]
+        self.factors = torch.tensor(factors, dtype=torch.float64).to(self.device)  # c [T]
+        self.log_variances = self.vector(0.0)
+        self.adam = TaskAdam(self.log_variances, settings.lr)
+
+    def task_weights(self) -> Tensor:
+        """[T] c exp(-s)."""
+        return self.factors * torch.exp(-self.log_variances)
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return torch.where(self.present(ctx.counts), self.task_weights(), 0.0)
+
+    def after_step(self, ctx: StepContext) -> None:
+        assert ctx.applied is not None, "decided before the hooks' after_step"
+        gradient = self.slope - self.task_weights() * self.left(ctx.losses)
+        self.log_variances = self.adam.step(self.log_variances, gradient, self.present(ctx.counts) & ctx.applied)
+        super().after_step(ctx)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """log_variances: the s after this step; regulariser: the sum of b s, which is no part of the logged loss."""
+        logs = torch.where(self.balanced, self.log_variances, 0.0)
+        return {
+            **super().metrics(),
+            "log_variances": self.by_task(logs),
+            "regulariser": float(self.slope * logs.sum()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "log_variances": self.log_variances.cpu(),
+            "adam": self.adam.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.log_variances = state["log_variances"].to(self.device)
+        self.adam.load_state_dict(state["adam"])

@@ -1,0 +1,172 @@
+"""How far the hypergradient is from the exact one: automatic differentiation in float64 on whole weights
+(`multilevel.exact_every`).
+
+It is for small models: every rank gathers all weights and differentiates twice. It compares dL_val / d (weights, gates)
+of the window's masks; the masking network's gradient is a linear function of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.pieces import Shards, whole_tensors
+from trp_scale.core.run import RunContext
+from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
+from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
+from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient, config_of
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """An inner step and the head's step after it.
+
+    Attributes:
+        before, after: E and E', whole and in float64.
+        response: derivative of E - E' by the gradient, element by element.
+        head: the head's step.
+        train, validation: this rank's micro-batches of D_tr and D_val.
+        number: of the run's step.
+    """
+
+    before: Weights
+    after: Weights
+    response: Weights
+    head: HeadStep
+    train: Sequence[Batch]
+    validation: Sequence[Batch]
+    number: int
+
+
+class ExactComparison:
+    """Compares each `multilevel.exact_every`-th hypergradient with the exact one.
+
+    Args:
+        run: whose model is differentiated.
+    Attributes:
+        number: hypergradients so far.
+        cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.make_model = run.make_model
+        self.every: int = config_of(run).multilevel.exact_every
+        self.number = 0
+        self.cosine: Tensor | None = None
+        self.norm_ratio: Tensor | None = None
+        self._module: nn.Module | None = None
+
+    def due(self) -> bool:
+        """Whether this hypergradient is to be compared; call it once for each."""
+        self.number += self.every > 0
+        return self.every > 0 and self.number % self.every == 0
+
+    def compare(
+        self,
+        ctx: StepContext,
+        derivative: MaskDerivative,
+        level: HeadLevel,
+        window: MaskedWindow,
+        found: Sequence[MaskGradient],
+        step: WholeStep,
+    ) -> None:
+        """Take note of how well a hypergradient agrees; all ranks call it together.
+
+        Args:
+            found: the hypergradient, by micro-batch of this rank.
+            step: the step that it is the hypergradient of.
+        """
+        if self._module is None:
+            assert self.make_model is not None, "hypergradients are compared in a run that can make a second model"
+            self._module = self.make_model().double().to(ctx.engine.device)
+        forward = partial(_forward, self._module)
+        with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            direction = _encoder_gradient(ctx, level, forward, step)
+            exact = _hypergradient(ctx, derivative, window, forward, step, direction)
+        ours = torch.cat([part.reshape(-1).double() for each in found for part in each.parts()])
+        theirs = torch.cat([part.reshape(-1) for each in exact for part in each.parts()])
+        across, own, other = ctx.data_group.sum(torch.stack([ours @ theirs, ours @ ours, theirs @ theirs]))
+        self.cosine, self.norm_ratio = across / (own * other).sqrt(), (own / other).sqrt()
+
+
+def _forward(module: nn.Module, weights: Weights) -> Callable[..., Any]:
+    return lambda *arguments, **named: functional_call(module, weights, arguments, named)
+
+
+def _encoder_gradient(
+    ctx: StepContext, level: HeadLevel, forward: Callable[[Weights], Callable[..., Any]], step: WholeStep
+) -> Weights:
+    """dL_val / dE' by both paths (eq. 9), over all ranks."""
+    weights = {name: value.clone().requires_grad_() for name, value in step.after.items()}
+    engine: Any = forward(weights)
+
+    def parts(window: Sequence[Batch], *, learning: bool) -> list[Any]:
+        batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
+        return [level.head_input(each, micro, learning=learning, step=step.number) for micro, each in batches]
+
+    train, validation = parts(step.train, learning=True), parts(step.validation, learning=False)
+    counts = [torch.stack([part.weights.sum() for part in each]).sum() for each in (train, validation)]
+    rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
+    start = step.head.before.flat().double().requires_grad_()
+    loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in train]).sum() / rows_train
+    (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
+    moved = step.head.parameters.flat().double().requires_grad_()
+    outer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in validation]).sum() / rows
+    own, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
+    (by_head,) = global_sum(ctx.data_group, [by_head])
+    path = _gradients(-(step.head.response.double() * by_head * gradient).sum(), weights)
+    summed = global_sum(ctx.data_group, [own[name] + path[name] for name in weights])
+    return dict(zip(weights, summed, strict=True))
+
+
+def _hypergradient(
+    ctx: StepContext,
+    derivative: MaskDerivative,
+    window: MaskedWindow,
+    forward: Callable[[Weights], Callable[..., Any]],
+    step: WholeStep,
+    direction: Weights,
+) -> list[MaskGradient]:
+    """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
+    weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
+    leaves = [derivative.leaves(window, place) for place in range(len(window.selections))]
+    losses = [
+        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, place, *pair)))
+        for place, pair in enumerate(leaves)
+    ]
+    gradients = torch.autograd.grad(
+        torch.stack(losses).sum(), list(weights.values()), create_graph=True, allow_unused=True
+    )
+    slope = torch.stack(
+        [
+            -(step.response[name] * direction[name] * gradient).sum()
+            for name, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None
+        ]
+    ).sum()
+    found = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
+    return [MaskGradient(weights=next(found), gates=None if gate is None else next(found)) for _, gate in leaves]
+
+
+def _gradients(loss: Tensor, weights: Weights) -> Weights:
+    found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
+    pairs = zip(weights.items(), found, strict=True)
+    return {name: torch.zeros_like(weight) if each is None else each for (name, weight), each in pairs}
+
+
+def whole(engine: Engine, shards: Shards) -> Weights:
+    """Every parameter's part of a vector, whole and in float64, on every rank."""
+    found = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
+    return {name: value.to(engine.device) for name, value in found.items()}

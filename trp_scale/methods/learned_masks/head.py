@@ -1,0 +1,425 @@
+"""Stages II and III: the classification head C learns on D_tr (MLO-MAE eq. 2, 7), and the loss on D_val is
+differentiated by the encoder (eq. 3, 9, 11).
+
+C is one linear layer, the same on every rank, so that everything about it is in closed form on the encoder's features.
+One backward pass through the encoder then carries both paths of eq. 9: the validation loss's own, and the one by which
+the encoder changes the head's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import PatchObjective
+from trp_scale.core.pieces import STATE_NAMES, Shards
+from trp_scale.core.seeds import reseed, tensor_seed
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
+from trp_scale.methods.learned_masks.settings import LabelledSettings
+from trp_scale.models.initialise import initial_tensor
+
+HEAD_DEVIATION = 0.01
+"""Standard deviation of the head's first matrix, as of a linear probe's (He et al., A.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadParameters:
+    """The layer. Attributes: weight: [K, D]; bias: [K]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def flat(self) -> Tensor:
+        """[K D + K]."""
+        return torch.cat([self.weight.reshape(-1), self.bias])
+
+    def like(self, flat: Tensor) -> HeadParameters:
+        """The layer with these values."""
+        size = self.weight.numel()
+        weight, bias = flat[:size], flat[size:]
+        return HeadParameters(weight=weight.view_as(self.weight), bias=bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadStep:
+    """A step of the head.
+
+    Attributes:
+        before, parameters: C and C'.
+        response: [K D + K] derivative of C - C' by the gradient, element by element; eta_C for gradient descent.
+    """
+
+    before: HeadParameters
+    parameters: HeadParameters
+    response: Tensor
+
+
+class Head:
+    """Features [B, D] -> logits [B, K], learned by AdamW with decay of the matrix alone.
+
+    Args:
+        config: settings of the run.
+        classes: K.
+        device: where it lives.
+        dtype: fp32, or float64 for checks.
+    """
+
+    def __init__(
+        self, config: MaskedAutoencoderConfig, classes: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.settings: LabelledSettings = config.multilevel
+        self.betas, self.eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
+        shape = (classes, config.model.hidden_size)
+        weight = initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION).to(device, dtype)
+        self.own = HeadParameters(
+            weight=nn.Parameter(weight), bias=nn.Parameter(torch.zeros(classes, device=device, dtype=dtype))
+        )
+        groups = decay_groups(self._named(), self.settings.head_weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.settings.head_lr, betas=self.betas, eps=self.eps)
+        for _, parameter in self._named():
+            state = empty_adamw_state(parameter.detach())
+            self.optimizer.state[parameter] = {**state, "step": state["step"].cpu()}
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("weight", cast(nn.Parameter, self.own.weight)), ("bias", cast(nn.Parameter, self.own.bias))]
+
+    def _tensors(self) -> list[Tensor]:
+        """Weights and moments."""
+        states = [self.optimizer.state[parameter] for _, parameter in self._named()]
+        moments = [state[name] for state in states for name in STATE_NAMES]
+        return [self.own.weight.detach(), self.own.bias.detach(), *moments]
+
+    @property
+    def parameters(self) -> HeadParameters:
+        """A copy that stays as it is when the head steps; takes part in no graph."""
+        return HeadParameters(weight=self.own.weight.detach().clone(), bias=self.own.bias.detach().clone())
+
+    def prepare(self, features: Tensor, dropout_seed: int | None) -> Tensor:
+        """[B, D] -> [B, D] what the layer sees. A seed means that the head learns: the same seed drops the same."""
+        if self.settings.head_norm == "layer":
+            features = F.layer_norm(features, features.shape[-1:])
+        if dropout_seed is not None and self.settings.head_dropout > 0:
+            reseed(features.device, dropout_seed)
+            features = F.dropout(features, self.settings.head_dropout)
+        return features
+
+    def loss(
+        self, features: Tensor, labels: Tensor, weights: Tensor, parameters: HeadParameters, dropout_seed: int | None
+    ) -> Tensor:
+        """0-dimensional: sum of the rows' cross-entropies, each times its weight.
+
+        Args:
+            features: [B, D]; labels: [B] int64; weights: [B], 0 for rows that are not there.
+        """
+        logits = F.linear(self.prepare(features, dropout_seed), parameters.weight, parameters.bias)
+        known = torch.where(weights > 0, labels, torch.zeros_like(labels))  # rows that are not there have label -1
+        return (F.cross_entropy(logits, known, reduction="none") * weights).sum()
+
+    def adamw_step(self, gradient: Tensor, scale: float) -> HeadStep:
+        """Commit a step of AdamW. A gradient that is not finite moves nothing but the count of the bias correction.
+
+        Args:
+            gradient: [K D + K] of the global batch's mean loss.
+            scale: share of the peak learning rate.
+        """
+        lr, before = self.settings.head_lr * scale, self.parameters
+        # Decided on the device: the host would have to wait to know.
+        finite = gradient.isfinite().all()
+        kept = [tensor.clone() for tensor in self._tensors()]
+        parts = self.own.like(gradient)
+        self.own.weight.grad, self.own.bias.grad = parts.weight.clone(), parts.bias.clone()
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), kept, strict=True):
+                tensor.copy_(torch.where(finite, tensor, value))
+        states = [self.optimizer.state[parameter] for _, parameter in self._named()]
+        beta1, beta2 = self.betas
+        steps = float(states[0]["step"])  # on the host, also where the head is on a GPU
+        square = torch.cat([state["exp_avg_sq"].reshape(-1) for state in states]) / (1 - beta2**steps)
+        response = lr * (1 - beta1) / (1 - beta1**steps) / (square.sqrt() + self.eps)
+        return HeadStep(before=before, parameters=self.parameters, response=response)
+
+    def gradient_step(self, gradient: Tensor, scale: float) -> HeadStep:
+        """A step of gradient descent (eq. 7), which is not kept."""
+        lr = self.settings.head_lr * scale
+        present = self.parameters
+        moved = present.like(present.flat() - lr * gradient)
+        return HeadStep(before=present, parameters=moved, response=torch.full_like(gradient, lr))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: the layer and its moments, by name."""
+        found: dict[str, Any] = {}
+        for name, parameter in self._named():
+            moments = {key: value.cpu().clone() for key, value in self.optimizer.state.get(parameter, {}).items()}
+            found[name] = {"value": parameter.detach().cpu().clone(), **moments}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+        for name, parameter in self._named():
+            stored = dict(state[name])
+            parameter.copy_(stored.pop("value"))
+            self.optimizer.state[parameter] = {
+                key: value.clone() if key == "step" else value.to(parameter) for key, value in stored.items()
+            }
+
+
+HeadRule = Callable[[Tensor], HeadStep]
+"""How the head steps, given the gradient of the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadInput:
+    """Features of one micro-batch and what is known of its rows.
+
+    Attributes:
+        features: [B, D], B = R k, fp32 at least.
+        labels: [B] int64.
+        weights: [B], 0 for rows that are not there.
+        dropout_seed: of D_tr, where the head learns; None for D_val, which has no dropout.
+    """
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor
+    dropout_seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGradients:
+    """Gradients of a sum of losses. Attributes: by_features: [B, D]; by_head: [K D + K]; loss: 0-dimensional."""
+
+    by_features: Tensor
+    by_head: Tensor
+    loss: Tensor
+
+
+class HeadLevel:
+    """The head, and the passes of the encoder that it needs.
+
+    Args:
+        config: settings of the run.
+        objective: cuts images into patches.
+        head: the head.
+    Attributes:
+        train_loss, validation_loss: mean cross-entropies of the last head step, 0-dimensional; None before it.
+    """
+
+    def __init__(self, config: MaskedAutoencoderConfig, objective: PatchObjective, head: Head) -> None:
+        self.config, self.objective, self.head = config, objective, head
+        self.train_loss: Tensor | None = None
+        self.validation_loss: Tensor | None = None
+
+    def features(self, engine: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
+        """[B, D] of each micro-batch, of whole images, in one forward pass over all of them."""
+        patches = [self.objective.patches(batch) for batch in batches]  # [B, N, P] each
+        joined = torch.cat(patches)
+        every = torch.arange(joined.shape[1], device=joined.device).expand(len(joined), -1)
+        tokens = engine(joined, every, every[:, :0], give="features")  # [sum B, 1 + N, D]
+        pooled = tokens[:, 0] if self.config.multilevel.pooling == "class" else tokens[:, 1:].mean(1)
+        wide = pooled.to(torch.promote_types(pooled.dtype, self.head.own.weight.dtype))
+        return list(wide.split([len(each) for each in patches]))
+
+    def head_input(self, features: Tensor, batch: Batch, *, learning: bool, step: int) -> HeadInput:
+        """The features beside what is known of their rows."""
+        crops = batch["images"].shape[1]
+        return HeadInput(
+            features=features,
+            labels=batch["labels"].repeat_interleave(crops),
+            weights=batch["row_weights"].repeat_interleave(crops).to(features.dtype),
+            dropout_seed=tensor_seed(self.config.training.seed, f"head/{step}/{batch.start}") if learning else None,
+        )
+
+    def loss(self, part: HeadInput, parameters: HeadParameters) -> Tensor:
+        """0-dimensional: sum over the rows."""
+        return self.head.loss(part.features, part.labels, part.weights, parameters, part.dropout_seed)
+
+    @torch.no_grad()
+    def frozen_step(self, engine: Engine, window: Sequence[Batch], step: int, rule: HeadRule) -> HeadStep:
+        """Stage II: a step of the head on D_tr, the encoder frozen (eq. 2, 7)."""
+        parts = [
+            self.head_input(self.features(engine, [micro])[0], micro, learning=True, step=step) for micro in window
+        ]
+        return self.head_step(engine, parts, rule)
+
+    def head_step(self, engine: Engine, parts: Sequence[HeadInput], rule: HeadRule) -> HeadStep:
+        """The head's step on these features, over all ranks."""
+        gradients = [self.gradients(part, self.head.parameters) for part in parts]
+        by_head = torch.stack([each.by_head for each in gradients]).sum(0)
+        loss = torch.stack([each.loss for each in gradients]).sum()
+        by_head, loss, rows = global_sum(engine.data_group, [by_head, loss, row_count(parts)])
+        self.train_loss = loss / rows.clamp(min=1)
+        return rule(by_head / rows.clamp(min=1))
+
+    def encoder_gradient(
+        self, engine: Engine, train: Sequence[Batch], validation: Sequence[Batch], step: int, rule: HeadRule
+    ) -> Shards:
+        """The head's step C', and dL_val / dE' at the weights that forwards read now: the last two terms of eq. 9
+        without their common factor dE' / dT.
+
+        Args:
+            train: this rank's micro-batches of D_tr.
+            validation: of D_val, as many.
+            step: number of the run's step.
+            rule: how the head steps.
+        """
+        passes = _OnePass if len(train) == len(validation) == 1 else _SeveralPasses
+        return engine.gradient_of(passes(self, engine, train, validation, step, rule).losses())
+
+    def direct_gradient(self, engine: Engine, window: Sequence[Batch], step: int) -> Shards:
+        """dL_val / dE at the weights that forwards read now, the head held: the second term of eq. 9 alone.
+
+        Args:
+            engine: holds the encoder.
+            window: this rank's micro-batches of D_val.
+            step: number of the run's step.
+        """
+        rows = global_rows(engine, window)
+        losses: list[Tensor] = []
+
+        def loss(micro: Batch) -> Tensor:
+            part = self.head_input(self.features(engine, [micro])[0], micro, learning=False, step=step)
+            found = self.loss(part, self.head.parameters) / rows
+            losses.append(found.detach())
+            return found
+
+        gradient = engine.gradient_of([partial(loss, micro) for micro in window])
+        (self.validation_loss,) = global_sum(engine.data_group, [torch.stack(losses).sum()])
+        return gradient
+
+    @torch.enable_grad()
+    def gradients(self, part: HeadInput, parameters: HeadParameters) -> LossGradients:
+        """Gradients of the sum of the rows' losses."""
+        features, flat = leaf(part.features), leaf(parameters.flat())
+        loss = self.loss(replace(part, features=features), parameters.like(flat))
+        by_features, by_head = torch.autograd.grad(loss, (features, flat))
+        return LossGradients(by_features=by_features, by_head=by_head, loss=loss.detach())
+
+    @torch.enable_grad()
+    def through_head(self, part: HeadInput, step: HeadStep, by_head: Tensor) -> Tensor:
+        """[B, D]: how the features of D_tr change L_val through the head's step, - d <response x by_head, dL / dC> / df
+        for the sum of the rows' losses: dL_val / dC' dC' / df of eq. 9 and 11 (eq. 11 lacks the minus sign).
+
+        Args:
+            by_head: [K D + K] dL_val / dC after the step.
+        """
+        features, flat = leaf(part.features), leaf(step.before.flat())
+        loss = self.loss(replace(part, features=features), step.before.like(flat))
+        (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
+        (found,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
+        return found
+
+
+class _Passes:
+    """The losses whose gradient by the encoder is wanted; see HeadLevel.encoder_gradient."""
+
+    def __init__(
+        self,
+        level: HeadLevel,
+        engine: Engine,
+        train: Sequence[Batch],
+        validation: Sequence[Batch],
+        step: int,
+        rule: HeadRule,
+    ) -> None:
+        self.level, self.engine, self.step, self.rule = level, engine, step, rule
+        self.train, self.validation = train, validation
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        """One for each pass of the encoder."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what the encoder is passed through for")
+
+    def train_input(self, features: Tensor, batch: Batch) -> HeadInput:
+        return self.level.head_input(features, batch, learning=True, step=self.step)
+
+    def validation_input(self, features: Tensor, batch: Batch) -> HeadInput:
+        return self.level.head_input(features, batch, learning=False, step=self.step)
+
+
+class _OnePass(_Passes):
+    """One micro-batch of each: one pass of the encoder holds both."""
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        return [self.loss]
+
+    def loss(self) -> Tensor:
+        level, group = self.level, self.engine.data_group
+        features = level.features(self.engine, [*self.train, *self.validation])
+        train = self.train_input(features[0], self.train[0])
+        validation = self.validation_input(features[1], self.validation[0])
+        step = level.head_step(self.engine, [train], self.rule)
+        found = level.gradients(validation, step.parameters)
+        local = [found.by_head, found.loss, row_count([train]), row_count([validation])]
+        by_head, loss, rows_train, rows = global_sum(group, local)
+        level.validation_loss = loss / rows.clamp(min=1)
+        path = level.through_head(train, step, by_head / rows.clamp(min=1)) / rows_train.clamp(min=1)
+        return (train.features * path).sum() + (validation.features * found.by_features / rows.clamp(min=1)).sum()
+
+
+class _SeveralPasses(_Passes):
+    """The head's step needs all features of D_tr before D_val has a gradient, and the path through the head needs all
+    of D_val: the encoder passes over D_tr once without a gradient, and once more at the end."""
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        self.head_step = self.level.frozen_step(self.engine, self.train, self.step, self.rule)
+        self.rows_train, self.rows = (global_rows(self.engine, each) for each in (self.train, self.validation))
+        self.found: list[LossGradients] = []
+        return [
+            *(partial(self.validation_loss, micro) for micro in self.validation),
+            *(partial(self.train_loss, micro) for micro in self.train),
+        ]
+
+    def validation_loss(self, micro: Batch) -> Tensor:
+        part = self.validation_input(self.level.features(self.engine, [micro])[0], micro)
+        found = self.level.gradients(part, self.head_step.parameters)
+        self.found.append(found)
+        return (part.features * found.by_features / self.rows).sum()
+
+    def train_loss(self, micro: Batch) -> Tensor:
+        part = self.train_input(self.level.features(self.engine, [micro])[0], micro)
+        return (part.features * self.level.through_head(part, self.head_step, self.by_head) / self.rows_train).sum()
+
+    @cached_property
+    def by_head(self) -> Tensor:
+        """[K D + K] dL_val / dC over all ranks; to be read when all of D_val has gone through."""
+        gradient = torch.stack([each.by_head for each in self.found]).sum(0)
+        loss = torch.stack([each.loss for each in self.found]).sum()
+        gradient, loss = global_sum(self.engine.data_group, [gradient, loss])
+        self.level.validation_loss = loss / self.rows
+        return gradient / self.rows
+
+
+def leaf(values: Tensor) -> Tensor:
+    """The same values as the start of a graph of their own."""
+    return values.detach().clone().requires_grad_()
+
+
+def row_count(parts: Sequence[HeadInput]) -> Tensor:
+    """0-dimensional: rows that are there."""
+    return torch.stack([part.weights.sum() for part in parts]).sum()
+
+
+def global_rows(engine: Engine, window: Sequence[Batch]) -> Tensor:
+    """0-dimensional: crops that are there, over all ranks; 1 where there are none."""
+    own = torch.stack([micro["row_weights"].sum() * micro["images"].shape[1] for micro in window]).sum()
+    return global_sum(engine.data_group, [own])[0].clamp(min=1)
+
+
+def global_sum(group: Group, parts: list[Tensor]) -> list[Tensor]:
+    """Tensors summed over ranks in one all-reduce, in float64."""
+    flat = group.sum(torch.cat([part.detach().double().reshape(-1) for part in parts]))
+    sums = torch.split(flat, [part.numel() for part in parts])
+    return [one.view(part.shape).to(part.dtype) for one, part in zip(sums, parts, strict=True)]

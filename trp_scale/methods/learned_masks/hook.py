@@ -1,0 +1,245 @@
+"""Masks learned from a downstream task, as a hook on any engine (MLO-MAE 3.2, Algorithm 1)."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.objective import PatchObjective
+from trp_scale.core.run import RunContext
+from trp_scale.methods.learned_masks.fine_tuning import FineTunedValidationLoss
+from trp_scale.methods.learned_masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
+from trp_scale.methods.learned_masks.hypergradient import OuterObjective, RaisedReconstruction, ValidationLoss
+from trp_scale.methods.learned_masks.joint import JointValidationLoss
+from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, Masker, config_of
+from trp_scale.methods.learned_masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
+from trp_scale.methods.learned_masks.unrolled import UnrolledValidationLoss
+
+NETWORK = "masking_network"
+"""Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
+
+MOST = 256
+"""Marks on a GPU that are kept unread."""
+
+
+class LearnedMasks(Hook):
+    """Every inner step sees the masks that the network chooses. A cycle is `unroll` inner steps, then a head step, and
+    after each `every`-th head step an outer step.
+
+    It must come before hooks that perturb what the model sees: their passes have these masks, and it reads what they
+    added before they move on.
+
+    Args:
+        settings: how the masks learn.
+        run: whose masks they are; it can make a second engine.
+        outer: makes what the masking network is to lower.
+    Attributes:
+        clock: counts the time of each part.
+        masker: the masking network.
+        outer: what it is to lower.
+        inner_steps: since the last head step.
+        head_steps: since the last outer step.
+        outer_steps: so far.
+    """
+
+    name = "multilevel"
+    shown = ("lessons", "entropy", "overlap_untrained", "overlap_last")
+
+    def __init__(self, settings: LearnedMasksSettings, run: RunContext, outer: type[OuterObjective]) -> None:
+        self.settings, self.clock = settings, LevelClock(run.device)
+        objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
+        assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
+        config = config_of(run)
+        network = run.make_engine(NETWORKS[settings.network](config), network_config(config))
+        self.masker = Masker(config, network, objective)
+        derivative: type[MaskDerivative] = HardMaskDerivative if settings.selection == "hard" else SoftMaskDerivative
+        self.outer = outer(run, derivative(objective), self.clock)
+        self.inner_steps = 0
+        self.head_steps = 0
+        self.outer_steps = 0
+        self.unrolled = False
+        self.window: MaskedWindow | None = None
+        self.masked: dict[int, MaskedWindow] = {}
+
+    @property
+    def head_step_due(self) -> bool:
+        """Whether the head steps after this inner step."""
+        return self.inner_steps == self.settings.unroll - 1
+
+    @property
+    def outer_step_due(self) -> bool:
+        """Whether the masking network steps after this inner step."""
+        return self.head_step_due and self.head_steps == self.settings.every - 1
+
+    def before_step(self, ctx: StepContext) -> None:
+        if self.head_steps == self.settings.every - 1 and not self.unrolled:
+            self._outer_step(ctx, self.outer.unrolled(ctx, self.choose))
+            self.unrolled = True
+        self.masked = {}
+        window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.of_last_step)
+        ctx.recount(self.outer.counts(ctx, window))
+        if self.outer_step_due:
+            self.outer.before_last_step(ctx, window)
+
+    def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
+        """Choose masks for these micro-batches. Everything sees them with these masks from now on."""
+        with self.clock("masks"):
+            window = self.masker.choose(ctx.engine, micros, ctx.step, keep=keep)
+        self.masked |= {micro.start: window for micro in micros}
+        return window
+
+    def _outer_step(self, ctx: StepContext, hypergradient: Hypergradient) -> None:
+        if not hypergradient:
+            return
+        with self.clock("network"):
+            self.outer_steps += self.masker.outer_step(hypergradient, self.outer.scale(ctx))
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if micro.joined:
+            return self.outer.joined(ctx, micro)
+        return self.masked[micro.start].batch(micro)
+
+    def gradients(self, ctx: StepContext) -> None:
+        self.outer.gradients(ctx)
+
+    def after_step(self, ctx: StepContext) -> None:
+        stats = ctx.stats()  # cycles are counted on the host, which waits for the step here
+        if not stats.applied:
+            return
+        assert self.window is not None, "masks are chosen before the step"
+        self.outer.after_step(ctx)
+        head_step, outer_step = self.head_step_due, self.outer_step_due
+        if outer_step:
+            self._outer_step(ctx, self.outer.hypergradient(ctx, stats, self.window))
+        elif head_step:
+            self.outer.head_step(ctx)
+        if head_step:
+            self.unrolled = False
+        self.window, self.masked = without_inputs(self.window), {}
+        self.inner_steps = 0 if head_step else self.inner_steps + 1
+        self.head_steps = (0 if outer_step else self.head_steps + 1) if head_step else self.head_steps
+
+    def engines(self) -> Mapping[str, Engine]:
+        return {NETWORK: self.masker.network, **self.outer.engines()}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """lessons: outer steps so far; mean_probability, entropy (of a patch's own masking, in nats): of this rank's
+        last window; gradient_norm, below_eps, overlap_untrained, overlap_last: of the last outer step (see `Masker`);
+        time: share of each part; and what the outer objective adds. A value that there is none of yet is left out."""
+        assert self.window is not None, "metrics are asked for after a step"
+        values = {
+            **described(self.window),
+            **self.masker.lesson,
+            **self.outer.metrics(),
+        }
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        return {"lessons": self.outer_steps, **known, "time": self.clock.shares()}
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = {"inner_steps": self.inner_steps, "head_steps": self.head_steps, "outer_steps": self.outer_steps}
+        counters = {**steps, "unrolled": self.unrolled}
+        return {"counters": counters, "lesson": self.masker.state_dict(), "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        steps = state["counters"]
+        self.inner_steps, self.head_steps = int(steps["inner_steps"]), int(steps["head_steps"])
+        self.outer_steps, self.unrolled = int(steps["outer_steps"]), bool(steps["unrolled"])
+        self.masker.load_state_dict(state.get("lesson", {}))  # checkpoints of older versions have none
+        self.outer.load_state_dict(state["outer"])
+
+
+def random_masks(settings: RandomMasksSettings, run: RunContext) -> None:
+    """A method that is off leaves no hook at all."""
+
+
+MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
+"""By multilevel.mode."""
+
+
+def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
+    """The hook of kind head; those of the other kinds are below."""
+    return LearnedMasks(settings, run, MODES[settings.mode])
+
+
+masks_from_a_joint_step = partial(LearnedMasks, outer=JointValidationLoss)
+masks_from_fine_tuning = partial(LearnedMasks, outer=FineTunedValidationLoss)
+masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
+
+
+def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
+    """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
+    factor. AdamW's eps carries the same factor: without it nothing moves."""
+    own, settings = copy.deepcopy(config), config.multilevel
+    own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
+    own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
+    own.optimizer.eps = settings.network_eps(config.optimizer.lr)
+    own.training.compile = own.training.activation_checkpointing = "none"
+    return own
+
+
+def without_inputs(window: MaskedWindow) -> MaskedWindow:
+    """The same masks; the network's inputs are as large as a layer's activations."""
+    return replace(window, selections=[replace(each, embeddings=None) for each in window.selections])
+
+
+@torch.no_grad()
+def described(window: MaskedWindow) -> dict[str, Tensor]:
+    """What this rank's masks are like."""
+    probabilities = torch.cat([each.probabilities for each in window.selections]).double().clamp(1e-12, 1 - 1e-12)
+    entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
+    return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
+
+
+class LevelClock:
+    """Seconds spent in named parts since they were last asked for.
+
+    On a GPU parts are marked in its stream, and nothing waits until they are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """What is inside counts as `name`."""
+        if not self.gpu:
+            began = time.perf_counter()
+            yield
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        yield
+        last.record()
+        self._events.append((name, first, last))
+        while len(self._events) > MOST and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            self._take(*self._events.pop(0))  # ranks that log nothing never ask
+
+    def _take(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
+
+    def shares(self) -> dict[str, float]:
+        """Each part's share of the time since the last call; the rest is level I's. Waits for the device."""
+        for name, first, last in self._events:
+            last.synchronize()
+            self._take(name, first, last)
+        whole = time.perf_counter() - self._since
+        found = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
+        self._seconds, self._events, self._since = {}, [], time.perf_counter()
+        return found

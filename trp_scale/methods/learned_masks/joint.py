@@ -1,0 +1,151 @@
+"""Two levels in place of three: encoder, decoder and head learn in one step (BLO-MAE, MLO-MAE eq. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.objective import PatchObjective
+from trp_scale.core.pieces import Shards
+from trp_scale.core.run import RunContext
+from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
+from trp_scale.methods.learned_masks.head import Head, HeadLevel, leaf
+from trp_scale.methods.learned_masks.hypergradient import Clock, ValidationLoss
+from trp_scale.methods.learned_masks.masks import MaskedWindow
+
+CLASSIFICATION = "classification"
+
+HEAD, STEP = Extra("head"), Extra("step")
+"""Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the number of the step."""
+
+
+class JointObjective:
+    """The inner objective of eq. 5, gamma x reconstruction + classification: both tasks are outside the balance,
+    because gamma is what weighs them; a balancer has nothing to decide, and only uniform is allowed.
+
+    Micro-batches that were joined to a window are of D_tr, and their images' crops are the elements of the last task:
+    the mean cross-entropy of the head on the encoder's features of whole images. The others are those of the tasks
+    that there were. Held-out rows have no classification: it is absent there.
+
+    Args:
+        config: settings of the run.
+        reconstruction: the objective on D_u.
+        classes: K.
+        device: where the head lives.
+        dtype: of the head.
+    Attributes:
+        level: the head, with the passes that it needs.
+    """
+
+    balanced: tuple[int, ...] = ()
+    in_a_graph = False  # the number of the step is read on the host
+
+    def __init__(
+        self,
+        config: MaskedAutoencoderConfig,
+        reconstruction: PatchObjective,
+        *,
+        classes: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.gamma = config.multilevel.gamma
+        self.reconstruction = reconstruction
+        self.tasks = (*reconstruction.tasks, CLASSIFICATION)
+        self.regression = reconstruction.regression
+        self.level = HeadLevel(config, reconstruction, Head(config, classes, device, dtype))
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64: elements of the reconstruction's tasks, and crops with a class; one of the two is 0."""
+        if not batch.joined:
+            return with_last(self.reconstruction.count(batch))
+        crops = batch["row_weights"].double().sum() * batch["images"].shape[1]
+        return torch.cat([crops.new_zeros(len(self.tasks) - 1), crops.reshape(1)])
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
+        weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
+        for place in self.reconstruction.balanced:
+            weights[place].fill_(self.gamma / len(self.reconstruction.balanced))
+        return weights
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Sums in float64."""
+        if not batch.joined:
+            return padded(self.reconstruction(forward, batch))
+        level, head, step = self.level, batch.extras[HEAD], int(batch.extras[STEP])
+        part = level.head_input(level.features(forward, [batch])[0], batch, learning=True, step=step)
+        loss = level.loss(part, level.head.own.like(head)).double()
+        absent = loss.new_zeros(len(self.tasks) - 1)
+        return TaskLosses(sums=torch.cat([absent, loss.reshape(1)]), counts=self.count(batch))
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The reconstruction's sums for given errors [R, k, M]; linear in them. The last task is absent."""
+        return padded(self.reconstruction.losses(errors, batch))
+
+    def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[R, k, M] error of each masked patch."""
+        return self.reconstruction.errors(forward, batch)
+
+    def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
+        """[B, N, P] patches of the batch's crops."""
+        return self.reconstruction.patches(batch, pixel_shift)
+
+
+def padded(losses: TaskLosses) -> TaskLosses:
+    """[T - 1] -> [T]: the last task is absent."""
+    return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
+
+
+def with_last(values: Tensor, last: float = 0.0) -> Tensor:
+    """[T - 1] -> [T]."""
+    return torch.cat([values, values.new_full((1,), last)])
+
+
+class JointValidationLoss(ValidationLoss):
+    """L_val after a joint inner step. The head is a leaf outside the engine whose gradient comes out of the pass that
+    trains the weights; it steps by AdamW of its own whenever they do.
+
+    Its step, C' = C - eta grad_C L_cls(D_tr; E, C), is of the encoder before the inner step: the masks act on L_val
+    through E' alone, and there by gamma x L_rec, which the step's task weights carry.
+    """
+
+    def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
+        super().__init__(run, derivative, clock)
+        self.leaf = leaf(self.level.head.parameters.flat())
+        self.gradient = torch.zeros_like(self.leaf, requires_grad=False)
+
+    def head_level(self, run: RunContext) -> HeadLevel:
+        """The joint objective's."""
+        assert isinstance(run.objective, JointObjective), "the upstream has made the objective of this kind"
+        return run.objective.level
+
+    def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
+        return torch.cat([window.counts[:-1], ctx.counts[-1:]])  # classification is the last task
+
+    def joined(self, ctx: StepContext, micro: Batch) -> Batch:
+        return micro.adding({HEAD: self.leaf, STEP: torch.tensor(ctx.step)})
+
+    def gradients(self, ctx: StepContext) -> None:
+        self.gradient = ctx.reduced_gradient(self.leaf)
+
+    def after_step(self, ctx: StepContext) -> None:
+        self.level.train_loss = ctx.losses[-1]
+        self.level.head.adamw_step(self.gradient, self.scale(ctx))
+        self.leaf = leaf(self.level.head.parameters.flat())
+
+    def head_step(self, ctx: StepContext) -> None:
+        """The head has learned in every step of the cycle."""
+
+    def encoder_gradient(self, ctx: StepContext) -> Shards:
+        return self.direct_path(ctx, ctx.engine)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.leaf = leaf(self.level.head.parameters.flat())

@@ -1,0 +1,359 @@
+"""Stage I's masks: the masking network gives each patch a probability, and the most probable N r patches are masked
+(MLO-MAE 3.2, A.4); and the network's own step, down the hypergradient (eq. 8).
+
+The selection is always hard. `multilevel.selection` says what the loss's derivative by a probability sees of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import PatchSplit
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
+from trp_scale.core.pieces import Shards, bunches
+from trp_scale.core.run import RunContext
+from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Masks of one micro-batch.
+
+    Attributes:
+        visible: [B, V] int64, masked: [B, M] int64; patch numbers, ascending.
+        probabilities: [B, N] what they were selected by, without a graph.
+        embeddings: [B, N, D] the masking network's input, kept where an outer step needs it again.
+    """
+
+    visible: Tensor
+    masked: Tensor
+    probabilities: Tensor
+    embeddings: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """[B, M] the masked patches' probabilities."""
+        return self.probabilities.gather(1, self.masked)
+
+
+def config_of(run: RunContext) -> MaskedAutoencoderConfig:
+    """All settings of a run with learned masks, which masked autoencoders alone have."""
+    assert isinstance(run.config, MaskedAutoencoderConfig)
+    return run.config
+
+
+def split_at(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
+    """How many patches are visible in this step: with a curriculum the ratio grows linearly (D.4)."""
+    ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
+    patches = (config.crops.size // config.vision.patch_size) ** 2
+    if final > 0.0 and steps > 1:
+        ratio += (final - ratio) * step / (steps - 1)
+    return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
+
+
+def select(probabilities: Tensor, split: PatchSplit, embeddings: Tensor | None = None) -> Selection:
+    """Mask the most probable patches of each image; of equal ones those with the lowest numbers."""
+    order = probabilities.argsort(dim=1, descending=True, stable=True)  # [B, N]
+    return Selection(
+        masked=order[:, : split.masked].sort(dim=1).values,
+        visible=order[:, split.masked :].sort(dim=1).values,
+        probabilities=probabilities,
+        embeddings=embeddings,
+    )
+
+
+Relaxation = Callable[[Tensor, Selection], Tensor | None]
+"""Probabilities with a graph [B, N] -> what stands for the mask in derivatives [B, N]; None: the mask is a constant."""
+
+
+def hard(probabilities: Tensor, selection: Selection) -> None:
+    """The mask is a constant: probabilities act through the weights of eq. 1 alone."""
+
+
+def straight_through(probabilities: Tensor, selection: Selection) -> Tensor:
+    """The selection's derivative is the identity's (A.4)."""
+    return probabilities
+
+
+def softsort(temperature: float) -> Relaxation:
+    """The selection's derivative is that of a soft one: the rows of SoftSort's relaxed permutation that are masked,
+    added up (Prillo and Eisenschlos 2020, with the absolute difference)."""
+
+    def soft_mask(probabilities: Tensor, selection: Selection) -> Tensor:
+        ranked = probabilities.sort(dim=1, descending=True).values[:, : selection.masked.shape[1]]  # [B, M]
+        distance = (ranked.unsqueeze(2) - probabilities.unsqueeze(1)).abs()  # [B, M, N]
+        return (-distance / temperature).softmax(dim=2).sum(1)  # [B, N]
+
+    return soft_mask
+
+
+def relaxation_of(settings: LearnedMasksSettings) -> Relaxation:
+    """As multilevel.selection says."""
+    relaxations: dict[str, Relaxation] = {
+        "hard": hard,
+        "straight_through": straight_through,
+        "softsort": softsort(settings.temperature),
+    }
+    return relaxations[settings.selection]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchWeights:
+    """How the probabilities enter the loss.
+
+    Attributes:
+        masked: [B, M] by which each masked patch's error counts, before any normalisation.
+        gate: [B, V] by which the visible patches' tokens are multiplied: 1, with the derivative of not being masked;
+            None for a hard selection.
+    """
+
+    masked: Tensor
+    gate: Tensor | None
+
+
+def patch_weights(probabilities: Tensor, selection: Selection, relaxation: Relaxation) -> PatchWeights:
+    """Weights and gates as functions of the probabilities [B, N]; a graph in them is kept."""
+    weights = probabilities.gather(1, selection.masked)  # [B, M]
+    mask = relaxation(probabilities, selection)
+    if mask is None:
+        return PatchWeights(masked=weights, gate=None)
+    slope = mask - mask.detach()  # 0, with the derivative of the selection
+    return PatchWeights(
+        masked=weights * (1.0 + slope.gather(1, selection.masked)),
+        gate=1.0 - slope.gather(1, selection.visible),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskGradient:
+    """Gradient of a loss by the masks of one micro-batch.
+
+    Attributes:
+        weights: [B, M], by the masked patches' weights.
+        gates: [B, V], by the visible patches' gates; None for a hard selection.
+    """
+
+    weights: Tensor
+    gates: Tensor | None = None
+
+    def parts(self) -> list[Tensor]:
+        """The tensors that it has."""
+        return [self.weights] if self.gates is None else [self.weights, self.gates]
+
+    def plus(self, other: MaskGradient, factor: float | Tensor) -> MaskGradient:
+        """self + factor x other."""
+        gates = None
+        if self.gates is not None and other.gates is not None:
+            gates = self.gates + factor * other.gates
+        return MaskGradient(weights=self.weights + factor * other.weights, gates=gates)
+
+    def times(self, factor: float | Tensor) -> MaskGradient:
+        """factor x self."""
+        return MaskGradient(weights=factor * self.weights, gates=None if self.gates is None else factor * self.gates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedWindow:
+    """Masks of one window.
+
+    Attributes:
+        micros: the window's micro-batches, with the loader's masks.
+        selections: one for each.
+        counts: [T] float64, elements of each task in the global batch with these masks.
+        factor: 0-dimensional, by which every weight is multiplied: 1, or what makes them 1 on average.
+        total: 0-dimensional, sum of the masked patches' probabilities over the global batch.
+    """
+
+    micros: Sequence[Batch]
+    selections: list[Selection]
+    counts: Tensor
+    factor: Tensor
+    total: Tensor
+
+    def batch(self, micro: Batch) -> Batch:
+        """The micro-batch with these masks."""
+        place = next(n for n, each in enumerate(self.micros) if each.start == micro.start)
+        return self.weighted(place, self.selections[place].weights() * self.factor)
+
+    def weighted(self, place: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
+        """Micro-batch number `place` with its masks, these weights [B, M] and gates [B, V]."""
+        micro, selection = self.micros[place], self.selections[place]
+        extras = {PATCH_WEIGHTS: by_row(weights, micro)}
+        if gate is not None:
+            extras[GATE] = by_row(gate, micro)
+        return masked_with(micro.adding(extras), selection)
+
+
+Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]
+"""Gradient of the outer objective by the masks, micro-batch by micro-batch of each inner step that it goes through.
+Empty: no outer step is due."""
+
+
+def masked_with(micro: Batch, selection: Selection) -> Batch:
+    """The micro-batch with these masks in place of the loader's."""
+    chosen = {"visible": by_row(selection.visible, micro), "masked": by_row(selection.masked, micro)}
+    return replace(micro, fields={**micro.fields, **chosen})
+
+
+def by_row(values: Tensor, micro: Batch) -> Tensor:
+    """[R k, ...] -> [R, k, ...]."""
+    return values.reshape(*micro["masked"].shape[:2], *values.shape[1:])
+
+
+class Masker:
+    """The masking network T in its engine: it chooses masks, and takes the outer steps.
+
+    Args:
+        config: settings of the run.
+        network: the engine that holds T.
+        objective: cuts images into patches, and counts.
+    Attributes:
+        untrained: T's weights as the seed made them, laid out like T's own.
+        lesson: values of the last outer step, 0-dimensional and of the global batch; empty before the first.
+            gradient_norm: of T's gradient. below_eps: share of T's elements whose root mean square gradient is below
+            AdamW's eps. overlap_untrained, overlap_last: of the patches that T masks now in the images that it learned
+            from, the share that it would mask untrained, and the share that it masked before the step.
+    """
+
+    def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
+        self.config, self.network, self.objective = config, network, objective
+        self.settings: LearnedMasksSettings = config.multilevel
+        self.relaxation = relaxation_of(self.settings)
+        self.eps = self.settings.network_eps(config.optimizer.lr)
+        # Taken before a checkpoint is loaded: what (seed, name) give, so that no checkpoint holds it.
+        self.untrained: Shards = network.weights()
+        self.lesson: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def choose(self, engine: Engine, window: Sequence[Batch], step: int, *, keep: bool) -> MaskedWindow:
+        """Masks for a window, by the network as it is.
+
+        Args:
+            engine: holds the encoder, whose patch embedding the network reads.
+            step: number of the run's step, for the curriculum.
+            keep: keep the network's inputs, for an outer step.
+        """
+        split = split_at(step, self.config)
+        selections = []
+        for micro in window:
+            patches = self.objective.patches(micro)
+            every = torch.arange(split.patches, device=patches.device).expand(len(patches), -1)
+            embeddings = engine(patches, every, every[:, :0], give="patch_embedding")
+            with self.network.exact_forwards():  # it is small, and in bf16 many patches would be equally probable
+                probabilities = self.network(embeddings)
+            selections.append(select(probabilities, split, embeddings if keep else None))
+        pairs = list(zip(window, selections, strict=True))
+        counts = torch.stack([self.objective.count(masked_with(*pair)) for pair in pairs]).sum(0)
+        there = torch.stack(
+            [(chosen.weights().double().sum(1) @ rows(micro).double()) for micro, chosen in pairs]
+        ).sum()
+        number = torch.stack([rows(micro).double().sum() * split.masked for micro in window]).sum()
+        summed = engine.data_group.sum(torch.cat([counts.to(there.device), torch.stack([there, number])]))
+        total, number = summed[-2], summed[-1]
+        factor = number / total if self.settings.weights == "normalised" else torch.ones_like(total)
+        return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
+
+    def outer_step(self, hypergradient: Hypergradient, scale: float) -> bool:
+        """One step of T's AdamW down the hypergradient (eq. 8), unless the gradient is not finite.
+
+        T's gradient is the sum of the masks' gradients, each carried back through T by the chain rule.
+
+        Args:
+            scale: share of the peak learning rate.
+        Returns:
+            Whether the step was made.
+        """
+        centred = [(window, self._centred(window, gradients)) for window, gradients in hypergradient]
+        parts = [(window, number, each) for window, gradients in centred for number, each in enumerate(gradients)]
+        for place, (window, number, gradient) in enumerate(parts):
+            selection, present = window.selections[number], rows(window.micros[number])
+            assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
+            with self.network.exact_forwards():
+                probabilities = self.network(selection.embeddings)
+            weights = patch_weights(probabilities, selection, self.relaxation)
+            loss = (weights.masked * gradient.weights * present[:, None]).sum() * window.factor
+            if weights.gate is not None and gradient.gates is not None:
+                loss = loss + (weights.gate * gradient.gates * present[:, None]).sum()
+            self.network.backward(loss, last=place == len(parts) - 1)
+        norm = self.network.check_gradients()
+        self.lesson["gradient_norm"] = norm
+        # The one place that waits for the device, once in an outer step.
+        if not math.isfinite(float(norm)):
+            self.network.skip()
+            return False
+        self.network.step(self.settings.lr * scale)
+        self.lesson["below_eps"] = self._share_below_eps()
+        self.lesson |= self._overlaps([window for window, _ in hypergradient])
+        return True
+
+    @torch.no_grad()
+    def _overlaps(self, windows: Sequence[MaskedWindow]) -> dict[str, Tensor]:
+        """Whose masks T's present ones are, on the images and embeddings that it has just learned from. A random mask
+        would share the mask ratio with any other, whatever was learned, so it is not compared with."""
+        pairs = [pair for window in windows for pair in zip(window.micros, window.selections, strict=True)]
+        before = [chosen.masked for _, chosen in pairs]
+        now = [self._chosen_again(chosen) for _, chosen in pairs]
+        with self.network.exchanged(self.untrained):
+            untrained = [self._chosen_again(chosen) for _, chosen in pairs]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.network.device)
+        for (micro, chosen), *masked in zip(pairs, now, untrained, before, strict=True):
+            own, *others = (torch.zeros_like(chosen.probabilities).scatter_(1, each, 1.0) for each in masked)  # [B, N]
+            shared = torch.stack([own, *(own * other for other in others)]).sum(-1).double()  # [3, B]
+            sums += shared @ rows(micro).double()
+        number, as_untrained, as_last = self.network.data_group.sum(sums)
+        return {"overlap_untrained": as_untrained / number, "overlap_last": as_last / number}
+
+    def _chosen_again(self, selection: Selection) -> Tensor:
+        """[B, M] the patches that the network as it is masks, from the inputs that are kept."""
+        assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
+        with self.network.exact_forwards():
+            probabilities = self.network(selection.embeddings)
+        patches, visible = probabilities.shape[1], selection.visible.shape[1]
+        return select(probabilities, PatchSplit(patches=patches, visible=visible)).masked
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last lesson's values, so that a run that goes on logs them until the next."""
+        return {name: value.detach().clone().cpu() for name, value in self.lesson.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what state_dict gave."""
+        self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
+
+    def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
+        """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""
+        if self.settings.weights == "raw":
+            return gradients
+        pairs = zip(window.micros, window.selections, gradients, strict=True)
+        local = torch.stack(
+            [
+                (chosen.weights().double() * gradient.weights).sum(1) @ rows(micro).double()
+                for micro, chosen, gradient in pairs
+            ]
+        ).sum()
+        mean = self.network.data_group.sum(local) / window.total
+        return [replace(gradient, weights=gradient.weights - mean) for gradient in gradients]
+
+    @torch.no_grad()
+    def _share_below_eps(self) -> Tensor:
+        share = 1 - self.config.optimizer.beta2 ** self.network.optimizer_steps()
+        squares = [piece.tensors["exp_avg_sq"] for piece in self.network.pieces() if piece.owner]
+        found = torch.zeros(2, dtype=torch.float64, device=self.network.device)
+        for (bunch,) in bunches(squares):
+            found[0] += (torch.cat(bunch) < share * self.eps**2).sum()
+            found[1] += sum(square.numel() for square in bunch)
+        below, number = self.network.data_group.sum(found)
+        share_below: Tensor = below / number
+        return share_below
+
+
+def rows(micro: Batch) -> Tensor:
+    """[B] weight of each crop's row: 1, or 0 where it is not there."""
+    crops: Tensor = micro["row_weights"].repeat_interleave(micro["images"].shape[1])
+    return crops

@@ -1,0 +1,370 @@
+"""Settings of learned masks: three levels of optimisation (MLO-MAE 3.2, Appendix A), by how the masks learn.
+
+Inner steps train encoder and decoder on D_u, head steps the classification head on D_tr, outer steps the masking
+network on D_val. Defaults are the paper's Table 11 and section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trp_scale.config import split_patches
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
+from trp_scale.config.registry import component
+from trp_scale.config.settings import Settings, near_divisors, setting
+
+
+@dataclass(kw_only=True)
+class MultilevelSettings(Settings):
+    """Of every kind. What a run asks of it, beside settings:
+
+    Attributes:
+        learns: a network chooses the masks.
+        reads_labels: it learns from classes, of D_tr and D_val.
+        joins_labelled: every inner step learns from D_tr too.
+    """
+
+    learns = False
+    reads_labels = False
+    joins_labelled = False
+
+
+@component("multilevel", "none", "trp_scale.methods.learned_masks.hook:random_masks", was=("masking.network none",))
+@dataclass(kw_only=True)
+class RandomMasksSettings(MultilevelSettings):
+    """Masks are drawn at random."""
+
+
+@dataclass(kw_only=True)
+class LearnedMasksSettings(MultilevelSettings):
+    """Of every kind whose masks a network chooses: it gives each patch of an image a probability, and the most probable
+    patches are masked."""
+
+    learns = True
+
+    network: Literal["flattened", "patchwise"] = setting("flattened", was="masking.network")
+    """flattened: two linear layers over all patch embeddings at once (paper). patchwise: two layers for each patch,
+    which sees itself, its position and the image's mean; under a million weights."""
+    hidden_size: int = setting(512, at_least=1, was="masking.hidden_size")
+    """Width between the masking network's two layers (MLO-MAE, B.2)."""
+    weights: Literal["raw", "normalised"] = setting("raw", was="masking.weights")
+    """A masked patch's error counts times its probability. raw: divided by the number of masked patches (eq. 1).
+    normalised: by the sum of their probabilities, so that scaling all of them changes nothing."""
+    selection: Literal["hard", "straight_through", "softsort"] = setting("hard", was="masking.selection")
+    """Derivative of the selection itself: none, the identity's, or SoftSort's (MLO-MAE, A.4)."""
+    temperature: float = setting(0.1, above=0, was="masking.temperature")
+    """Temperature of SoftSort, in units of the probability."""
+    final_ratio: float = setting(0.0, was="masking.final_ratio")
+    """masking.ratio grows to this linearly over the run (MLO-MAE, D.4: 0.5 to 0.9); 0 = it stays."""
+    unroll: int = setting(2, at_least=1)
+    """Inner steps for each head step (3.3: 2; Table 11: 1; Table 7: 1, 2, 5)."""
+    every: int = setting(1, at_least=1)
+    """Head steps for each outer step (Table 16: 1, 5)."""
+    lr: float = setting(4e-5, above=0)
+    """Peak learning rate of the masking network, with the weights' schedule (Table 11)."""
+    weight_decay: float = setting(0.05, at_least=0)
+    """Decay of the masking network's matrices (Table 11)."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's eps of the masking network. A hypergradient carries the inner step's learning rate, so that eps is
+    multiplied by optimizer.lr (or look_ahead_lr); with fine_tuning also by 2 optimizer.lr proximity. reconstruction
+    takes it as it is."""
+
+    def network_eps(self, lr: float) -> float:
+        """AdamW's eps in units of the masking network's gradients, at this peak learning rate of the weights."""
+        return self.eps
+
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        if config.training.precision == "fp16":
+            yield (
+                f"--training.precision is fp16 but --multilevel.kind is {self.kind}: its weights are half precision, "
+                "and the small changes of them that masks are learned by are rounded away; allowed: bf16, fp32"
+            )
+        if config.optimizer.kind == "lamb":
+            yield (
+                f"--optimizer.kind is lamb but --multilevel.kind is {self.kind}, which differentiates "
+                "the weights' step and knows only those of AdamW and of gradient descent; allowed: adamw, sgd"
+            )
+        if self.final_ratio:
+            yield from self._final_ratio(config)
+        yield from self._levels(config)
+
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        """What the levels of this kind need."""
+        return iter(())
+
+    def _final_ratio(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        vision, crops = config.vision, config.crops
+        if not config.masking.ratio < self.final_ratio < 1:
+            yield (
+                f"--multilevel.final_ratio is {self.final_ratio}, allowed: 0 (the ratio stays), or more than "
+                f"--masking.ratio {config.masking.ratio} and below 1"
+            )
+            return
+        if vision.patch_size < 1 or crops.size < 1 or crops.size % vision.patch_size:
+            return  # refused as such
+        split = split_patches(crops.size, vision.patch_size, self.final_ratio)
+        if split.visible < 1:
+            yield (
+                f"--multilevel.final_ratio {self.final_ratio} leaves none of {split.patches} patches visible at the "
+                f"end; allowed: at most {1 - 1 / split.patches:.6g}"
+            )
+
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
+        if self.temperature != LearnedMasksSettings.temperature and self.selection != "softsort":
+            yield (
+                f"--multilevel.temperature {self.temperature} has no effect with --multilevel.selection "
+                f"{self.selection}"
+            )
+        if config.training.compile in ("blocks", "whole") and self.final_ratio:
+            yield (
+                f"--training.compile with --multilevel.final_ratio {self.final_ratio:g}: the model is compiled anew "
+                "for each number of visible patches that the ratio passes through"
+            )
+
+    def against_compiling(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        if self.final_ratio:
+            yield f"the number of visible patches grows with --multilevel.final_ratio {self.final_ratio:g}"
+
+
+@dataclass(kw_only=True)
+class LabelledSettings(LearnedMasksSettings):
+    """Of the kinds whose network lowers the loss of a classification head on D_val."""
+
+    reads_labels = True
+
+    unlabelled: Literal["train", "all"] = "train"
+    """D_u: the images of D_tr (B.3), or of D_tr and D_val."""
+    validation_share: float = setting(0.2, above=0, below=1)
+    """Share of the training set's blocks that are D_val, by a hash of their keys (B.3: 80/20). The rest is D_tr. What
+    data.validation_fraction holds out is in neither."""
+    batch_size: int = setting(0, at_least=0)
+    """Images of D_tr in a head step, and of D_val in an outer step, over all ranks; 0 = batch.global_size."""
+    micro_size: int = setting(0, at_least=0)
+    """Images of D_tr, and of D_val, in a forward pass on one rank; 0 = batch.micro_size, or the largest divisor of it
+    that divides a rank's share of batch_size. An outer step costs a seventh less if one pass holds them all."""
+    pooling: Literal["mean", "class"] = "mean"
+    """The head's input: the mean of the encoder's patch tokens, or its class token; of the whole image, unmasked. The
+    paper's head reads "the representation", the authors' code the class token, as the paper's recipes do."""
+    head_norm: Literal["none", "layer"] = "none"
+    """Normalisation of the head's input. none: the paper. layer: each image's features, without learned weights."""
+    head_dropout: float = setting(0.0, at_least=0, below=1)
+    """Dropout of the head's input while it learns."""
+    head_lr: float = setting(4e-5, above=0)
+    """Peak learning rate of the head, with the weights' schedule (Table 11)."""
+    head_weight_decay: float = setting(0.05, at_least=0)
+    """Decay of the head's matrix (Table 11)."""
+    difference: float = setting(1e-2, above=0)
+    """Length of the move to each side in a finite difference (fp32: 1e-2; float64: 1e-4)."""
+    exact_every: int = setting(0, at_least=0)
+    """Outer steps between comparisons with the exact hypergradient; 0 = never. It is found by automatic differentiation
+    in float64 on whole weights: for small models only."""
+
+    def network_eps(self, lr: float) -> float:
+        return self.eps * lr
+
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from self._batches(config)
+
+    def batches(self, config: MaskedAutoencoderConfig, ranks: int = 1) -> tuple[int, int]:
+        """Images of a window of D_tr or D_val over all ranks, and of a forward pass on one."""
+        size = self.batch_size or config.batch.global_size
+        share, rest = divmod(size, ranks)
+        return size, self.micro_size or math.gcd(config.batch.micro_rows, 0 if rest else share)
+
+    def _batches(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        if not (self.batch_size or self.micro_size):
+            return  # those of the weights, which are checked
+        if not self.micro_size and config.batch.micro_size == "auto":
+            return  # the run takes one that divides both
+        size, micro = self.batch_size or config.batch.global_size, self.micro_size or config.batch.micro_rows
+        if size > 0 and micro > 0 and size % micro:
+            micro_from = "" if self.micro_size else " (that of --batch.micro_size)"
+            size_from = "" if self.batch_size else " (that of --batch.global_size)"
+            yield (
+                f"--multilevel.micro_size is {micro}{micro_from} and does not divide --multilevel.batch_size "
+                f"{size}{size_from}; allowed, for example: {near_divisors(size, micro)}"
+            )
+
+
+@component(
+    "multilevel",
+    "head",
+    "trp_scale.methods.learned_masks.hook:masks_from_a_head",
+    was=("multilevel.second_level head", "multilevel.feedback downstream"),
+)
+@dataclass(kw_only=True)
+class HeadSettings(LabelledSettings):
+    """Three levels: the head learns on D_tr with the encoder frozen (the paper, eq. 2)."""
+
+    mode: Literal["committed", "look_ahead"] = "committed"
+    """The inner step that the hypergradient goes through. committed: the run's own step of AdamW, second moment held.
+    look_ahead: unrolled steps of gradient descent that are taken back, as printed (eq. 6-8)."""
+    look_ahead_lr: float = setting(0.0, at_least=0)
+    """look_ahead: learning rate of the unrolled inner steps, eta_E; 0 = the weights' learning rate at this step."""
+    derivative: Literal["last", "full"] = "last"
+    """How far the hypergradient goes back. last: through the last inner step. full: through all unrolled ones
+    (look_ahead only), by finite differences of gradients; for comparison, four more passes for each step."""
+
+    def network_eps(self, lr: float) -> float:
+        return super().network_eps((self.look_ahead_lr or lr) if self.mode == "look_ahead" else lr)
+
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super()._levels(config)
+        if self.mode == "look_ahead":
+            yield from self._ahead(config)
+        elif self.derivative == "full":
+            yield (
+                f"--multilevel.derivative is full but --multilevel.mode is {self.mode}; allowed: "
+                "--multilevel.derivative last, or --multilevel.mode look_ahead"
+            )
+        if self.derivative == "full" and self.selection != "hard":
+            yield (
+                f"--multilevel.derivative is full but --multilevel.selection is {self.selection}; allowed: "
+                "--multilevel.derivative last, or --multilevel.selection hard"
+            )
+
+    def _ahead(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        """What other hooks only find out in the step itself is not known to steps that are made before it."""
+        if config.adversary.kind == "pixels":
+            yield (
+                "--multilevel.mode is look_ahead but --adversary.kind is pixels, whose shifts of the next images are "
+                "not known yet; allowed: --multilevel.mode committed, or an adversary on positions"
+            )
+        if config.balancer.kind == "minimax" and config.balancer.estimate == "micro":
+            yield (
+                "--multilevel.mode is look_ahead but --balancer.estimate is micro, whose weights differ between "
+                "micro-batches; allowed: --multilevel.mode committed, or --balancer.estimate exact or lagged"
+            )
+
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if config.training.tf32 and self.difference < 0.1:
+            yield (
+                f"--training.tf32 True with --multilevel.difference {self.difference:g}: rounding shows in so small "
+                "a difference; --multilevel.difference 0.1 is right in TF32"
+            )
+        if self.look_ahead_lr and self.mode != "look_ahead":
+            yield f"--multilevel.look_ahead_lr {self.look_ahead_lr} has no effect with --multilevel.mode {self.mode}"
+        if self.derivative == "full" and self.unroll == 1:
+            yield "--multilevel.derivative full has no effect with --multilevel.unroll 1"
+
+
+@component(
+    "multilevel",
+    "joint",
+    "trp_scale.methods.learned_masks.hook:masks_from_a_joint_step",
+    was=("multilevel.second_level joint",),
+)
+@dataclass(kw_only=True)
+class JointSettings(LabelledSettings):
+    """Two levels: encoder, decoder and head learn in one step on D_u and D_tr (BLO-MAE, eq. 5)."""
+
+    joins_labelled = True
+
+    gamma: float = setting(1.0, at_least=0)
+    """Weight of the reconstruction; that of the classification is 1 (eq. 5)."""
+
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super()._levels(config)
+        if config.balancer.kind != "uniform":
+            yield (
+                f"--balancer.kind is {config.balancer.kind} but --multilevel.kind joint has no tasks to balance: "
+                "--multilevel.gamma weighs its two; allowed: --balancer.kind uniform"
+            )
+        if "gradient_noise_scale" in config.hooks:
+            yield (
+                "--multilevel.kind is joint, where a step's micro-batches are of two kinds, but the hook "
+                "gradient_noise_scale is of one; allowed: head, fine_tuning, or --hooks without it"
+            )
+
+
+@component(
+    "multilevel",
+    "fine_tuning",
+    "trp_scale.methods.learned_masks.hook:masks_from_fine_tuning",
+    was=("multilevel.second_level fine_tuning",),
+)
+@dataclass(kw_only=True)
+class FineTuningSettings(LabelledSettings):
+    """Three levels: a second encoder, held near the first by proximity, learns with the head (eq. 13)."""
+
+    proximity: float = setting(1.0, above=0)
+    """lambda of lambda ||F - E||^2 (eq. 13). A head step takes F 2 x learning rate x lambda of the way to E."""
+
+    def pull(self, lr: float) -> float:
+        """Share of the way to E that F goes in a head step at this learning rate, 2 eta lambda."""
+        return 2.0 * lr * self.proximity
+
+    def network_eps(self, lr: float) -> float:
+        return super().network_eps(lr) * self.pull(lr)
+
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super()._levels(config)
+        lr = config.optimizer.lr
+        if 1.0 <= self.pull(lr) < float("inf"):
+            yield (
+                f"--multilevel.proximity is {self.proximity:g} and --optimizer.lr {lr:g}: a step would take the second "
+                f"encoder {self.pull(lr):g} of the way to the first; allowed: below 1, a proximity below "
+                f"{0.5 / lr:g}"
+            )
+
+
+@component(
+    "multilevel",
+    "reconstruction",
+    "trp_scale.methods.learned_masks.hook:masks_that_raise_the_loss",
+    was=("multilevel.feedback reconstruction",),
+)
+@dataclass(kw_only=True)
+class ReconstructionSettings(LearnedMasksSettings):
+    """The network raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""
+
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.weights == "raw" and self.selection == "hard":
+            yield (
+                "--multilevel.kind reconstruction with --multilevel.weights raw and --multilevel.selection hard only "
+                "ever raises probabilities: a larger weight is a larger loss, whatever the patch; --multilevel.weights "
+                "normalised compares patches with each other"
+            )
+
+
+describe_metrics(
+    "multilevel",
+    title="Learned masks",
+    look_for=(
+        "Whether the masking network has learned anything: masks that are still those of the untrained network have "
+        "not moved, whatever the losses say. Entropy near 0 means that it hardly chooses any more."
+    ),
+    plots=[
+        MetricPlot(
+            title="Entropy of a patch's masking",
+            names=("entropy",),
+            unit="nats",
+            edge=(math.log(2), "as a coin: ln 2"),
+        ),
+        MetricPlot(
+            title="Overlap",
+            names=("overlap_untrained", "overlap_last"),
+            unit="share",
+            note="Share of the masked patches that the untrained network masks, and the one before the last lesson.",
+        ),
+        MetricPlot(title="Mean probability of masking", names=("mean_probability",), unit="share"),
+        MetricPlot(
+            title="Losses of the head",
+            names=("head_loss", "validation_loss"),
+            note="On the rows that it learns from, and on those that the masks are judged by.",
+        ),
+        MetricPlot(
+            title="Hypergradient",
+            names=("gradient_norm", "direction_norm", "response_norm"),
+            log=True,
+            note="Norms of the masking network's gradient and of the parts that it is made of.",
+        ),
+        MetricPlot(title="Time of each level", names=("time",), unit="share", note="Share of the steps' time."),
+    ],
+)

@@ -1,0 +1,80 @@
+"""An exponential moving average of the weights, as a hook on any engine (Polyak and Juditsky 1992; "mean teacher",
+Tarvainen and Valpola 2017).
+
+After the t-th applied step since `start_step`, t = 0, 1, 2, ...,
+
+    average <- d_t average + (1 - d_t) weights,     d_t = min(decay, (1 + t) / (10 + t)) with warm-up, else decay.
+
+The average lies in pieces as the weights do, on the ranks that own them, and is updated there: no rank sends anything,
+and none waits for its device. The checkpoint holds it beside the weights (core/hooks.py: sharded_state), under the same
+names, so that it can stand in for them: `--weights average` of export,
+finetune, evaluate, probe and represent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards, bunches
+from trp_scale.core.run import RunContext
+from trp_scale.methods.settings import WeightAverageSettings
+
+
+class WeightAverage(Hook):
+    """Keeps the average; see the head of this file.
+
+    Args:
+        settings: of the average.
+        run: of the run.
+    Attributes:
+        average: the average, laid out like the weights.
+        updates: t, on the device.
+    """
+
+    name = "weight_average"
+
+    def __init__(self, settings: WeightAverageSettings, run: RunContext) -> None:
+        self.settings = settings
+        self.engine = run.engine
+        self.average: Shards = run.engine.weights()
+        self.updates = torch.zeros((), dtype=torch.float64, device=run.device)
+
+    def decay(self) -> Tensor:
+        """d_t of the next update, 0-dimensional."""
+        most = torch.full_like(self.updates, self.settings.decay)
+        return most.minimum((1 + self.updates) / (10 + self.updates)) if self.settings.warmup else most
+
+    @torch.no_grad()
+    def after_step(self, ctx: StepContext) -> None:
+        weights = [piece.tensors["weight"] for piece in self.engine.pieces()]
+        if ctx.step < self.settings.start_step:
+            torch._foreach_copy_(self.average.parts, weights)  # a skipped step has left the weights as they were
+            return
+        share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
+        for average, present in bunches(self.average.parts, weights):  # a step holds the way of one bunch at a time
+            way = torch._foreach_sub(present, average)
+            torch._foreach_mul_(way, share.to(way[0]))
+            torch._foreach_add_(average, way)
+        self.updates = ctx.commit(self.updates + 1, self.updates)
+
+    def validation(self) -> AbstractContextManager[None]:
+        return self.engine.exchanged(self.average) if self.settings.validate else nullcontext()
+
+    def metrics(self) -> Mapping[str, Any]:
+        """decay: of the next update; updates: made so far."""
+        return {"decay": float(self.decay()), "updates": int(self.updates)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": int(self.updates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates.fill_(state["updates"])
+
+    def sharded_state(self) -> Mapping[str, Shards]:
+        return {WEIGHT_AVERAGE: self.average}

@@ -1,0 +1,242 @@
+"""What a run learns from: data, model and objective that belong together, one class for each kind of objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from trp_scale.config import Config, PretrainConfig, RefusedError
+from trp_scale.config.registry import find
+from trp_scale.core.batch import Batch, WindowSource
+from trp_scale.core.hooks import Hook
+from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
+from trp_scale.data import sources
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What shapes depend on beside the settings, and a data set would say.
+
+    Attributes:
+        length: pieces of a sequence; 0: as many as the model has positions for.
+        vocabulary: pieces.
+        classes: of each modality's maps, where they have any.
+    """
+
+    length: int = 0
+    vocabulary: int = 30522
+    classes: Mapping[str, int] = field(default_factory=lambda: {"semseg": 133})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A run as far as it is known without its data: enough to count its memory and arithmetic.
+
+    Attributes:
+        model: makes the model.
+        objective: task losses of a batch.
+        rows: a batch of so many rows, with the shapes and types of the data's and no content worth reading.
+        step_flops: model FLOPs of a training step on all ranks.
+        positions: of a row.
+    """
+
+    model: Callable[[], nn.Module]
+    objective: Objective
+    rows: Callable[[int], Batch]
+    step_flops: float
+    positions: int
+
+
+class Upstream(Protocol):
+    """The upstream task as the run needs it.
+
+    Attributes:
+        exports: {library: "module:function" that writes a checkpoint for it} (checkpoint/export.py: `Writer`).
+        sources: named streams of rows.
+        positions_per_step: sequence positions of a step on all ranks, padding included.
+    """
+
+    exports: ClassVar[Mapping[str, str]]
+    sources: Sources
+    positions_per_step: int
+
+    def __init__(self, config: Any, environment: Environment) -> None: ...
+
+    @staticmethod
+    def open_rows(config: Any, paths: Sequence[MemberPath]) -> Rows:
+        """Open data sets of the kind that it learns from.
+
+        Raises:
+            DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+            RefusedError: settings that do not fit the data or each other, or data of another kind.
+        """
+        ...
+
+    @staticmethod
+    def open_sources(config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        """Open a run's data on one rank (data/sources.py)."""
+        ...
+
+    @classmethod
+    def facts(cls, config: Any) -> DataFacts:
+        """What the data set at `data.path` says of the shapes.
+
+        Raises: as `open_rows`.
+        """
+        ...
+
+    @classmethod
+    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+        """The run without its data, for `trp-scale plan`.
+
+        Raises:
+            RefusedError: this upstream cannot say it.
+        """
+        ...
+
+    @property
+    def source(self) -> WindowSource:
+        """Where a step's global batch comes from: `sources.train`, unless a step learns from two sources."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """Task losses of a batch."""
+        ...
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a training step on all ranks."""
+        ...
+
+    def fullest(self, batch: Batch) -> Batch:
+        """A batch of as many rows that takes the most memory: what a rank must have room for."""
+        ...
+
+    def model(self) -> nn.Module:
+        """The model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
+        ...
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        """Methods that act on this model, beside the balancer; none when they are off."""
+        ...
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Copy into the run directory what an export needs beside the checkpoint."""
+        ...
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        """JSON values that an export needs to know of the data."""
+        ...
+
+    @classmethod
+    def to_look_at(cls, config: Any) -> Any:
+        """Settings in which a trained run is opened to be looked at or measured: what only training needs is left out.
+        The model's weights come from a checkpoint then."""
+        ...
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Refuse rows that a trained model cannot read: their numbers mean something else than those it has learned.
+
+        Args:
+            rows: of the data set.
+            path: where it lies, for messages.
+            run_dir: the model's, with what `leave` left there.
+            extra: of its checkpoint, with what `checkpoint_extra` gave.
+
+        Raises:
+            RefusedError: another vocabulary, say.
+        """
+        ...
+
+
+class UpstreamParts:
+    """What upstreams have in common, beside their own data, model and objective."""
+
+    open_rows: ClassVar[Callable[..., Rows]]
+
+    @classmethod
+    def open_sources(cls, config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        return sources.open_sources(
+            config,
+            partial(cls.open_rows, config),
+            workers_import=cls.open_rows.__module__,
+            labelled=cls.labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
+            rank=rank,
+            world=world,
+            device_type=device_type,
+        )
+
+    @staticmethod
+    def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
+        """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
+        return None
+
+    @classmethod
+    def facts(cls, config: Any) -> DataFacts:
+        return DataFacts()
+
+    @classmethod
+    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+        raise RefusedError(
+            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
+            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
+        )
+
+    def fullest(self, batch: Batch) -> Batch:
+        return batch
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        return []
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings and the checkpoint alone."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def to_look_at(cls, config: Any) -> Any:
+        return config
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Any rows that `open_rows` has opened."""
+
+
+def upstream_of(config: Config) -> type[Upstream]:
+    """The class of the run's upstream; torchvision and timm are imported for images only."""
+    assert isinstance(config, PretrainConfig)
+    found: type[Upstream] = find("upstream", config.upstream).load()
+    return found
+
+
+def build_upstream(config: Config, environment: Environment) -> Upstream:
+    """Open the data and choose model and objective."""
+    upstream: Upstream = upstream_of(config)(config, environment)
+    return upstream
+
+
+def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+    """Open a run's data on one rank, as its upstream does.
+
+    Args:
+        config: the run.
+        rank, world: place in, and size of, the data-parallel group.
+        device_type: "cuda" pins the batches' memory.
+
+    Raises: as `Upstream.open_rows`, and RefusedError for settings that do not fit the number of ranks.
+    """
+    return upstream_of(config).open_sources(config, rank=rank, world=world, device_type=device_type)

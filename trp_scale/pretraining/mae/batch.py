@@ -1,0 +1,108 @@
+"""How images become a Batch: decode once, cut the crops, draw the masks.
+
+Which patches of a crop are seen and which are predicted is random sampling without replacement (He et al. 2022, 3).
+Every draw is a hash of the crop's word, so a mask depends on (seed, row key, masking, crop) and on nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trp_scale.config import MOST_PATCHES, PatchSplit, split_patches
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words, mix, name_hash
+from trp_scale.data.images.crops import Cropper, crop_words, cut_images
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.kept_for_tests import refuse_test_sets
+from trp_scale.data.images.rows import RowReader
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
+from trp_scale.pretraining.mae.settings import MaeConfig
+
+_MASK = np.uint64(name_hash("mask: patches"))
+_PLACE = np.uint64(MOST_PATCHES - 1)
+
+
+def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
+    """The visible patches are those with the smallest hashes: each set of V patches is equally likely.
+
+    Args:
+        words: [R, k] a word per crop (`crops.crop_words`).
+        split: N and V; at most MOST_PATCHES, which the settings' checks see to (config/images.py).
+
+    Returns:
+        visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, both ascending.
+    """
+    order = random_order(mix(words ^ _MASK), split.patches)  # [R, k, N]
+    visible, masked = np.sort(order[:, :, : split.visible], axis=2), np.sort(order[:, :, split.visible :], axis=2)
+    return visible, masked
+
+
+def random_order(words: Words, patches: int) -> Integers:
+    """Patch numbers 0 .. patches - 1 in the order of their hashes, [..., patches] for words [...]."""
+    place = np.arange(patches, dtype=np.uint64)
+    order = (mix(words[..., None] ^ place) & ~_PLACE) | place
+    order.sort(axis=-1)  # carries the patch's number: equal hashes keep their order
+    numbers: Integers = (order & _PLACE).astype(np.int64)
+    return numbers
+
+
+class ImageBatchBuilder:
+    """Makes batches of R images with k crops of S x S pixels, N patches each: V visible, M masked.
+
+    Fields of the batch, first dimension rows:
+        images [R, k, 3, S, S] uint8: red, green, blue.
+        visible [R, k, V] int64, masked [R, k, M] int64: patch numbers, row by row, ascending.
+        labels [R] int64: the class, or -1.
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; it then is grey.
+
+    All draws come from (training.seed, row key, epoch modulo masking.maskings, crop). A held-out image thus always has
+    the crops and masks that training would draw for it in epoch 0.
+    """
+
+    def __init__(self, config: MaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._crops = config.crops.count
+        self._seed, self._maskings = config.training.seed, config.masking.maskings
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._cropper = Cropper(config.crops)
+        self.split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
+
+    @property
+    def limit(self) -> int:
+        """Masked patches of a crop."""
+        return self.split.masked
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
+        visible, masked = draw_masks(crop_words(states, self._crops), self.split)
+        fields = {
+            "images": cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows),
+            "visible": torch.from_numpy(visible),
+            "masked": torch.from_numpy(masked),
+        }
+        return rows.batch(fields, addresses, start=start, began=began)
+
+
+def open_rows(config: MaeConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of images.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    datasets = [open_image_dataset(path.path, path.name) for path in paths]
+    if config.multilevel.learns:
+        refuse_test_sets(datasets, config.multilevel.kind)
+    meta = agree_images(datasets)
+    return Rows.of(
+        datasets, meta, ImageBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
+    )

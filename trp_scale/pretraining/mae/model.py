@@ -1,0 +1,237 @@
+"""The masked autoencoder: MAE (He et al.), MAE+ (AdPE 3.2), and the places where AdPE perturbs positions (AdPE 4).
+
+Tokens are always [class, visible patches, masked patches]: nothing is shuffled back, and what is wanted of the masked
+patches is a slice at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.patches import gather_patches
+from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
+from trp_scale.models.positions import RowsOf, shifted, sine_cosine
+from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
+from trp_scale.models.vit import TransformerBlock, block_plan
+from trp_scale.pretraining.mae.settings import MaeConfig
+
+CHANNELS = 3
+
+Wanted = Literal["prediction", "prediction_and_class", "class_token", "features", "patch_embedding"]
+"""What a forward pass gives."""
+
+
+class MaeOutput(NamedTuple):
+    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+
+    Attributes:
+        prediction: [B, M, P], what is predicted of each masked patch.
+        class_token: [B, D], the encoder's output for the class token; None where it is not asked for.
+    """
+
+    prediction: Tensor
+    class_token: Tensor | None = None
+
+
+class MaskedAutoencoder(nn.Module):
+    """Predicts masked patches from visible ones.
+
+    Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
+
+    Args:
+        config: sizes (model, vision, crops.size), the adversary it is built for, and the seed of its initial weights.
+    Attributes:
+        shape: of the perturbation that `forward` takes; None without an adversary on positions.
+    """
+
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+    cut: Cut = WHOLE
+
+    def __init__(self, config: MaeConfig) -> None:
+        super().__init__()
+        model, vision = config.model, config.vision
+        self.vision, self.adversary = vision, config.adversary
+        self.shape = perturbation_shape(model, vision, config.adversary)
+        self.grid = config.crops.size // vision.patch_size
+        values = vision.patch_size**2 * CHANNELS
+        relative = vision.positions == "relative"
+
+        def blocks(count: int, width: int, heads: int, intermediate: int) -> nn.ModuleList:
+            eps = model.layer_norm_eps
+            return nn.ModuleList(
+                TransformerBlock(width, heads, intermediate, eps=eps, relative=relative) for _ in range(count)
+            )
+
+        width = last_width = model.hidden_size
+        self.patch_embed = nn.Linear(values, width)
+        self.cls_token = nn.Parameter(torch.empty(width))
+        self.blocks = blocks(model.layers, width, model.heads, model.intermediate_size)
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.register_buffer(
+            "encoder_positions", sine_cosine(self.grid, width, vision.position_order).float(), persistent=False
+        )
+        self.decoder_blocks = nn.ModuleList()
+        if vision.decoder == "transformer":
+            last_width = vision.decoder_hidden_size
+            self.decoder_embed = nn.Linear(width, last_width)
+            self.decoder_blocks = blocks(vision.decoder_layers, last_width, vision.decoder_heads, 4 * last_width)
+            self.decoder_norm = nn.LayerNorm(last_width, eps=model.layer_norm_eps)
+            positions = sine_cosine(self.grid, last_width, vision.position_order)
+            self.register_buffer("decoder_positions", positions.float(), persistent=False)
+        self.mask_token = nn.Parameter(torch.empty(width if vision.tokens == "all" else last_width))
+        self.prediction = nn.Linear(last_width, values)
+        initialise_vision(self, seed=config.training.seed, std=model.initializer_range)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks, each a unit of sharding: the encoder's, then the decoder's."""
+        return [*self.blocks, *self.decoder_blocks]
+
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        """That of its blocks."""
+        heads = {"vision__decoder_heads": self.vision.decoder_heads} if self.decoder_blocks else {}
+        block = cast(TransformerBlock, self.blocks[0])
+        return block_plan(self, model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
+
+    @property
+    def index(self) -> IndexKind:
+        """How unperturbed offsets find their entries: the reference that a coordinate adversary starts from is its
+        own index without a shift."""
+        if self.adversary.kind == "relative_coordinate":
+            return cast(IndexKind, self.adversary.index)
+        return self.vision.index
+
+    def forward(
+        self,
+        patches: Tensor,
+        visible: Tensor,
+        masked: Tensor,
+        perturbation: Tensor | None = None,
+        *,
+        gate: Tensor | None = None,
+        give: Wanted = "prediction",
+    ) -> MaeOutput | Tensor:
+        """Predict the masked patches.
+
+        Args:
+            patches: [B, N, P] of the whole image, row by row, values in the order (row, column, channel).
+            visible: [B, V] int64, numbers of the patches that are seen.
+            masked: [B, M] int64, the others.
+            perturbation: [shape.numel] fp32, or None, which is the same as zeros.
+            gate: [B, V], by which the visible patches' tokens are multiplied where they enter the encoder; None = 1.
+            give: prediction, or prediction_and_class for the class token too; or, through the same door because sharded
+                weights are gathered there, class_token = [B, D] of the same pass, without the decoder; features = the
+                encoder's output [B, 1 + V, D] for the visible patches alone, without perturbation and gate; or
+                patch_embedding = [B, N, D], all patches' embeddings without positions.
+        """
+        if give == "features":
+            return self.features(patches, visible)
+        if give == "patch_embedding":
+            return self.patch_embed(patches.to(self.cls_token.dtype))  # type: ignore[no-any-return]
+        parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
+        encoder, decoder = (perturbed(part, self.adversary) for part in parts)
+        seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
+        tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
+        count = masked.shape[1]
+        last = None if self.decoder_blocks or give != "prediction" else count
+        tokens = self.run(self.blocks, tokens, torch.cat([visible, seen], dim=1), seen.shape[1], encoder, last)
+        tokens = self.norm(tokens)
+        class_token = None if give == "prediction" else tokens[:, 0]
+        if give == "class_token":
+            return class_token  # type: ignore[return-value]
+        if self.decoder_blocks:
+            tokens = self.enter_decoder(tokens, visible, masked, decoder)  # [B, 1 + V + M, D']
+            places = torch.cat([visible, masked], dim=1)
+            tokens = self.run(self.decoder_blocks, tokens, places, count, decoder, count)  # [B, M, D']
+            tokens = self.decoder_norm(tokens)
+        return MaeOutput(prediction=self.prediction(tokens[:, -count:]), class_token=class_token)
+
+    def features(self, patches: Tensor, visible: Tensor) -> Tensor:
+        """[B, N, P] and [B, V] -> [B, 1 + V, D]: the encoder's output for these patches alone, unperturbed."""
+        clean = Perturbed()
+        tokens = self.embed(patches, visible, visible[:, :0], clean)
+        return self.norm(self.run(self.blocks, tokens, visible, 0, clean, None))  # type: ignore[no-any-return]
+
+    def embed(
+        self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed, gate: Tensor | None = None
+    ) -> Tensor:
+        """[B, 1 + V + M, D] what enters the encoder: patches and mask tokens with their positions; the class token has
+        none."""
+        dtype = self.cls_token.dtype
+        seen = self.patch_embed(gather_patches(patches, visible).to(dtype))  # [B, V, D]
+        seen = seen + self.encoder_positions[visible].to(dtype)
+        if gate is not None:
+            seen = seen * gate.unsqueeze(-1).to(dtype)
+        tokens = [self.cls_token.expand(len(seen), 1, -1), seen]
+        if masked.shape[1]:
+            tokens.append(self.masked_tokens(self.encoder_positions, masked, acting))
+        return torch.cat(tokens, dim=1)
+
+    def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[B, 1 + V (+ M), D] -> [B, 1 + V + M, D'], mask tokens added if the encoder had none, and positions."""
+        tokens = self.decoder_embed(tokens)
+        dtype, known = self.cls_token.dtype, 1 + visible.shape[1]
+        seen = tokens[:, 1:known] + self.decoder_positions[visible].to(dtype)
+        if self.vision.tokens == "visible":
+            hidden = self.masked_tokens(self.decoder_positions, masked, acting)
+        else:
+            hidden = tokens[:, known:] + self.masked_positions(self.decoder_positions, masked, acting).to(dtype)
+        return torch.cat([tokens[:, :1], seen, hidden], dim=1)
+
+    def masked_tokens(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[B, M, D] the mask token at perturbed positions, summed in fp32 at least."""
+        token: Tensor = self.mask_token
+        if self.adversary.kind == "absolute_embedding" and self.adversary.mask_token == "frozen":
+            # Still in the graph: ZeRO-3 keeps the last gradient of a parameter that is not.
+            token = token.detach() + 0.0 * token
+        return (token + self.masked_positions(positions, masked, acting)).to(token.dtype)
+
+    def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
+        if acting.coordinate is not None:  # the same for all: the table is shifted, not each image's part of it
+            positions = shifted(positions, acting.coordinate, self.vision.position_order)
+            return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
+        found = positions[masked]  # [B, M, D]
+        return found if acting.embedding is None else found + acting.embedding
+
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        tokens: Tensor,
+        places: Tensor,
+        masked: int,
+        acting: Perturbed,
+        last: int | None,
+    ) -> Tensor:
+        """[B, 1 + K, D] through blocks; the last block computes the `last` last tokens alone.
+
+        Args:
+            places: [B, K] patch numbers of the tokens after the class token; the last `masked` ones are masked.
+        """
+        blocks = list(blocks)
+        relative: list[RelativeInputs] | list[None] = [None] * len(blocks)
+        if self.vision.positions == "relative":
+            relative = relative_inputs(
+                places,
+                self.grid,
+                self.index,
+                tokens.shape[-1] // cast(TransformerBlock, blocks[0]).heads,
+                dtype=torch.promote_types(self.encoder_positions.dtype, torch.float32),
+                blocks=len(blocks),
+                masked=masked,
+                shifts=acting.offsets,
+                tables=acting.tables,
+            )
+        tokens = self.cut.split(tokens)
+        for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):
+            value = None if acting.values is None or not masked else acting.values[number]
+            tokens = block(tokens, inputs, value, masked, last if number == len(blocks) - 1 else None)
+        return self.cut.whole(tokens)

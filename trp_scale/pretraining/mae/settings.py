@@ -1,0 +1,48 @@
+"""Settings of a run of mae."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.config.registry import component
+from trp_scale.config.settings import setting
+from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSettings
+
+
+@dataclass(kw_only=True)
+class MaeObjectiveConfig:
+    """What is predicted of a masked patch."""
+
+    target: Literal["normalised", "pixels"] = "normalised"
+    """Pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
+    uniformity: float = setting(0.0, at_least=0)
+    """Weight of U-MAE's second loss, the mean square of the cosines between the class tokens of all pairs of the
+    global batch (Zhang et al. 2022); 0 = none. U-MAE takes 0.01."""
+
+
+@component("upstream", "mae", "trp_scale.pretraining.mae.upstream:ImageUpstream")
+@dataclass(kw_only=True)
+class MaeConfig(MaskedAutoencoderConfig):
+    """Masked patches of images (MAE; MAE+ and AdPE 3, 4)."""
+
+    objective: MaeObjectiveConfig = field(default_factory=MaeObjectiveConfig)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        masks, uniformity = self.multilevel, self.objective.uniformity
+        if not uniformity or not isinstance(masks, LabelledSettings):
+            return
+        if masks.selection != "hard":
+            yield (
+                f"--multilevel.selection is {masks.selection} but --objective.uniformity is {uniformity:g}, whose "
+                "derivative by the choice of patches is not known; allowed: --multilevel.selection hard, or "
+                "--objective.uniformity 0"
+            )
+        if isinstance(masks, HeadSettings) and masks.mode == "look_ahead":
+            yield (
+                f"--multilevel.mode is look_ahead but --objective.uniformity is {uniformity:g}, which needs a pass "
+                "over the whole batch first; allowed: --multilevel.mode committed, or --objective.uniformity 0"
+            )

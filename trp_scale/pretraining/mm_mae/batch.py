@@ -1,0 +1,199 @@
+"""How images with aligned maps become a Batch: one crop and one flip for all of a sample, and which patches of which
+modality the encoder sees (TRP 4.2.1).
+
+How the visible patches are shared among the modalities is drawn anew for each row from a symmetric Dirichlet
+distribution; within a modality every set of its number of patches is equally likely. The number of all visible patches
+is the same in every row. All draws are hashes of the row's word.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words, mix, name_hash
+from trp_scale.data.images.crops import Cropper, crop_words
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.rows import RowReader
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
+from trp_scale.pretraining.mae.batch import random_order
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.tokens import RunModalities
+
+_SHARES = np.uint64(name_hash("mask: shares of modalities"))
+_PATCHES = np.uint64(name_hash("mask: patches of modalities"))
+
+_LEAST = -600.0
+"""Logarithm that a share may have at least, beside the largest: so small a one never gets a patch before the others
+have all of theirs."""
+
+Shares = npt.NDArray[np.float64]
+
+
+class ModalityMasks:
+    """Draws the visible patches.
+
+    Args:
+        modalities: number of input modalities, I.
+        patches: of each modality, N.
+        visible: of all modalities together, V, at most I N.
+        concentration: of the Dirichlet distribution.
+
+    Raises:
+        RefusedError: a concentration other than 1 without scipy.
+    """
+
+    def __init__(self, *, modalities: int, patches: int, visible: int, concentration: float) -> None:
+        if not 0 < visible <= modalities * patches:
+            raise ValueError(f"{visible} visible of {modalities} x {patches} patches")
+        if concentration != 1.0:
+            _inverse_gamma(concentration)  # refused here, not in a worker
+        self._modalities, self._patches, self._visible = modalities, patches, visible
+        self._concentration = concentration
+
+    def draw(self, words: Words) -> Integers:
+        """Visible tokens, [R, V] ascending: patch p of modality i is token i N + p.
+
+        Args:
+            words: [R] a word per row.
+        """
+        numbers = np.arange(self._modalities, dtype=np.uint64)
+        shares = draw_shares(mix(words ^ _SHARES)[:, None] ^ numbers, self._concentration)  # [R, I]
+        counts = share_out(shares, self._visible, self._patches)  # [R, I]
+        order = random_order(mix(mix(words ^ _PATCHES)[:, None] ^ numbers), self._patches)  # [R, I, N]
+        tokens = order + np.arange(self._modalities)[:, None] * self._patches
+        seen = np.arange(self._patches) < counts[:, :, None]  # [R, I, N] the first ones of each order
+        visible = tokens[seen].reshape(len(words), self._visible)  # [R, V]: every row has V of them
+        visible.sort(axis=1)
+        return visible
+
+
+def draw_shares(words: Words, concentration: float) -> Shares:
+    """Shares that follow a symmetric Dirichlet distribution, [R, I], rows sum to 1: gamma variables over their sum.
+
+    Args:
+        words: [R, I] a word per share.
+        concentration: of the distribution; 1 = uniform over all shares.
+    """
+    uniform = ((mix(words) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1), ends excluded
+    logarithms = _log_gamma(uniform, concentration)
+    logarithms -= logarithms.max(axis=1, keepdims=True)
+    gammas = np.exp(np.maximum(logarithms, _LEAST))
+    shares: Shares = gammas / gammas.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _log_gamma(uniform: Shares, concentration: float) -> Shares:
+    """Logarithms of Gamma(concentration) variables, by the inverse of their distribution function."""
+    if concentration == 1.0:
+        exponential: Shares = np.log(-np.log(uniform))
+        return exponential
+    values = _inverse_gamma(concentration)(concentration, uniform)
+    tiny = values < 1e-100  # may have run down to 0: there the distribution function is x^c / Gamma(c + 1)
+    small = (np.log(uniform) + math.lgamma(concentration + 1)) / concentration
+    result: Shares = np.where(tiny, small, np.log(np.where(tiny, 1.0, values)))
+    return result
+
+
+def _inverse_gamma(concentration: float) -> Callable[[float, Shares], Shares]:
+    """scipy.special.gammaincinv; scipy is wanted for this alone, and only with a concentration that is not 1."""
+    try:
+        from scipy.special import gammaincinv  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise RefusedError(
+            f"--modalities.concentration {concentration} needs scipy: pip install 'trp-scale[evaluation]', "
+            f"or use 1, the paper's"
+        ) from error
+    inverse: Callable[[float, Shares], Shares] = gammaincinv
+    return inverse
+
+
+def share_out(shares: Shares, total: int, most: int) -> Integers:
+    """Whole numbers near shares x total by largest remainders, [R, I], none above `most`; rows sum to `total`.
+
+    What a modality cannot take goes to the others in proportion to their shares.
+
+    Args:
+        shares: [R, I] above 0, rows sum to 1.
+        total: at most I x most.
+        most: of one modality.
+    """
+    quotas = shares * total
+    for _ in range(shares.shape[1] - 1):  # each round fills one modality at least, or changes nothing
+        full = quotas >= most
+        left = total - most * full.sum(axis=1, keepdims=True)  # [R, 1] for those that are not full
+        open_shares = np.where(full, 0.0, shares)
+        sums = open_shares.sum(axis=1, keepdims=True)
+        quotas = np.where(full, float(most), open_shares * left / np.where(sums > 0, sums, 1.0))
+    counts = np.floor(quotas).astype(np.int64)
+    missing = total - counts.sum(axis=1)  # [R] 0 .. I - 1
+    rank = np.argsort(np.argsort(counts - quotas, axis=1, kind="stable"), axis=1)  # 0: largest remainder
+    counts += rank < missing[:, None]
+    return counts
+
+
+class MultimodalBatchBuilder:
+    """Makes batches of R images, one crop of S x S pixels each, N patches of P x P in I input modalities, V visible.
+
+    Fields of the batch, first dimension rows:
+        visible [R, V] int64, ascending: patch p of input modality i is token i N + p.
+        labels [R] int64: the class of the image, or -1.
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; nothing is known of it then,
+            and its image is grey.
+        what each modality among the inputs or outputs brings (Modality.fields), for example images [R, 3, S, S] uint8,
+        depth [R, S, S] uint16 with depth_statistics [R, 3] float32 and depth_counts [R, N] int32.
+
+    All draws come from (training.seed, row key, epoch modulo masking.maskings), as ImageBatchBuilder's.
+    """
+
+    def __init__(self, config: MmMaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._seed, self._maskings = config.training.seed, config.masking.maskings
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._cropper = Cropper(config.crops)
+        self._modalities = RunModalities(config).used
+        self._stored = [{maps.name: maps for maps in dataset.maps} for dataset in datasets]
+        patches = (config.crops.size // config.vision.patch_size) ** 2
+        inputs, visible = len(config.modalities.inputs), config.modalities.visible_tokens
+        self._masks = ModalityMasks(
+            modalities=inputs, patches=patches, visible=visible, concentration=config.modalities.concentration
+        )
+        self.limit = inputs * patches - visible
+        """Patches of all inputs that are not visible."""
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
+        crops = self._cropper.draw(states, rows.sizes)
+        fields = {"visible": torch.from_numpy(self._masks.draw(crop_words(states, 1)[:, 0]))}
+        of_rows = [self._stored[member] for member in addresses.member.tolist()]
+        for name, modality in self._modalities.items():
+            stored = [] if modality.format is None else [maps[name] for maps in of_rows]
+            fields |= modality.fields(rows, crops, self._cropper, stored)
+        return rows.batch(fields, addresses, start=start, began=began)
+
+
+def open_rows(config: MmMaeConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of images.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    stored = RunModalities(config).stored
+    datasets = [open_image_dataset(path.path, path.name, stored) for path in paths]
+    meta = agree_images(datasets)
+    return Rows.of(
+        datasets, meta, MultimodalBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
+    )

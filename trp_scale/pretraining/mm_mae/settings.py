@@ -1,0 +1,148 @@
+"""Settings of a run of mm_mae, and which modalities it sees and predicts. Each has its settings in its own room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from trp_scale.config import MaskingConfig
+from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config.registry import Component, component, find, names, unknown_component
+from trp_scale.config.settings import Section, setting
+from trp_scale.errors import RefusedError, nearest
+from trp_scale.methods.adversary.settings import PixelAdversarySettings
+
+
+@dataclass(kw_only=True)
+class ModalitiesConfig(Section):
+    """MM-MAE's inputs and tasks (TRP 4.2.1). Defaults are the paper's."""
+
+    inputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
+    """Modalities whose patches the encoder may see. A wrong name lists all that there are, those of --module too."""
+    outputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
+    """What is predicted: each is a task with its own decoder. A modality's name, or raw_rgb, which predicts pixels as
+    they are; rgb normalises each patch first."""
+    visible_tokens: int = 98
+    """Patches of all inputs together that the encoder sees (TRP 001, Table 6)."""
+    concentration: float = setting(1.0, above=0)
+    """Concentration of the symmetric Dirichlet distribution from which the inputs' shares of the visible patches are
+    drawn; 1 = all shares are equally likely."""
+    encoder_norm: bool = False
+    """A layer norm between the encoder and the decoders. MultiMAE has none; its decoders read the last block's output
+    as it is."""
+
+    def problems(self, config: MmMaeConfig) -> Iterator[str]:
+        given: dict[str, Sequence[str]] = {"inputs": self.inputs, "outputs": self.outputs}
+        for name, found in given.items():
+            if not found:
+                yield f"--modalities.{name} is empty; allowed: one modality or more, for example rgb depth semseg"
+            if repeated := sorted({each for each in found if found.count(each) > 1}):
+                yield f"--modalities.{name} has {', '.join(repeated)} more than once; allowed: each once"
+        # What is no input is masked everywhere, and all inputs may then be seen.
+        hidden = any(predicted(task).name not in self.inputs for task in self.outputs)
+        most = len(self.inputs) * config.patches - (0 if hidden else 1)
+        if self.inputs and config.patches and not 0 < self.visible_tokens <= most:
+            yield (
+                f"--modalities.visible_tokens is {self.visible_tokens}, allowed: 1 to {most}, since --crops.size "
+                f"{config.crops.size} has {config.patches} patches in each of {len(self.inputs)} input(s) and a patch "
+                "must be masked that is predicted"
+            )
+
+    def cautions(self, config: MmMaeConfig, steps_per_epoch: int) -> Iterator[str]:
+        if len(self.inputs) == 1 and self.concentration != 1.0:
+            yield (
+                f"--modalities.concentration {self.concentration} has no effect with a single one of "
+                "--modalities.inputs"
+            )
+
+
+@dataclass(kw_only=True)
+class MmMaeObjectiveConfig:
+    """How a task's loss is averaged."""
+
+    reduction: Literal["sample", "element"] = "sample"
+    """sample: the mean of each image's masked elements, then over images that have any (MultiMAE). element: the mean
+    over all masked elements of the global batch."""
+
+
+@component("upstream", "mm_mae", "trp_scale.pretraining.mm_mae.upstream:MultimodalUpstream")
+@dataclass(kw_only=True)
+class MmMaeConfig(ImagePretrainConfig):
+    """Masked patches of images with depth and segmentation, each modality a task (TRP 4.2)."""
+
+    lists: ClassVar[Mapping[str, str]] = {
+        **ImagePretrainConfig.lists,
+        "modalities.inputs": "modality",
+        "modalities.outputs": "modality",
+    }
+
+    modalities: ModalitiesConfig = field(default_factory=ModalitiesConfig)
+    objective: MmMaeObjectiveConfig = field(default_factory=MmMaeObjectiveConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if isinstance(self.adversary, PixelAdversarySettings) and "rgb" not in self.modalities.inputs:
+            yield (
+                "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "
+                "--adversary.kind none"
+            )
+
+    @classmethod
+    def parts(cls, document: Mapping[str, Any], problems: list[str]) -> list[Component]:
+        """The hooks, and the modalities that are seen or predicted, in the order of a sample's members."""
+        section, default = document.get("modalities"), ModalitiesConfig()
+        given = section if isinstance(section, Mapping) else {}
+        known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted}
+        found: list[Component | None] = []
+        for name, look_up in known.items():
+            listed = given.get(name)
+            names_given = listed if isinstance(listed, list) else getattr(default, name)
+            found += [_found(look_up, str(each), problems) for each in names_given]
+        modalities = [find("modality", name) for name in names("modality")]
+        return [*super().parts(document, problems), *(each for each in modalities if each in found)]
+
+
+def seen(name: str) -> Component:
+    """The modality of this name, one of --modalities.inputs.
+
+    Raises:
+        RefusedError: there is none; names the nearest and all known ones.
+    """
+    if name not in names("modality"):
+        raise RefusedError(f"--modalities.inputs has {name!r}: {unknown_component('modality', name)}")
+    return find("modality", name)
+
+
+def predicted(task: str) -> Component:
+    """The modality that a task, one of --modalities.outputs, predicts.
+
+    Raises:
+        RefusedError: there is none; names the nearest and all known tasks.
+    """
+    tasks = {each: name for name in names("modality") for each in find("modality", name).tasks}
+    if task not in tasks:
+        raise RefusedError(
+            f"--modalities.outputs has {task!r}: no modality has such a task{nearest(task, tasks)}\n"
+            f"Known: {', '.join(tasks)}; one of your own is registered by --module FILE.py or --module PACKAGE"
+        )
+    return find("modality", tasks[task])
+
+
+def used(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
+    """Modalities that are seen or predicted, in the order of a sample's members.
+
+    Raises:
+        RefusedError: as `seen` and `predicted`.
+    """
+    wanted = {each.name for each in (*map(seen, inputs), *map(predicted, outputs))}
+    return [find("modality", name) for name in names("modality") if name in wanted]
+
+
+def _found(look_up: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
+    try:
+        return look_up(name)
+    except RefusedError as error:
+        problems.append(str(error))
+        return None

@@ -1,0 +1,156 @@
+"""Pre-training on images with depth and segmentation: MM-MAE (TRP 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.config import RefusedError
+from trp_scale.config.registry import find
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook, built
+from trp_scale.core.run import RunContext
+from trp_scale.data.images.dataset import ImageMeta
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.rows import Rows
+from trp_scale.data.sources import within_cpus
+from trp_scale.distributed.environment import Environment
+from trp_scale.errors import shortened
+from trp_scale.models.flops import TRAINING_OVER_FORWARD
+from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
+from trp_scale.pretraining.mm_mae.batch import open_rows
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.tokens import RunModalities
+from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae
+
+CLASS_NAMES = "class_names"
+"""In a checkpoint: of each modality's maps that have classes, their names by number."""
+
+
+def classes_of(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
+    """Of each modality's maps, where they have any."""
+    return {name: classes for name, maps in meta.maps.items() if (classes := modalities.used[name].classes(maps))}
+
+
+def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
+    """Samples of which nothing is known in any modality."""
+    fields = {
+        "visible": torch.arange(config.modalities.visible_tokens).expand(rows, -1).contiguous(),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    for modality in RunModalities(config).used.values():
+        fields |= modality.unknown(rows, config.crops)
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+class MultimodalUpstream(UpstreamParts):
+    """Images with masked patches in several modalities; see `Upstream`."""
+
+    exports: ClassVar[Mapping[str, str]] = {"timm": "trp_scale.pretraining.mm_mae.weights:write_multimodal_timm"}
+    open_rows = staticmethod(open_rows)
+
+    def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self.sources = self.open_sources(
+            within_cpus(config, environment.cpus),
+            rank=data.rank,
+            world=data.size,
+            device_type=environment.device.type,
+        )
+        self.source = self.sources.train
+        self.objective = MultimodalReconstruction(config)
+        self.classes = classes_of(self.objective.modalities, self.sources.meta)
+        used, maps = self.objective.modalities.used, self.sources.meta.maps
+        self._names = {name: list(used[name].class_names(maps[name])) for name in self.classes}
+        rows, inputs = config.batch.global_size, len(config.modalities.inputs)
+        self.positions_per_step = rows * inputs * self.objective.patches_per_row
+        self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes, computed=True)
+
+    @classmethod
+    def facts(cls, config: MmMaeConfig) -> DataFacts:
+        meta = open_rows(config, parse_paths(config.data.path)).meta
+        assert isinstance(meta, ImageMeta)
+        return DataFacts(classes=classes_of(RunModalities(config), meta))
+
+    @classmethod
+    def outline(cls, config: MmMaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
+        """With as many classes as `facts` has."""
+        rows, inputs = config.batch.global_size, len(config.modalities.inputs)
+        classes = {name: count for name, count in facts.classes.items() if name in RunModalities(config).used}
+        return Outline(
+            model=partial(MultimodalMaskedAutoencoder, config, classes),
+            objective=MultimodalReconstruction(config),
+            rows=partial(blank_rows, config),
+            step_flops=mm_mae_step_flops(config, rows=rows, classes=classes, computed=True),
+            positions=inputs * config.patches,
+        )
+
+    def model(self) -> nn.Module:
+        model = MultimodalMaskedAutoencoder(self.config, self.classes)
+        give_weights(model, self.config.model, load_multimae)
+        return model
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        adversary = built(run, "adversary")
+        return [] if adversary is None else [adversary]
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {CLASSES: self.classes, CLASS_NAMES: self._names}
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Rows whose maps have the classes of those that the run learned from; a checkpoint of an older version says
+        only how many."""
+        assert isinstance(rows.meta, ImageMeta)
+        for name, learned in extra[CLASSES].items():
+            kind, stored = find("modality", name).load(), rows.meta.maps[name]
+            found, names = kind.classes(stored), list(kind.class_names(stored))
+            if found != learned or names != extra.get(CLASS_NAMES, {}).get(name, names):
+                raise RefusedError(
+                    f"{path}: {name} maps of {found} classes found ({shortened(', '.join(names))}), the run has "
+                    f"learned {learned} others; give data of the same classes, in the same order"
+                )
+
+
+def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
+    """Model FLOPs of one training step of MM-MAE; one multiply-add is 2 FLOPs.
+
+    A block on N tokens of width d and feed-forward width i is counted as in `bert_step_flops`. A decoder predicts all N
+    patches of its modality, the visible ones too, which its own queries are. Norms, activations, lookups, sums and what
+    taps add are left out.
+
+    Args:
+        config: settings of the run.
+        rows: images of the step on all ranks.
+        classes: of each modality's maps, where they have any.
+        computed: count each visible patch in the tokenisers of all inputs, as it is computed, instead of in its own
+            alone (with equal shares of all inputs, the mean of the Dirichlet distribution).
+    """
+    model, vision, visible = config.model, config.vision, config.modalities.visible_tokens
+    patches, tokens = (config.crops.size // vision.patch_size) ** 2, 1 + visible
+    modalities = RunModalities(config)
+
+    def block(count: int, width: int, intermediate: int) -> int:
+        return 8 * count * width**2 + 4 * count * width * intermediate + 4 * count**2 * width
+
+    width, inner = model.hidden_size, vision.decoder_hidden_size
+    products = visible * sum(modalities.used[name].tokeniser_flops(width) for name in modalities.inputs)
+    flops = products if computed else products / len(modalities.inputs)
+    flops += model.layers * block(tokens, width, model.intermediate_size)
+    cross_attention = 4 * patches * inner**2 + 4 * tokens * inner**2 + 4 * patches * tokens * inner
+    decoder = 2 * tokens * width * inner + cross_attention + 16 * patches * inner**2
+    decoder += vision.decoder_layers * block(patches, inner, 4 * inner)
+    for task in modalities.tasks:
+        own = modalities.of(task)
+        flops += decoder + 2 * patches * inner * own.values(task, classes.get(own.name, 0))
+    return float(TRAINING_OVER_FORWARD * rows * flops)

@@ -1,0 +1,416 @@
+"""Depth, in metres or relative, standardised over its own crop, so that both are alike to the model.
+
+A batch has it as it is stored, in 16 bits: half the bytes of what the model sees, from the loader to the device. The
+numbers that standardise each crop there come with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trp_scale.config.schema import is_finite
+from trp_scale.core.batch import Batch
+from trp_scale.data.images.crops import Cropper, Crops
+from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
+from trp_scale.data.images.npy import is_npy, npy_header, read_npy
+from trp_scale.data.images.png import GREY, Map, png_format, png_size, read_png
+from trp_scale.data.images.rows import DecodedRows
+from trp_scale.errors import DataError, quoted
+from trp_scale.models.patches import patchify
+from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
+
+log = logging.getLogger(__name__)
+
+NOT_MEASURED = 0
+"""In a stored map: nothing was measured there."""
+
+STATISTICS = "depth_statistics"
+"""In a batch: what standardises the depth of each row's crop."""
+
+RELATIVE_SCALE = 1.0 / 65535
+"""Scale of a map without metres: its 16 bits are a share of its range."""
+
+LARGEST = 65535
+"""Of 16 bits."""
+
+VARIANCE_FLOOR = 1e-6
+"""Added to the variance, in metres^2 (or shares^2): a flat crop stays near 0, its steps of a unit are not blown up."""
+
+Direction = Literal["farther", "nearer"]
+"""What a larger number of a map means."""
+
+SHADES: dict[Direction, str] = {"farther": "black (near) to white (far)", "nearer": "black (far) to white (near)"}
+"""How depth looks on a contact sheet, by what a larger number means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredDepth(StoredMaps):
+    """Depth maps of a data set.
+
+    Attributes:
+        scale: metres per unit; None: relative.
+        larger_is: what a larger number means. Nothing that is made of one data set depends on it, so it is not in repr,
+            hence not in the digest that checkpoints hold.
+    """
+
+    scale: float | None
+    larger_is: Direction = field(repr=False)
+
+
+class DepthFormat(MapFormat):
+    """16 bits. dataset.json has "scale": metres per unit, null if the maps are relative; "unit": for people to read;
+    "larger_is": "farther" (or absent), or "nearer" of inverse depth."""
+
+    def stored(self, path: Path, name: str, description: Description) -> StoredDepth:
+        directory, scale = own_directory(path, name, description), description.get("scale")
+        larger_is = description.get("larger_is", "farther")
+        if scale is not None and not (is_finite(scale) and scale > 0):
+            raise DataError(f"{path}: scale {quoted(scale)} of modality {name}: metres per unit expected, or null")
+        if larger_is not in get_args(Direction):
+            raise DataError(
+                f"{path}: larger_is {quoted(larger_is)} of modality {name}: {' or '.join(get_args(Direction))} expected"
+            )
+        return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
+
+    def agree(self, members: Sequence[tuple[str, StoredDepth]]) -> None:
+        """Refuses a mixture in which larger is nearer in one member and farther in another: the model could learn
+        neither."""
+        first, wanted = members[0][0], members[0][1].larger_is
+        for name, maps in members[1:]:
+            if maps.larger_is != wanted:
+                raise DataError(
+                    f"data.path: members of a mixture must have depth of the same direction: larger is {wanted} in "
+                    f"{first}, {maps.larger_is} in {name}. Label one of them anew with a depth model of the other's "
+                    f"direction (trp-scale pseudo-label; --depth.larger_is says what a model means by a larger output, "
+                    f"if that was wrong), or train on one data set at a time"
+                )
+
+
+METRIC_KINDS = ("depth_pro", "glpn", "zoedepth")
+"""Kinds of models whose output is in metres; Depth Anything says in its configuration whether it is."""
+
+
+class DepthLabels(PseudoLabels):
+    """Depth estimators. Their configuration says whether their output is in metres; None: it does not say."""
+
+    purpose = "depth estimation"
+    auto_classes: ClassVar[dict[str, str]] = {"DepthEstimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"}
+    png_level = 3  # at 6 it would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)
+
+    def read_model(self, where: str, config: Any) -> bool | None:
+        said = getattr(config, "depth_estimation_type", None)
+        if said is not None:
+            return bool(said == "metric")
+        return True if config.model_type in METRIC_KINDS else None
+
+    def describe(self, where: str, said: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
+        scale, larger_is = settings.scale, self._larger_is(where, said, settings)
+        relative = "none: 1 to 65535 is the range of each image's own estimates"
+        unit = relative if scale is None else f"{scale:g} metre"
+        identity = {"scale": scale, "larger_is": larger_is}
+        return identity, {"scale": scale, "unit": unit, "larger_is": larger_is}
+
+    def _larger_is(self, where: str, metric: bool | None, settings: Any) -> Direction:
+        """What a larger output means."""
+        said: Literal["auto"] | Direction = settings.larger_is
+        if settings.scale is None:
+            return said if said != "auto" else "farther" if metric else "nearer"
+        if metric is False:
+            raise DataError(
+                f"--depth.scale {settings.scale}: {where} says in its configuration that its depth is relative, not "
+                f"in metres; leave --depth.scale out, or choose a metric model"
+            )
+        if metric is None and said == "auto":
+            log.warning(
+                "--depth.scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
+                "stored as if it were. Give --depth.larger_is farther if it is; if it is inverse depth, as that of DPT "
+                "from MiDaS, or relative, leave --depth.scale out and say with --depth.larger_is what a larger output "
+                "means",
+                settings.scale,
+                where,
+            )
+        return "farther"
+
+    def interpret(self, processor: Any, said: bool | None, settings: Any) -> Interpret:
+        return depth_maps(processor, settings.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthFiles(MapFiles):
+    """Depth maps from files: PNG of 16 bits, or of 8 if they are relative; and .npy.
+
+    Attributes:
+        scale: metres per stored unit; None: relative.
+        relative: maps that have no unit are stretched, each over its own numbers.
+    """
+
+    scale: float | None
+    relative: bool
+
+    def size(self, content: bytes | bytearray) -> Size | None:
+        if is_npy(content):
+            shape = npy_header(content).shape if _has_header(content) else ()
+            return shape if len(shape) == 2 else None
+        if png_format(content) == (8, GREY):
+            return png_size(content) if self.relative else None
+        return super().size(content)
+
+    def decode(self, content: bytes | bytearray) -> Map:
+        return read_npy(content) if is_npy(content) else read_png(content)
+
+    def numbers(self, numbers: Map) -> Map:
+        if numbers.dtype == np.uint16:
+            return numbers
+        if numbers.dtype == np.uint8 or (numbers.dtype.kind == "f" and self.relative):
+            if not self.relative:
+                raise DataError(EIGHT_BITS)
+            return stretched(numbers)
+        if numbers.dtype.kind == "f":
+            if self.scale is None:
+                raise DataError(FLOATS)
+            return units_of_metres(numbers, self.scale)
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) <= LARGEST:
+            raise DataError(
+                f"{int(numbers.min())} to {int(numbers.max())} found, 0 to {LARGEST} can be stored: in coarser units"
+            )
+        return numbers.astype(np.uint16)
+
+    def refuse(self, content: bytes | bytearray, place: str) -> None:
+        if self.relative:
+            return
+        dtype = npy_header(content).dtype if _has_header(content) else None
+        if dtype == np.uint8 or png_format(content) == (8, GREY):
+            raise DataError(f"--modality depth, the map of {place}: {EIGHT_BITS}")
+        if self.scale is None and dtype is not None and dtype.kind == "f":
+            raise DataError(f"--modality depth, the map of {place}: {FLOATS}")
+
+
+EIGHT_BITS = (
+    "8 bits found: 256 steps are a picture of depth and no metres; give --depth.relative to store each map's own "
+    "range as relative depth (and --depth.larger_is nearer if its near parts are bright), or maps of 16 bits or .npy"
+)
+FLOATS = (
+    "floats found, and nothing says what they are; give --depth.scale 0.001 if they are metres (stored as millimetres, "
+    "up to 65.5 m; 0.01 up to 655 m), or --depth.relative if they have no unit"
+)
+"""What is said of maps that need a setting."""
+
+
+def _has_header(content: bytes | bytearray) -> bool:
+    """Whether it is a .npy file of numbers."""
+    try:
+        return is_npy(content) and bool(npy_header(content))
+    except DataError:
+        return False
+
+
+def stretched(numbers: npt.NDArray[Any]) -> Map:
+    """The numbers that are finite and not 0, from the smallest to the largest as 1 to 65535; others NOT_MEASURED."""
+    known = np.isfinite(numbers) & (numbers != 0)
+    return (
+        relative_units(torch.from_numpy(np.where(known, numbers, np.nan).astype(np.float64))).numpy().astype(np.uint16)
+    )
+
+
+def units_of_metres(metres: npt.NDArray[Any], scale: float) -> Map:
+    """Metres in units of `scale`, 1 at least; NOT_MEASURED where they are 0 or not finite.
+
+    Raises:
+        DataError: a depth below 0, or one that 16 bits do not hold.
+    """
+    known = np.isfinite(metres) & (metres != 0)
+    units = np.where(known, np.rint(metres.astype(np.float64) / scale), 0.0)
+    if known.any():
+        low, high = float(metres[known].min()), float(units.max())
+        if low < 0:
+            raise DataError(f"a depth of {low:g} m found, depths from 0 on are allowed")
+        if high > LARGEST:
+            raise DataError(
+                f"a depth of {high * scale:g} m found, 16 bits hold {LARGEST * scale:g} m at --depth.scale {scale:g}; "
+                "give a larger one"
+            )
+    return np.where(known, units.clip(1), NOT_MEASURED).astype(np.uint16)
+
+
+class Depth(Modality):
+    """Depth. Its task: the absolute error of standardised depth where it was measured. An element is a pixel.
+
+    The batch has it as depth [R, S, S] uint16, in stored units, NOT_MEASURED where nothing was; and as depth_statistics
+    [R, 3] float32 (`crop_statistics`).
+    """
+
+    name = "depth"
+    format = DepthFormat("depth.png", bits=16, empty=NOT_MEASURED)
+    labels = DepthLabels()
+    blank = np.uint16(NOT_MEASURED)
+    file_suffixes = (".png", ".npy")
+
+    @classmethod
+    def from_files(cls, settings: Any) -> MapFiles:
+        unit = "relative" if settings.scale is None else f"{settings.scale} metres"
+        nearer = {"larger_is": "nearer"} if settings.larger_is == "nearer" else {}
+        description = {"scale": settings.scale, "unit": unit, "exact": False, **nearer}
+        return DepthFiles(
+            name=cls.name,
+            format=cls.format,
+            description=description,
+            scale=settings.scale,
+            relative=settings.relative,
+        )
+
+    @classmethod
+    def of_scene(cls, scene: Any) -> SceneMap:
+        per_metre = scene.units_per_metre
+        unit = f"1/{per_metre} metre along the camera's axis"
+        return SceneMap(scene.depth, {"scale": 1 / per_metre, "unit": unit})
+
+    def fields(
+        self, rows: DecodedRows, crops: Crops, cropper: Cropper, stored: Sequence[StoredMaps]
+    ) -> dict[str, Tensor]:
+        found = super().fields(rows, crops, cropper, stored)
+        of_crops = [
+            crop_statistics(crop, maps.scale)
+            for crop, maps in zip(found[self.name].numpy(), cast(Sequence[StoredDepth], stored), strict=True)
+        ]
+        return {**found, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
+
+    def stored_unknown(self, rows: int) -> Sequence[StoredDepth]:
+        blank = StoredDepth(name=self.name, suffix="", directory="", scale=None, larger_is="farther")
+        return [blank] * rows
+
+    def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.uint16]:
+        """As stored: the device standardises it."""
+        return numbers
+
+    def patches(self, batch: Batch) -> Tensor:
+        return patchify(standardised(batch[self.name], batch[STATISTICS]).unsqueeze(1), self.side)
+
+    @classmethod
+    def meaning(cls, stored: StoredDepth) -> str:
+        return SHADES[stored.larger_is]
+
+    def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
+        distances = (guess - patches.nan_to_num(nan=0.0)).abs()
+        return torch.where(patches.isnan(), 0.0, distances).sum(-1)
+
+
+def crop_statistics(depth: Map, scale: float | None) -> tuple[float, float, float]:
+    """What standardises the depth of a crop over its measured pixels: without the lowest and highest tenth, the mean of
+    the rest is subtracted, and divided by sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
+
+    Of K measured pixels the K // 10 lowest and as many of the highest are left out, so that mean and variance do not
+    depend on which of equal pixels these are. Both are sums of integers: exact, in any order.
+
+    Args:
+        depth: [S, S] uint16, 0 where nothing was measured.
+        scale: metres per unit; None: relative.
+
+    Returns:
+        the mean in stored units, its whole part and the rest of it, and units over the deviation; zeros if nothing was
+        measured.
+    """
+    counts = np.bincount(depth.ravel())  # pixels of each value; partitioning takes half as long again
+    counts[NOT_MEASURED : NOT_MEASURED + 1] = 0
+    measured = int(counts.sum())
+    if measured == 0:
+        return 0.0, 0.0, 0.0
+    left_out = measured // 10
+    up_to = np.clip(
+        counts.cumsum(), left_out, measured - left_out
+    )  # kept pixels and the lowest tenth, up to each value
+    kept = np.diff(up_to, prepend=left_out)
+    values = np.arange(len(kept))
+    weighted = kept * values
+    count, total, squares = measured - 2 * left_out, int(weighted.sum()), int(weighted @ values)
+    unit = RELATIVE_SCALE if scale is None else scale
+    variance = (count * squares - total * total) / (count * count) * unit**2
+    middle, rest = divmod(total, count)
+    return float(middle), rest / count, unit / math.sqrt(variance + VARIANCE_FLOOR)
+
+
+def standardised(depth: Tensor, statistics: Tensor) -> Tensor:
+    """[R, S, S] uint16, [R, 3] -> [R, S, S] float32, not a number where nothing was measured.
+
+    Args:
+        depth: in stored units.
+        statistics: `crop_statistics` of each.
+    """
+    middle, rest, factor = statistics[:, :, None, None].unbind(1)  # [R, 1, 1] each
+    units = depth.float()
+    found = (units - middle).sub_(rest).mul_(factor)  # the first difference is exact: of 16-bit integers
+    return found.masked_fill_(units == NOT_MEASURED, torch.nan)
+
+
+def depth_maps(processor: Any, scale: float | None) -> Interpret:
+    """How to make maps of a depth estimator's output.
+
+    Args:
+        processor: its image processor, whose post_process_depth_estimation is used where it has one.
+        scale: metres per stored unit; None: each image's finite output goes to 1..65535.
+    """
+
+    def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
+        depths = _estimates(processor, output, sizes)
+        if scale is None:
+            maps = [relative_units(depth) for depth in depths]
+            return maps, torch.zeros(len(maps), dtype=torch.int32, device=maps[0].device)
+        pairs = [metric_units(depth, scale) for depth in depths]
+        return [units for units, _ in pairs], torch.stack([clipped for _, clipped in pairs])
+
+    return interpret
+
+
+def _estimates(processor: Any, output: Any, sizes: Sequence[Size]) -> list[Tensor]:
+    """Depth of each image at its size, float [H, W]."""
+    post_process = getattr(processor, "post_process_depth_estimation", None)
+    if post_process is None:
+        return [
+            F.interpolate(depth[None, None], size=size, mode="bicubic", align_corners=False)[0, 0]
+            for depth, size in zip(output.predicted_depth, sizes, strict=True)
+        ]
+    arguments: dict[str, Any] = {"target_sizes": list(sizes)}
+    if "source_sizes" in inspect.signature(post_process).parameters:  # ZoeDepth takes off the padding that it put on
+        arguments["source_sizes"] = list(sizes)
+    found = post_process(output, **arguments)
+    # Some drop every dimension of 1, that of an image one pixel wide too.
+    return [each["predicted_depth"].reshape(size) for each, size in zip(found, sizes, strict=True)]
+
+
+def relative_units(depth: Tensor) -> Tensor:
+    """The finite values from the smallest to the largest as 1 to 65535, int32; others are NOT_MEASURED; equal ones 1.
+
+    Args:
+        depth: float [H, W].
+    """
+    finite = depth.isfinite()
+    low = torch.where(finite, depth, torch.inf).amin()
+    high = torch.where(finite, depth, -torch.inf).amax()
+    share = (depth - low) / (high - low).clamp(min=torch.finfo(depth.dtype).tiny)
+    units = 1 + (share * (LARGEST - 1)).round()
+    return torch.where(finite, units, NOT_MEASURED).to(torch.int32)
+
+
+def metric_units(depth: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Metres in units of `scale`, clipped to 1..65535, int32, and how many were clipped, int32; what is not finite is
+    NOT_MEASURED.
+
+    Args:
+        depth: metres, float [H, W].
+        scale: metres per unit.
+    """
+    finite = depth.isfinite()
+    units = (depth / scale).round()
+    clipped = finite & ((units < 1) | (units > LARGEST))
+    return torch.where(finite, units.clamp(1, LARGEST), NOT_MEASURED).to(torch.int32), clipped.sum(dtype=torch.int32)

@@ -1,0 +1,273 @@
+"""Segmentation: the class of every pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.config import RefusedError
+from trp_scale.data.images.maps import (
+    Description,
+    MapFormat,
+    StoredMaps,
+    class_names,
+    own_directory,
+    read_names,
+    refuse_other_classes,
+)
+from trp_scale.data.images.png import PALETTE, Map, png_format
+from trp_scale.errors import DataError
+from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
+from trp_scale.pretraining.modalities.settings import SemsegSettings
+
+VOID = 255
+"""No class. Classes have numbers below it."""
+
+COLOURS = 20
+"""Of the palette in pictures; classes beyond take them again."""
+
+MOST_NAMED = 24
+"""Classes in a picture's legend."""
+
+CONTACT_COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], axis=1).astype(np.uint8)
+"""Colour of each number on a contact sheet, [256, 3]: neighbours differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredClasses(StoredMaps):
+    """Segmentation maps of a data set; `classes`: their names, by number; None: not written down."""
+
+    classes: tuple[str, ...] | None
+
+
+class ClassFormat(MapFormat):
+    """8 bits, one class a pixel. dataset.json has "classes": their names, in the order of their numbers."""
+
+    def readable(self, content: bytes | bytearray) -> bool:
+        """In a palette too, of any bits: the places in it are the classes, in whichever colours they are shown."""
+        return self.fits(content) or png_format(content)[1] == PALETTE
+
+    def stored(self, path: Path, name: str, description: Description) -> StoredClasses:
+        directory = own_directory(path, name, description)
+        classes = class_names(path, f"modalities.{name}.classes", description.get("classes"))
+        if classes is not None and not 0 < len(classes) <= VOID:
+            raise DataError(
+                f"{path}: {len(classes)} classes of modality {name} found, 1 to {VOID} allowed ({VOID}: void)"
+            )
+        return StoredClasses(name=name, suffix=self.suffix, directory=directory, classes=classes)
+
+    def check(self, numbers: Map, stored: StoredClasses) -> None:
+        classes = VOID if stored.classes is None else len(stored.classes)
+        wrong = unlisted_class(numbers, classes)
+        if wrong is not None:
+            raise DataError(f"class {wrong} found, 0 to {classes - 1} or {VOID} (void) expected")
+
+    def require(self, path: Path, stored: StoredClasses) -> None:
+        if stored.classes is None:
+            raise RefusedError(
+                f"{stored.name} maps are asked for, but {path} has no list of its classes; shard the images again with "
+                f"--semseg.classes NAMES.txt"
+            )
+
+    def agree(self, members: Sequence[tuple[str, StoredClasses]]) -> None:
+        refuse_other_classes("classes in segmentation maps", [(name, maps.classes) for name, maps in members])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationFiles(MapFiles):
+    """Segmentation maps from files; `void_label`: their number that is stored as VOID."""
+
+    void_label: int = VOID
+
+    def numbers(self, numbers: Map) -> Map:
+        void = numbers == self.void_label
+        if self.void_label == VOID or not void.any():
+            return numbers
+        voided: Map = np.where(void, np.uint8(VOID), numbers)
+        return voided
+
+
+class SegmentationLabels(PseudoLabels):
+    """Models for semantic or panoptic segmentation. Their configuration names their classes."""
+
+    purpose = "semantic segmentation"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "UniversalSegmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+        "SemanticSegmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    }
+
+    def read_model(self, where: str, config: Any) -> tuple[str, ...]:
+        names = {int(number): str(label) for number, label in config.id2label.items()}
+        if sorted(names) != list(range(len(names))):
+            raise DataError(f"{where}: id2label in config.json must name the classes 0 to {len(names) - 1}, each once")
+        if not 0 < len(names) <= VOID:
+            raise DataError(
+                f"{where}: {len(names)} classes; at most {VOID} can be stored in 8 bits ({VOID} itself is void). "
+                f"Choose a model with fewer"
+            )
+        return tuple(names[number] for number in range(len(names)))
+
+    def check_processor(self, where: str, processor: Any) -> None:
+        if not hasattr(processor, "post_process_semantic_segmentation"):
+            raise DataError(
+                f"{where}: its image processor {type(processor).__name__} has no post_process_semantic_segmentation; "
+                f"choose a model whose processor has"
+            )
+
+    def describe(self, where: str, said: tuple[str, ...], settings: Any) -> tuple[dict[str, object], dict[str, object]]:
+        return {}, {"classes": list(said)}
+
+    def interpret(self, processor: Any, said: tuple[str, ...], settings: Any) -> Interpret:
+        return class_maps(processor, len(said))
+
+
+class Semseg(Modality):
+    """Segmentation, at 1/stride of the image's resolution. Its task: the cross-entropy of labels that are not void. An
+    element is a label.
+
+    The batch has it as semseg [R, S / stride, S / stride] uint8.
+    """
+
+    settings: SemsegSettings
+    name = "semseg"
+    format = ClassFormat("semseg.png", bits=8, empty=VOID)
+    labels = SegmentationLabels()
+    regression = False
+    blank = np.uint8(VOID)
+
+    @classmethod
+    def class_names(cls, stored: StoredMaps) -> tuple[str, ...]:
+        assert isinstance(stored, StoredClasses)
+        return stored.classes or ()
+
+    @classmethod
+    def from_files(cls, settings: Any) -> SegmentationFiles:
+        if settings.classes is None:
+            raise DataError(
+                "the input has segmentation maps, and nothing says what their numbers mean: give --semseg.classes "
+                "FILE, a text file with the name of each number, one a line from 0 on"
+            )
+        names, content = read_names("--semseg.classes", str(settings.classes))
+        if len(names) > VOID:
+            raise DataError(f"--semseg.classes {settings.classes}: {len(names)} names, at most {VOID} are allowed")
+        return SegmentationFiles(
+            name=cls.name,
+            format=cls.format,
+            description={"classes": names, "exact": False},
+            content=content,
+            void_label=settings.void_label,
+        )
+
+    @classmethod
+    def of_scene(cls, scene: Any) -> SceneMap:
+        return SceneMap(scene.segmentation, {"classes": list(scene.classes)})
+
+    @property
+    def stride(self) -> int:
+        return self.settings.stride
+
+    def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[np.uint8]:
+        return numbers
+
+    def tokeniser(self, width: int, classes: int) -> nn.Module:
+        return SegmentationTokeniser(classes, self.side**2, self.settings.class_embedding, width)
+
+    def tokeniser_flops(self, width: int) -> int:
+        return 2 * width * self.side**2 * self.settings.class_embedding
+
+    def values(self, task: str, classes: int) -> int:
+        """For each label a logit of each class, label first."""
+        return self.side**2 * classes
+
+    def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
+        labels = patches.long()  # [R, N, L]
+        logits = guess.view(labels.numel(), -1)  # [R N L, C]
+        losses = F.cross_entropy(logits, labels.flatten(), ignore_index=VOID, reduction="none")
+        return losses.view(labels.shape).sum(-1)
+
+    def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
+        """The likeliest class of each label."""
+        return prediction.view(*patches.shape, -1).argmax(-1).to(patches.dtype)
+
+    def plainest(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
+        """The logarithms of how often each class occurs in these patches."""
+        labels = patches.long()
+        classes = prediction.shape[-1] // labels.shape[-1]
+        logits = F.one_hot(labels[labels != VOID], classes).float().mean(0).clamp(min=1e-6).log()  # [C]
+        return logits.repeat(labels.shape[-1]).expand_as(prediction).contiguous()
+
+    @staticmethod
+    def colours(numbers: Map) -> npt.NDArray[np.uint8]:
+        return CONTACT_COLOURS[numbers]
+
+    @classmethod
+    def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
+        """The classes that occur, in the order of their numbers; of more than MOST_NAMED the most frequent ones."""
+        from matplotlib import colormaps
+
+        counts = torch.bincount(torch.cat([one.flatten().long() for one in maps]), minlength=VOID + 1)[:VOID]
+        there = int((counts > 0).sum())
+        numbers = sorted(counts.argsort(descending=True, stable=True)[: min(there, MOST_NAMED)].tolist())
+        palette = colormaps["tab20"]
+        entries: list[tuple[str, Any]] = [
+            (names[number] if number < len(names) else f"class {number}", palette(number % COLOURS))
+            for number in numbers
+        ]
+        return entries if there <= MOST_NAMED else [*entries, (f"and {there - MOST_NAMED} more", "none")]
+
+    @staticmethod
+    def show(axes: Any, one: Tensor, whole: Tensor) -> None:
+        colours = torch.where(one == VOID, torch.nan, (one % COLOURS).float())  # neighbours in the list differ
+        axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)
+
+
+class SegmentationTokeniser(nn.Module):
+    """A patch of labels as a token: a vector for each class, those of a patch's labels side by side through one matrix.
+
+    Args:
+        classes: C; one more vector stands for VOID.
+        labels: L, of a patch.
+        embedding: E, width of a class's vector.
+        width: D, of the token.
+    """
+
+    def __init__(self, classes: int, labels: int, embedding: int, width: int) -> None:
+        super().__init__()
+        self.classes = classes
+        # Flat, because weight decay goes by the number of dimensions and embeddings are not decayed.
+        self.class_embedding = nn.Parameter(torch.empty((classes + 1) * embedding))
+        self.projection = nn.Linear(labels * embedding, width)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        """[R, K, L] uint8 or int64 -> [R, K, D]."""
+        numbers = torch.where(labels == VOID, self.classes, labels.long())
+        vectors = F.embedding(numbers, self.class_embedding.view(self.classes + 1, -1))  # [R, K, L, E]
+        return self.projection(vectors.flatten(2))  # type: ignore[no-any-return]
+
+
+def unlisted_class(numbers: Map, classes: int) -> int | None:
+    """A number of a map that is neither one of so many classes nor void; None if there is none."""
+    wrong = (numbers >= classes) & (numbers != VOID)
+    return int(numbers[np.unravel_index(wrong.argmax(), wrong.shape)]) if wrong.any() else None
+
+
+def class_maps(processor: Any, classes: int) -> Interpret:
+    """How to make maps of a segmentation model's output: what is none of so many classes (such as -1) is VOID."""
+
+    def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
+        found = processor.post_process_semantic_segmentation(output, target_sizes=list(sizes))
+        maps = [
+            torch.where((numbers >= 0) & (numbers < classes), numbers, VOID).to(torch.int32).reshape(size)
+            for numbers, size in zip(found, sizes, strict=True)
+        ]
+        return maps, torch.zeros(len(maps), dtype=torch.int32, device=maps[0].device)
+
+    return interpret

@@ -1,0 +1,194 @@
+"""How text rows become a Batch: pair, lay out, mask. One of several kinds of rows behind the same order and loader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
+from trp_scale.data.shard_reader import ShardReader
+from trp_scale.data.text.dataset import TextDataset, TextMeta, agree, open_text_dataset
+from trp_scale.data.text.rows import TextRowReader, TextRows
+from trp_scale.pretraining.pos_bert.masking import Masked, Masker
+from trp_scale.pretraining.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+
+Flags = npt.NDArray[np.bool_]
+
+
+class TextBatchBuilder:
+    """Makes batches of `[CLS] A [SEP] B [SEP]`, always padded to the data set's length L, with M masked slots.
+
+    Fields of the batch, first dimension rows but for `kept`:
+        tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
+        attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded, unless the run is
+            compiled: with and without a mask each block would need two graphs.
+        kept [K] int64: places of the R * L that are computed (`kept_places`); absent where the mask is.
+        masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
+        label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
+        next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be read; it then is [CLS] [SEP] [SEP].
+
+    All draws come from (training.seed, row key, epoch modulo masking.maskings).
+    """
+
+    def __init__(self, config: PosBertConfig, datasets: list[TextDataset], meta: TextMeta) -> None:
+        special = meta.special_tokens
+        self._pad, self._cls, self._sep = special["pad"], special["cls"], special["sep"]
+        self._length = meta.length
+        self._pairs = config.objective.next_sentence != "off"
+        self._maskings = config.masking.maskings
+        self._seed = config.training.seed
+        self._always_masked = config.training.compile in ("blocks", "whole")
+        self._block_rows = [dataset.blocks.rows for dataset in datasets]
+        self._reader = TextRowReader(
+            readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
+            names=[dataset.name for dataset in datasets],
+            row_length=meta.row_length,
+            token_dtype=meta.token_dtype,
+            vocab_size=meta.vocab_size,
+        )
+        self._masker = Masker(
+            config.masking,
+            length=meta.length,
+            vocab_size=meta.vocab_size,
+            mask_id=special["mask"],
+            special_ids=meta.special_token_ids,
+            spare_other=config.objective.other == "unmasked",
+        )
+        self.limit = self._masker.limit
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
+        rows, segments = self._read(addresses, states)
+        tokens, tags, token_types, pieces, attended = self._lay_out(rows, segments)
+        masked = self._masker.mask(tokens, tags, pieces, states)
+        present = addresses.present & rows.readable
+        fields = _fields(masked, token_types, attended, segments, present)
+        if attended.all() and not self._always_masked:
+            del fields["attention_mask"]
+        else:
+            fields["kept"] = torch.from_numpy(kept_places(attended))
+        return Batch(
+            fields=fields,
+            keys=torch.from_numpy(addresses.keys),
+            start=start,
+            epoch=int(addresses.epoch[0]),
+            corrupt=sorted(rows.reasons),
+            reasons=rows.reasons,
+            fetch_seconds=time.perf_counter() - began,
+        )
+
+    def _read(self, addresses: Addresses, states: Words) -> tuple[TextRows, Segments]:
+        partner = addresses.row
+        if self._pairs:
+            block_rows = np.empty_like(addresses.row)
+            for member, rows_of_blocks in enumerate(self._block_rows):
+                chosen = addresses.member == member
+                block_rows[chosen] = rows_of_blocks[addresses.block[chosen]]
+            partner = draw_partners(states, addresses.row, block_rows)
+        rows = self._reader.read(addresses.member, addresses.block, addresses.row, partner)
+        empty = ~(addresses.present & rows.readable)
+        if empty.any():
+            rows.ends[rows.own[empty]] = 0  # `pieces` is a view of `ends`
+        alone = partner == addresses.row
+        return rows, draw_pairs(rows, states, alone) if self._pairs else whole_rows(rows)
+
+    def _lay_out(
+        self, rows: TextRows, segments: Segments
+    ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
+        """Tokens, tags, token types, which are real pieces, and which are attended to; each [R, L]."""
+        place = np.arange(self._length)
+        first_stop = 1 + segments.first_length[:, None]  # [R, 1] place of the first [SEP]
+        second_stop = first_stop + 1 + segments.second_length[:, None]  # place of the second [SEP]
+        if not self._pairs:
+            second_stop = first_stop
+        in_first = (place >= 1) & (place < first_stop)  # [R, L]
+        in_second = (place > first_stop) & (place < second_stop)
+        pieces = in_first | in_second
+        first_shift = segments.first_start - 1  # [R] from a place in the sequence to one in the flat rows
+        second_shift = segments.second_start - segments.first_length - 2
+        source = place + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
+        source *= pieces  # products: several times faster than np.where
+        tokens = rows.tokens.ravel()[source].astype(np.int64)
+        tokens[~pieces] = self._pad
+        line = np.arange(len(tokens))
+        tokens[:, 0] = self._cls
+        tokens[line, first_stop[:, 0]] = self._sep
+        tokens[line, second_stop[:, 0]] = self._sep
+        tags = rows.tags.ravel()[source]
+        attended = place <= second_stop
+        token_types = ((place > first_stop) & attended).astype(np.int64)
+        return tokens, tags, token_types, pieces, attended
+
+
+def _fields(
+    masked: Masked, token_types: Integers, attended: Flags, segments: Segments, present: Flags
+) -> dict[str, torch.Tensor]:
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "tokens": masked.tokens,
+        "token_types": token_types,
+        "attention_mask": attended,
+        "masked_positions": masked.positions,
+        "labels": masked.labels,
+        "label_groups": masked.groups,
+        "label_weights": masked.weights,
+        "next_sentence": segments.wrong,
+        "row_weights": present.astype(np.float32),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+KEPT_LENGTHS = 64
+"""Lists of places have so many lengths at most: a GPU's memory is reused from one micro-batch to the next only where
+tensors are of a size that it has seen."""
+
+
+def kept_places(attended: Flags) -> Integers:
+    """Places, ascending, of the flattened rows that a micro-batch computes: the real ones, and the first that are
+    padded up to the next 64th of them all.
+
+    Args:
+        attended: [R, L] True at real places.
+    """
+    real = attended.ravel()
+    part = -(-real.size // KEPT_LENGTHS)
+    spare = -int(real.sum()) % part
+    return np.flatnonzero(real | (np.cumsum(~real) <= spare))
+
+
+def keeping_all(batch: Batch) -> Batch:
+    """The batch with all its places in the list."""
+    tokens = batch["tokens"]
+    fields = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool), "kept": torch.arange(tokens.numel())}
+    return replace(batch, fields={**fields, **batch.fields, "kept": fields["kept"]})
+
+
+def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of text.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    datasets = [open_text_dataset(path.path, path.name) for path in paths]
+    meta = agree(datasets)
+    if meta.length > config.model.max_positions:
+        raise RefusedError(
+            f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
+            f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
+        )
+    return Rows.of(datasets, meta, TextBatchBuilder(config, datasets, meta))

@@ -1,0 +1,158 @@
+"""`trp-scale watch`: the page of a run that goes on, served to this machine's browsers, made anew as it gets on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.errors import RefusedError
+from trp_scale.reporting.document import PLOTLY, Page, page_text, plotly_source
+from trp_scale.reporting.record import read_run
+from trp_scale.reporting.run import run_page
+from trp_scale.training.ending import STOP_RECORD
+from trp_scale.training.incidents import INCIDENTS_FILE
+from trp_scale.training.report import SUMMARY_FILE
+from trp_scale.training.rundir import CONFIG_FILE
+
+HOST = "127.0.0.1"
+
+OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+"""Names under which a browser may ask, here or through a tunnel: a page of the network must not reach the run by
+another name that leads here."""
+
+WATCHED = (METRICS_FILE, SUMMARY_FILE, STOP_RECORD, INCIDENTS_FILE)
+
+REST = 4
+"""After a page was made, nothing is made for so many times as long: a long run's page takes seconds, and the machine
+may be the one that trains."""
+
+
+class RunningPage:
+    """The page of a run directory, made anew when its files have changed.
+
+    Args:
+        run_dir: exists; metrics.jsonl may come later.
+        clock: gives seconds.
+    """
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run_dir, self.clock = run_dir, clock
+        self._lock = threading.Lock()
+        self._version, self._text, self._until = "", "", 0.0
+
+    def version(self) -> str:
+        """Changes when a newer page is to be had."""
+        return self.newest()[0]
+
+    def newest(self) -> tuple[str, str]:
+        """(version, HTML)."""
+        with self._lock:
+            found = self._found()
+            if found != self._version and (self.clock() >= self._until or not self._text):
+                began = self.clock()
+                self._text = page_text(self._page(), served=found)
+                self._version = found
+                self._until = self.clock() + REST * (self.clock() - began)
+            return self._version, self._text
+
+    def _found(self) -> str:
+        """What the files are now, in short."""
+        said = []
+        for name in WATCHED:
+            path = self.run_dir / name
+            said.append(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" if path.exists() else "-")
+        return hashlib.sha256(" ".join(said).encode()).hexdigest()[:16]
+
+    def _page(self) -> Page:
+        try:
+            return run_page(read_run(self.run_dir))
+        except RefusedError as error:
+            if not (self.run_dir / METRICS_FILE).exists():
+                return Page(
+                    kind="Pre-training report", title=self.run_dir.resolve().name, lead=["No step is logged yet."]
+                )
+            return Page(kind="Pre-training report", title=self.run_dir.resolve().name, lead=[str(error)])
+
+
+def server_of(page: RunningPage, port: int) -> ThreadingHTTPServer:
+    """A server on 127.0.0.1 that is not yet started.
+
+    Args:
+        port: 0 = any that is free.
+
+    Raises:
+        RefusedError: the port is taken, or may not be used; plotly is not installed.
+    """
+    plotly = plotly_source().encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if re.sub(r":\d+$", "", self.headers.get("Host", "")).lower() not in OWN_NAMES:
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
+            path = self.path.partition("?")[0]
+            if path in ("/", "/report.html"):
+                self._answer(page.newest()[1].encode(), "text/html; charset=utf-8", "no-store")
+            elif path == "/version":
+                self._answer(page.version().encode(), "text/plain; charset=utf-8", "no-store")
+            elif path == f"/{PLOTLY}":
+                self._answer(plotly, "text/javascript; charset=utf-8", "max-age=86400")
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+
+        def _answer(self, content: bytes, kind: str, kept: str) -> None:
+            self.send_response(HTTPStatus.OK)
+            for name, value in (("Content-Type", kind), ("Cache-Control", kept), ("X-Content-Type-Options", "nosniff")):
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *values: object) -> None:
+            """A line for each request would be all that is to be seen."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        allow_reuse_port = False
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A browser that goes away in the middle of an answer is no error; others are told."""
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    try:
+        return Server((HOST, port), Handler)
+    except OSError as error:
+        taken = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise RefusedError(
+            f"--port {port} of {HOST} cannot be used: {taken}; allowed: another port, or --port 0 for one that is free"
+        ) from error
+    except OverflowError as error:
+        raise RefusedError(f"--port is {port}; allowed: 0 ... 65535") from error
+
+
+def watch(run_dir: Path, port: int) -> None:
+    """Serve the page until the process is interrupted.
+
+    Raises:
+        RefusedError: there is no such directory; and what `server_of` raises.
+    """
+    if not run_dir.is_dir():
+        raise RefusedError(f"{run_dir}: no such directory; give the --run_dir of a run")
+    if any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in (*WATCHED, CONFIG_FILE)):
+        raise RefusedError(f"{run_dir}: no run of trp-scale pretrain; give the --run_dir of one")
+    with server_of(RunningPage(run_dir), port) as server:
+        print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C ends it; the run is not touched)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

@@ -1,0 +1,261 @@
+"""Images that are files: a folder of them, with or without class sub-folders and folders of aligned maps; or members of
+WebDataset tars, where those of one key are one sample."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from pathlib import Path
+
+from trp_scale.data.images.maps import map_formats, read_names
+from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
+from trp_scale.data.raw_files import (
+    IMAGE_SUFFIXES,
+    list_counts,
+    modality_command,
+    modality_folders,
+    open_regular,
+    walk_files,
+)
+from trp_scale.errors import DataError, escape_name
+from trp_scale.pretraining.modalities import modalities as known_modalities
+from trp_scale.sharding.images.samples import (
+    Listing,
+    Loaded,
+    Part,
+    Sample,
+    UnusableError,
+    list_members,
+    plain_key,
+    without_duplicates,
+)
+from trp_scale.sharding.images.tar_members import tar_members
+from trp_scale.sharding.images.tar_places import find_tars
+from trp_scale.storage.transfer import is_url
+
+
+class FileSource:
+    """Samples whose parts are files or byte ranges of files."""
+
+    def read(self, sample: Sample) -> Loaded:
+        content = {suffix: _read(part) for suffix, part in sample.parts}
+        label = sample.label
+        if "cls" in content:
+            text = content.pop("cls").strip()
+            if not text.isdigit() or len(text) > 18:  # of bytes: ASCII digits alone
+                raise UnusableError("bad_class")
+            label = int(text)
+        return Loaded(image=content.pop("jpg"), label=label, maps=content)
+
+
+def _read(part: Part) -> bytes:
+    try:
+        with open_regular(part.path) as stream:
+            if part.length < 0:
+                return stream.read()
+            stream.seek(part.offset)
+            return stream.read(part.length)
+    except OSError as error:
+        raise UnusableError("unreadable") from error
+
+
+def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
+    """All images of a folder.
+
+    Args:
+        folder: sub-folders are classes, numbered by sorted name, as deep as their files lie; a folder whose images
+            lie in it directly has no classes.
+        modalities: folder of each aligned modality; a map has its image's relative path and ends in .png, or as its
+            modality's files may.
+
+    Raises:
+        DataError: no images, images both in the folder and in sub-folders, sub-folders that are modalities, or two
+            maps of one image.
+    """
+    left_out: Counter[str] = Counter()
+    files = sorted(walk_files(folder, left_out))
+    images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
+    left_out.update(Path(name).suffix for name, _ in sorted(set(files) - set(images)))
+    if left_out:
+        log.warning("--inputs %s: left out: %s", folder, list_counts(left_out))
+    if not images:
+        raise DataError(f"--inputs {folder}: no file there ends in {', '.join(IMAGE_SUFFIXES)}")
+    flat = [name for name, _ in images if "/" not in name]
+    if 0 < len(flat) < len(images):
+        raise DataError(
+            f"--inputs {folder}: images lie both in it ({flat[0]}) and in sub-folders; sub-folders are classes, "
+            f"so move them into one, or give another folder"
+        )
+    if not flat and (folders := modality_folders(folder)):
+        raise DataError(
+            f"--inputs {folder}: its sub-folders {', '.join(folders)} are modalities of the same images, and would "
+            f"become classes; give {modality_command(folders)}"
+        )
+    classes = None if flat else sorted({name.partition("/")[0] for name, _ in images})
+    numbers = {name: number for number, name in enumerate(classes or [])}
+    digest = hashlib.sha256()
+    for name, size in images:
+        digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+    maps = {map_formats()[name].suffix: _maps(name, path, digest) for name, path in modalities.items()}
+    samples, skipped = [], []
+    for suffix, paths in maps.items():
+        if unused := paths.keys() - {name.rpartition(".")[0] for name, _ in images}:
+            log.warning("%d maps (.%s) are of no image, such as %s", len(unused), suffix, paths[min(unused)])
+    for name, _ in images:
+        path = f"{folder}/{name}"
+        place = escape_name(path)
+        stem = name.rpartition(".")[0]
+        missing = [suffix for suffix, found in maps.items() if stem not in found]
+        if missing:
+            skipped.append(("no_map", place))
+            continue
+        parts = [("jpg", Part(path, 0, -1)), *((suffix, Part(found[stem], 0, -1)) for suffix, found in maps.items())]
+        label = numbers[name.partition("/")[0]] if classes else None
+        samples.append(Sample(plain_key(stem), place, label, parts=tuple(parts)))
+    samples, twice = without_duplicates(samples)
+    return Listing(
+        source=FileSource(),
+        samples=samples,
+        suffixes=ordered_suffixes({"jpg", *(["cls"] if classes else []), *maps}),
+        classes=None if classes is None else list(map(escape_name, classes)),
+        fingerprint=digest.hexdigest(),
+        skipped=skipped + twice,
+    )
+
+
+def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
+    """Path of each map by the relative path of its image without the suffix.
+
+    Raises:
+        DataError: two files for one image.
+    """
+    found: dict[str, str] = {}
+    left_out: Counter[str] = Counter()
+    for name, size in sorted(walk_files(folder, left_out)):
+        if not name.lower().endswith(known_modalities()[modality].file_suffixes):
+            left_out[Path(name).suffix] += 1
+        else:
+            digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+            stem = name.rpartition(".")[0]
+            if stem in found:
+                raise DataError(
+                    f"--modality {modality}={folder}: {found[stem]} and {folder}/{name} are maps of one image; "
+                    "leave one of them"
+                )
+            found[stem] = f"{folder}/{name}"
+    if left_out:
+        log.warning("--modality %s=%s: left out: %s", modality, folder, list_counts(left_out))
+    return found
+
+
+STORED_AS = {"jpeg": IMAGE, "png": IMAGE}
+"""Members that are read under another suffix than their own, in small letters; others than these and those that a
+sample may have are counted and never opened."""
+
+log = logging.getLogger(__name__)
+
+
+def tars_on_disk(inputs: list[str]) -> list[Path]:
+    """The tars behind the inputs (`find_tars`), each once.
+
+    Raises:
+        DataError: an input is none, or a URL.
+    """
+    found: list[str] = []
+    for item in inputs:
+        if is_url(item):
+            raise DataError(f"--inputs {item}: files are read here; trp-scale index takes tars under a URL as they are")
+        try:
+            found += find_tars(item)
+        except DataError as error:
+            raise DataError(f"--inputs {error}; several inputs may only be tars") from error
+    return [Path(tar) for tar in dict.fromkeys(found)]
+
+
+def list_tars(tars: list[Path], class_names: str) -> Listing:
+    """All images of the tars. If any sample has a class or a map, all need one.
+
+    Args:
+        class_names: text file with one name a line, or "".
+
+    Raises:
+        DataError: a tar cannot be read to its end, or holds no image.
+    """
+    stored_as = {**STORED_AS, **{suffix: suffix for suffix in known_suffixes()}}
+    groups: dict[tuple[Path, str], dict[str, Part]] = {}
+    skipped: list[tuple[str, str]] = []
+    ignored: Counter[str] = Counter()
+    digest = hashlib.sha256()
+    for tar in tars:
+        _read_headers(tar, stored_as, groups, skipped, ignored, digest)
+    suffixes = ordered_suffixes({suffix for parts in groups.values() for suffix in parts})
+    if IMAGE not in suffixes:
+        raise DataError(f"--inputs {tars[0]}: no .jpg, .jpeg or .png member in {len(tars)} tars")
+    if ignored:
+        log.warning("members that are left out: %s", list_members(ignored))
+    # Some writers count from 0 in each tar: then the tar's name is part of the key.
+    repeated = len({key for _, key in groups}) < len(groups)
+    samples = []
+    for (tar, key), parts in groups.items():
+        place = escape_name(f"{tar}:{key}")
+        reason = _lacking(parts, suffixes)
+        if reason:
+            skipped.append((reason, place))
+            continue
+        ordered = tuple((suffix, parts[suffix]) for suffix in suffixes)
+        samples.append(Sample(plain_key(f"{tar.stem}/{key}" if repeated else key), place, None, parts=ordered))
+    samples, twice = without_duplicates(samples)
+    classes = None
+    if class_names:
+        classes, content = read_names("--class_names", class_names)
+        digest.update(content)
+    return Listing(
+        source=FileSource(),
+        samples=samples,
+        suffixes=suffixes,
+        classes=classes,
+        fingerprint=digest.hexdigest(),
+        skipped=skipped + twice,
+    )
+
+
+def _read_headers(
+    tar: Path,
+    stored_as: dict[str, str],
+    groups: dict[tuple[Path, str], dict[str, Part]],
+    skipped: list[tuple[str, str]],
+    ignored: Counter[str],
+    digest: hashlib._Hash,
+) -> None:
+    """Add the members of a tar to `groups`, by (tar, key) and by what they are stored as."""
+    try:
+        stream = open_regular(tar)
+    except OSError as error:
+        raise DataError(f"--inputs {tar}: cannot be opened ({error.strerror})") from error
+    with stream:
+        for member in tar_members(f"--inputs {tar}", stream):
+            if member.kind == "folder":
+                continue
+            stored = stored_as.get("" if member.hidden else member.suffix)
+            if stored is None:
+                ignored["" if member.hidden else escape_name(member.suffix)] += 1
+                continue
+            if not member.plain:
+                skipped.append(("not_a_file", escape_name(f"{tar}:{member.name}")))
+                continue
+            parts = groups.setdefault((tar, member.key), {})
+            if stored in parts:
+                skipped.append(("duplicate_key", escape_name(f"{tar}:{member.name}")))
+                continue
+            parts[stored] = Part(str(tar), member.offset, member.length)
+            digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))
+
+
+def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:
+    """Why a sample is skipped for what it lacks; "" if it has everything."""
+    if IMAGE not in parts:
+        return "no_image"
+    if CLASS in suffixes and CLASS not in parts:
+        return "no_class"
+    return "" if set(suffixes) <= set(parts) else "no_map"

@@ -1,0 +1,243 @@
+"""What the index of a tar that others made says: its images, their classes, and what is left out.
+
+One sample is the members of one key. Of those one is the image (JPEG, PNG or WebP) and one may hold its class, as text
+or as a field of JSON; the others are counted and never read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from trp_scale.config.json_files import parse_json
+from trp_scale.data.images.reader import CLASS, IMAGE
+from trp_scale.data.index import Block, Member
+from trp_scale.errors import DataError, escape_name, quoted, shortened
+from trp_scale.sharding.images.reencode import open_image
+from trp_scale.sharding.images.samples import SKIP_REASONS, UnusableError, plain_key
+from trp_scale.sharding.images.tar_members import TarMember, tar_members
+from trp_scale.sharding.job.workers import begun
+
+IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
+"""Suffixes of images."""
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
+"""Pillow's names of what a run decodes; MPO: a JPEG with further pictures behind it, as phones write."""
+
+AUTO, NONE = "auto", "none"
+
+LARGEST_MEMBER = (1 << 32) - 1
+"""Bytes of a member: what an index says in 32 bits."""
+
+REASONS = {
+    **SKIP_REASONS,
+    "no_image": f"no {', '.join(f'.{suffix}' for suffix in IMAGE_MEMBERS)} member under this key",
+    "other_format": "neither JPEG, PNG nor WebP; trp-scale shard-images makes JPEGs of others",
+}
+"""Why an image is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberChoice:
+    """Which members of a sample are read.
+
+    Attributes:
+        image: suffix of the image; "auto": the one of IMAGE_MEMBERS that a sample has.
+        label: "none"; the suffix of a member that holds the class as text, such as "cls"; or "json:FIELD".
+        max_pixels: of an image.
+    """
+
+    image: str
+    label: str
+    max_pixels: int
+
+    def part(self, suffix: str) -> str:
+        """What members with this suffix are: the image, the class, or "" for what is not read."""
+        if suffix == self.image or (self.image == AUTO and suffix in IMAGE_MEMBERS):
+            return IMAGE
+        return CLASS if suffix == self.label_suffix else ""
+
+    @property
+    def label_suffix(self) -> str:
+        """Of the member that holds the class; "" if there are no classes."""
+        return "" if self.label == NONE else self.label.partition(":")[0]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Members of the data set's samples."""
+        return (IMAGE, CLASS) if self.label_suffix else (IMAGE,)
+
+
+@dataclass(kw_only=True)
+class ReadTar:
+    """What was found in a tar.
+
+    Attributes:
+        blocks: its images in the order of their first members; the image is the member "jpg" whatever its format, what
+            holds the class the member "cls".
+        skipped: (reason, place) of each key that is left out.
+        ignored: number of members that are not read, by suffix; "": those that are hidden or have none.
+        pixels: of all images.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    pixels: int = 0
+
+
+@dataclass(kw_only=True)
+class _Sample:
+    """What is known of a key so far."""
+
+    members: dict[str, TarMember] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    label: int | None = None
+    unusable: UnusableError | None = None
+
+
+def read_tar(
+    where: str,
+    stream: BinaryIO,
+    choice: MemberChoice,
+    *,
+    advance: Callable[[int, int], None] = lambda images, size: None,
+    check: Callable[[str, bytes], None] = lambda where, content: None,
+) -> ReadTar:
+    """Read the headers of a tar, its images and its classes, once from its first byte to its last.
+
+    Args:
+        where: the tar's path or URL, for messages.
+        advance: called with (1, bytes) for each image.
+        check: called with the place and the content of each image.
+
+    Raises:
+        DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, or a class that
+            is no number; or what `check` raises.
+    """
+    found = ReadTar()
+    samples: dict[str, _Sample] = {}
+    for member in tar_members(where, stream):
+        if member.kind == "folder":
+            continue
+        suffix = "" if member.hidden else member.suffix
+        part = choice.part(suffix) if suffix else ""
+        sample = samples.setdefault(member.key, _Sample()) if suffix else _Sample()
+        if not part:
+            found.ignored[escape_name(suffix)] += 1
+            continue
+        place = f"{where}: {shortened(member.name)}"
+        _refuse_second(where, member, sample.members.get(part))
+        if not member.plain:
+            sample.unusable = UnusableError("not_a_file", member.kind)
+            continue
+        content = _content(place, stream, member)
+        sample.members[part], sample.checksums[part] = member, zlib.crc32(content)
+        if part == CLASS:
+            sample.label = read_label(place, content, choice.label)
+        else:
+            try:
+                if not begun(place):
+                    raise UnusableError("damaged", "it ends the process that reads it")
+                found.pixels += _pixels(content, choice.max_pixels)
+            except UnusableError as error:
+                sample.unusable = error
+            else:
+                check(place, content)
+            advance(1, len(content))
+    for key, sample in samples.items():
+        _add(found, f"{where}: {shortened(key)}", key, sample, choice)
+    return found
+
+
+def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> None:
+    if before is None:
+        return
+    if before.suffix != member.suffix:
+        raise DataError(
+            f"{where}: {shortened(before.name)} and {shortened(member.name)} are two images under one key; choose with "
+            f"--image {before.suffix} or --image {member.suffix}"
+        )
+    raise DataError(
+        f"{where}: key {quoted(member.key)} comes twice, {shortened(before.name)} at byte {before.offset} and "
+        f"{shortened(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
+    )
+
+
+def _content(place: str, stream: BinaryIO, member: TarMember) -> bytes:
+    if member.length > LARGEST_MEMBER:
+        raise DataError(f"{place}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
+    try:
+        stream.seek(member.offset)
+        content = stream.read(member.length)
+    except OSError as error:
+        raise DataError(f"{place}: cannot be read ({error.strerror})") from error
+    if len(content) != member.length:
+        raise DataError(
+            f"{place}: the tar ends after {len(content)} of its {member.length} bytes; make or copy it anew"
+        )
+    return content
+
+
+def read_label(place: str, content: bytes, label: str) -> int:
+    """The class that a member holds.
+
+    Args:
+        label: as in `MemberChoice`.
+
+    Raises:
+        DataError: no whole number from 0 on.
+    """
+    suffix, _, name = label.partition(":")
+    value: Any
+    if name:
+        try:
+            document = parse_json(content, place, DataError)
+        except DataError as error:
+            raise DataError(f"{error}, as --label {label} expects") from error
+        if not isinstance(document, dict) or name not in document:
+            fields = ", ".join(sorted(document)) if isinstance(document, dict) else f"a {type(document).__name__}"
+            raise DataError(f"{place}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
+        value = document[name]
+    else:
+        text = content.strip()
+        value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise DataError(
+            f"{place}: class {quoted(value)} found, a whole number from 0 expected; --label chooses another member "
+            f"than {suffix!r}, --label none reads none"
+        )
+    return value
+
+
+def _pixels(content: bytes, max_pixels: int) -> int:
+    """Of an image that a run can decode, as far as its header says."""
+    if not content:
+        raise UnusableError("empty")
+    image = open_image(content, max_pixels)
+    if image.format not in FORMATS:
+        raise UnusableError("other_format", str(image.format))
+    return int(image.width * image.height)
+
+
+def _add(found: ReadTar, place: str, key: str, sample: _Sample, choice: MemberChoice) -> None:
+    """Add a sample to the blocks, or to what is left out."""
+    reason = ""
+    if sample.unusable is not None:
+        reason = sample.unusable.reason
+        place = f"{place} ({sample.unusable.detail})" if sample.unusable.detail else place
+    elif IMAGE not in sample.members:
+        reason = "no_image"
+    elif CLASS in choice.suffixes and CLASS not in sample.members:
+        reason = "no_class"
+    if reason:
+        found.skipped.append((reason, place))
+        return
+    members = {
+        suffix: Member(offset=each.offset, length=each.length, crc32=sample.checksums[suffix])
+        for suffix, each in ((suffix, sample.members[suffix]) for suffix in choice.suffixes)
+    }
+    found.blocks.append(Block(key=plain_key(key), rows=1, members=members, label=sample.label))

@@ -1,0 +1,296 @@
+"""Which kind of input was given, and its listing: files are in files.py, the rest is here. A Hugging Face dataset
+directory and a torchvision dataset are opened by their libraries, imported only when asked for; rendered scenes are
+made when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from trp_scale.data.dataset_directory import check_rows, is_dataset_directory, load_dataset
+from trp_scale.data.images.png import write_png
+from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
+from trp_scale.data.raw_files import all_files, files_fingerprint, kind_of, open_regular
+from trp_scale.errors import DataError
+from trp_scale.pretraining.modalities import modalities
+from trp_scale.pretraining.modalities.base import MapFiles, Modality
+from trp_scale.sharding.images.files import list_folder, list_tars, tars_on_disk
+from trp_scale.sharding.images.samples import Listing, Loaded, Sample, UnusableError
+from trp_scale.sharding.images.scenes import SCENE_CLASSES, render_scene
+from trp_scale.sharding.images.settings import ShardImagesConfig
+
+TORCHVISION = "torchvision:"
+"""What an input of a torchvision dataset begins with."""
+
+
+def list_input(config: ShardImagesConfig) -> Listing:
+    """Find all images of the input.
+
+    Raises:
+        DataError: the input is of no known kind, or a setting does not go with it.
+    """
+    listing = _list(config)
+    describe_maps(config, listing)
+    return listing
+
+
+def _list(config: ShardImagesConfig) -> Listing:
+    if config.embedded:
+        _refuse_tied_settings(config, "--embedded")
+        return list_scenes(config.seed, config.count, config.size)
+    first = Path(config.inputs[0])
+    folder = first.is_dir() and not any(first.glob("*.tar"))
+    if kind_of(first) == "image" and not first.is_dir():
+        raise DataError(
+            f"--inputs {config.inputs[0]}: a single image; give the folder of all, {first.parent}, which may have a "
+            "sub-folder for each class"
+        )
+    if config.inputs[0].startswith(TORCHVISION):
+        _refuse_tied_settings(config, "a torchvision dataset")
+        return list_torchvision(config.inputs[0], config.split)
+    if folder and is_dataset_directory(first):
+        _refuse_tied_settings(config, "a dataset directory")
+        return list_directory(config.inputs[0], config.split, config.image_column, config.label_column)
+    if folder:
+        _refuse_tied_settings(config, "an image folder", modality=True)
+        return list_folder(first, config.modality_folders())
+    _refuse_tied_settings(config, "tars", several=True, class_names=True)
+    return list_tars(tars_on_disk(config.inputs), config.class_names)
+
+
+def _refuse_tied_settings(
+    config: ShardImagesConfig, kind: str, *, several: bool = False, modality: bool = False, class_names: bool = False
+) -> None:
+    """Refuse settings that only another kind of input has: they would silently do nothing."""
+    if len(config.inputs) > 1 and not several:
+        raise DataError(f"--inputs {' '.join(config.inputs)}: {kind} is given alone; only tars may be several")
+    if config.modality and not modality:
+        raise DataError(f"--modality {config.modality[0]}: goes with an image folder, not with {kind}")
+    if config.class_names and not class_names:
+        raise DataError(f"--class_names {config.class_names}: goes with tars, not with {kind}")
+
+
+def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
+    """Fill `listing.maps` for maps that come from files, and let what describes them into its fingerprint.
+
+    Raises:
+        DataError: a setting for maps that there are none of, or one that is missing.
+    """
+    said = config.of_maps()
+    for name, kind in modalities().items():
+        if kind.format is None:
+            continue
+        there = kind.format.suffix in listing.suffixes and name not in listing.maps
+        setting = next((each for each in said if each.startswith(f"{name}.")), None)
+        if setting is not None and not there:
+            raise DataError(
+                f"--{setting} {said[setting]}: goes with {name} maps from files, --modality {name}=FOLDER of an image "
+                f"folder or .{kind.format.suffix} members of tars; there are none"
+            )
+        if there:
+            files = listing.maps[name] = kind.from_files(config.section(name))
+            _refuse_first(listing, files)
+            if files.content:
+                listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
+
+
+def _refuse_first(listing: Listing, files: MapFiles) -> None:
+    """Look at the first map that can be read: what all of them need is said before any is stored, not of each."""
+    for sample in listing.samples:
+        try:
+            content = listing.source.read(sample).maps[files.format.suffix]
+        except UnusableError:
+            continue
+        files.refuse(content, sample.place)
+        return
+
+
+class SceneSource:
+    """Synthetic scenes by number.
+
+    Args:
+        maps: modalities by the suffix of their maps.
+    """
+
+    def __init__(self, seed: int, size: int, maps: dict[str, type[Modality]]) -> None:
+        self._seed = seed
+        self._size = size
+        self._maps = maps
+
+    def read(self, sample: Sample) -> Loaded:
+        scene = render_scene(self._seed, sample.row, self._size)
+        found = {suffix: kind.of_scene(scene) for suffix, kind in self._maps.items()}
+        maps = {suffix: write_png(one.numbers) for suffix, one in found.items() if one is not None}
+        return Loaded(image=Image.fromarray(scene.image), label=scene.label, maps=maps)
+
+
+def list_scenes(seed: int, count: int, size: int) -> Listing:
+    """`count` scenes of size x size pixels, as many of each class, with the maps of every modality that has some."""
+    scene = render_scene(seed, 0, size)
+    kinds: dict[str, type[Modality]] = {}
+    maps: dict[str, MapFiles] = {}
+    for name, kind in modalities().items():
+        found = kind.of_scene(scene)
+        if found is not None and kind.format is not None:
+            kinds[kind.format.suffix] = kind
+            maps[name] = MapFiles(name=name, format=kind.format, description={**found.description, "exact": True})
+    source = SceneSource(seed, size, kinds)
+    samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
+    # Another renderer, or another numpy that rounds otherwise, is another input, and so is one with other maps.
+    first = source.read(samples[0])
+    digest = hashlib.sha256(np.asarray(first.image).tobytes())
+    for suffix, content in first.maps.items():
+        digest.update(suffix.encode() + content)
+    return Listing(
+        source=source,
+        samples=samples,
+        suffixes=ordered_suffixes({IMAGE, CLASS, *kinds}),
+        classes=list(SCENE_CLASSES),
+        fingerprint=digest.hexdigest(),
+        maps=maps,
+    )
+
+
+class DirectorySource:
+    """Rows of a directory written by datasets.save_to_disk; image files come as the bytes that were stored."""
+
+    def __init__(self, path: str, split: str, image_column: str, label_column: str) -> None:
+        self._arguments = (path, split, image_column, label_column)
+        self._image_column = image_column
+        self._label_column = label_column
+        self._rows: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rows": None}
+
+    def read(self, sample: Sample) -> Loaded:
+        if self._rows is None:
+            self._rows = open_columns(*self._arguments)
+        row = self._rows[sample.row]
+        image, label = row[self._image_column], row[self._label_column] if self._label_column else None
+        if isinstance(image, dict) and image.get("bytes") is None and image.get("path"):
+            try:
+                with open_regular(image["path"]) as stream:
+                    image = stream.read()
+            except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+                raise UnusableError("unreadable") from error
+        content = image["bytes"] if isinstance(image, dict) else image
+        if not isinstance(content, bytes):
+            raise UnusableError("no_image")
+        return Loaded(image=content, label=None if label is None else int(label))
+
+
+def open_columns(path: str, split: str, image_column: str, label_column: str) -> Any:
+    """The two columns of a dataset directory, images undecoded."""
+    import datasets
+
+    rows = load_dataset(path, split)
+    rows = rows.select_columns([image_column, *([label_column] if label_column else [])])
+    if isinstance(rows.features[image_column], datasets.Image):
+        rows = rows.cast_column(image_column, datasets.Image(decode=False))
+    return rows
+
+
+def list_directory(path: str, split: str, image_column: str, label_column: str) -> Listing:
+    """All rows of a directory written by datasets.save_to_disk.
+
+    Raises:
+        DataError: the extra is not installed, or there is no such split or column, or the labels are no numbers.
+    """
+    columns = load_dataset(path, split).column_names
+    for flag, name in (("image_column", image_column), ("label_column", label_column)):
+        if name and name not in columns:
+            hint = "; --label_column '' if there are no classes" if flag == "label_column" else ""
+            raise DataError(f"--{flag} {name}: the columns of {path} are {', '.join(columns)}{hint}")
+    rows = open_columns(path, split, image_column, label_column)
+    check_rows(rows, 0, len(rows), f"input {path}")
+    feature = rows.features[label_column] if label_column else None
+    if feature is not None and not str(getattr(feature, "dtype", "")).startswith(("int", "uint")):
+        raise DataError(f"--label_column {label_column}: {feature} found in {path}, whole numbers expected")
+    return Listing(
+        source=DirectorySource(path, split, image_column, label_column),
+        samples=[Sample(f"row-{row:08d}", f"{path}:{row}", None, row) for row in range(len(rows))],
+        suffixes=("jpg", "cls") if label_column else ("jpg",),
+        classes=list(feature.names) if feature is not None and hasattr(feature, "names") else None,
+        fingerprint=files_fingerprint(all_files(Path(path))).hex(),
+    )
+
+
+class TorchvisionSource:
+    """A torchvision dataset by number; it is opened anew in each process."""
+
+    def __init__(self, name: str, root: str, split: str) -> None:
+        self._arguments = (name, root, split)
+        self._dataset: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dataset": None}
+
+    def read(self, sample: Sample) -> Loaded:
+        if self._dataset is None:
+            self._dataset = open_torchvision(*self._arguments)
+        try:
+            image, label = self._dataset[sample.row]
+        except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for broken image files
+            raise UnusableError("damaged") from error
+        return Loaded(image=image, label=int(label))
+
+
+def open_torchvision(name: str, root: str, split: str) -> Any:
+    """torchvision.datasets.NAME at `root`, never downloading.
+
+    Raises:
+        DataError: no such dataset, or it is not there or not whole.
+    """
+    import torchvision.datasets
+
+    known = [each for each in torchvision.datasets.__all__ if inspect.isclass(getattr(torchvision.datasets, each))]
+    if name not in known:
+        raise DataError(f"--inputs {TORCHVISION}{name}: no such dataset in torchvision; there are {', '.join(known)}")
+    make = getattr(torchvision.datasets, name)
+    parameters = inspect.signature(make).parameters
+    if "root" not in parameters:
+        raise DataError(f"--inputs {TORCHVISION}{name}: this one reads no files")
+    arguments: dict[str, object] = {"root": root}
+    if "train" in parameters:
+        if split not in ("train", "test"):
+            raise DataError(f"--split {split}: {name} has train and test")
+        arguments["train"] = split == "train"
+    elif "split" in parameters:
+        arguments["split"] = split
+    try:
+        return make(**arguments)
+    except (RuntimeError, OSError, ValueError, TypeError, ModuleNotFoundError) as error:
+        raise DataError(f"--inputs {TORCHVISION}{name}={root}: torchvision says: {error}") from error
+
+
+def list_torchvision(item: str, split: str) -> Listing:
+    """All images of torchvision:NAME=ROOT.
+
+    Raises:
+        DataError: it cannot be opened, or does not give an image with a class number.
+    """
+    name, given, root = item.removeprefix(TORCHVISION).partition("=")
+    if not given:
+        raise DataError(f"--inputs {item}: {TORCHVISION}NAME=ROOT expected, e.g. {TORCHVISION}CIFAR10=data/cifar10")
+    dataset = open_torchvision(name, root, split)
+    digest = hashlib.sha256(f"{name} {split} {len(dataset)}".encode())
+    for row in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+        image, label = dataset[row]
+        if not isinstance(image, Image.Image) or not isinstance(label, int | np.integer):
+            found = f"{type(image).__name__} and {type(label).__name__}"
+            raise DataError(f"--inputs {item}: an image and a class number expected of each sample, {found} found")
+        digest.update(f"{label} {image.size} ".encode() + image.tobytes())
+    classes = getattr(dataset, "classes", None)
+    return Listing(
+        source=TorchvisionSource(name, root, split),
+        samples=[Sample(f"{split}-{row:08d}", f"{item}:{row}", None, row) for row in range(len(dataset))],
+        suffixes=("jpg", "cls"),
+        classes=None if classes is None else [str(each) for each in classes],
+        fingerprint=digest.hexdigest(),
+    )

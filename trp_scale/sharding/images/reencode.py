@@ -1,0 +1,197 @@
+"""The bytes that are stored for an image and its maps: as they were where that can be, else encoded anew."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trp_scale.data.images.crops import pick_centres
+from trp_scale.data.images.other_formats import UnknownRangeError, as_rgb
+from trp_scale.data.images.pixel_limit import refuse_too_many_scans
+from trp_scale.data.images.png import write_png
+from trp_scale.errors import DataError
+from trp_scale.pretraining.modalities.base import MapFiles
+from trp_scale.sharding.images.samples import Loaded, UnusableError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""
+
+DEFAULT_QUALITY = 95
+
+LONGEST_SIDE = 1 << 20
+"""Pixels. Of a line of 70 million Pillow says that memory lacks, whatever there is, and that would end the run."""
+
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323
+
+ORIENTATION = 0x0112
+"""EXIF tag; 1 is upright."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSettings:
+    """How images and maps are stored.
+
+    Attributes:
+        short_side, quality: 0 = leave as it is.
+        max_pixels: of an image that may be decoded.
+        maps: by suffix, how each modality's maps come from files.
+    """
+
+    short_side: int
+    quality: int
+    max_pixels: int
+    maps: Mapping[str, MapFiles] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Stored bytes of an image and its maps by suffix. `size` is (width, height), `unchanged`: the file's own bytes."""
+
+    image: bytes
+    maps: dict[str, bytes]
+    size: tuple[int, int]
+    unchanged: bool
+
+
+def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
+    """Bring an image into the stored form: an upright RGB or grey JPEG.
+
+    Raises:
+        UnusableError: the image or a map cannot be used.
+    """
+    if isinstance(loaded.image, bytes):
+        if not loaded.image:
+            raise UnusableError("empty")
+        image = open_image(loaded.image, settings.max_pixels)
+    else:
+        image = loaded.image
+    upright = _upright_size(image)
+    size = _target(upright, settings.short_side)
+    keeps = isinstance(loaded.image, bytes) and size == upright and not settings.quality and _plain_jpeg(image)
+    with _damage_named():
+        if isinstance(loaded.image, bytes) and keeps:
+            image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
+            image.load()
+            content = loaded.image
+        else:
+            if size != upright:
+                image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode no larger than the filter needs
+            content = _jpeg(image, size, settings.quality or DEFAULT_QUALITY)
+    maps = {suffix: _map(settings.maps[suffix], stored, upright, size) for suffix, stored in loaded.maps.items()}
+    return Encoded(image=content, maps=maps, size=size, unchanged=keeps)
+
+
+@contextmanager
+def _damage_named() -> Iterator[None]:
+    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all
+    of it means that this image cannot be used, and is listed with it."""
+    try:
+        yield
+    except (UnusableError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnusableError("damaged", f"{type(error).__name__}: {error}") from error
+
+
+def open_image(content: bytes, max_pixels: int) -> Image.Image:
+    """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours.
+
+    Raises:
+        UnusableError: no image, a damaged header, or too many pixels or scans.
+    """
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with _damage_named():
+            try:
+                image = Image.open(io.BytesIO(content), formats=FORMATS)
+            except UnidentifiedImageError as error:
+                raise UnusableError("not_an_image") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+    for width, height in (image.size, _tile_size(image)):
+        if width * height > max_pixels or max(width, height) > LONGEST_SIDE:
+            raise UnusableError("too_many_pixels", f"{width} x {height}")
+    with _damage_named():
+        refuse_too_many_scans(content)
+    return image
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of the tiles of a TIFF, which libtiff unpacks whole, whatever the image's size is; else 0."""
+    with _damage_named():
+        tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        return int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_HEIGHT, 0))
+
+
+def _orientation(image: Image.Image) -> int:
+    with _damage_named():
+        return int(image.getexif().get(ORIENTATION, 1))
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) after the EXIF rotation."""
+    width, height = image.size
+    return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
+    """(width, height) with the short side shrunk to `short_side`."""
+    short = min(size)
+    if not short_side or short <= short_side:
+        return size
+    width, height = (max(1, round(side * short_side / short)) for side in size)
+    return width, height
+
+
+def _plain_jpeg(image: Image.Image) -> bool:
+    """A baseline JPEG of 8-bit RGB or grey that is upright already."""
+    return (
+        image.format == "JPEG"
+        and image.mode in ("RGB", "L")
+        and not image.info.get("progressive")
+        and _orientation(image) == 1
+    )
+
+
+def _jpeg(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
+    image = _rgb(ImageOps.exif_transpose(image))
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=quality, subsampling="4:4:4" if quality >= DEFAULT_QUALITY else "4:2:0")
+    return stream.getvalue()
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    try:
+        return as_rgb(image)
+    except UnknownRangeError as error:
+        raise UnusableError("unsupported_mode") from error
+
+
+def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:
+    """A map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
+    suffix = files.format.suffix
+    found_size = files.size(content)
+    if found_size is None:
+        raise UnusableError("bad_map", suffix)
+    height, width = found_size
+    if (width, height) != upright:
+        raise UnusableError("map_size", f"{suffix}: {(width, height)}, the image {upright}")
+    try:
+        found = files.decode(content)
+    except Exception as error:  # as in _damage_named
+        raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
+    try:
+        numbers = files.numbers(found)
+        files.check(numbers)
+    except DataError as error:
+        raise UnusableError("bad_map_number", f"{suffix}: {error}") from error
+    if size == upright and numbers is found and files.format.fits(content):
+        return content
+    return write_png(numbers if size == upright else pick_centres(numbers, size[1], size[0]))

@@ -1,0 +1,202 @@
+"""What stands in a scene and how it is lit: drawn from (seed, number) by hashing, never by a generator."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trp_scale.data.hashing import mix_integer, stream
+from trp_scale.sharding.images.scenes_shapes import SOLIDS, Floats
+
+KINDS = tuple(SOLIDS)
+
+PATTERNS = ("plain", "stripes", "checks", "dots", "marble", "bands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """Two colours (linear light, [3] each) and the pattern that they make.
+
+    Attributes:
+        scale: radians of the pattern per metre.
+        phase: [3] radians.
+        gloss: strength of the highlight.
+    """
+
+    pattern: str
+    first: Floats
+    second: Floats
+    scale: float
+    phase: Floats
+    gloss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solid:
+    """One object. Local space -> world: rotation @ (size * p) + centre.
+
+    Attributes:
+        kind: name in SOLIDS.
+        centre: [3] metres.
+        size: [3] metres, half the extent along each local axis.
+        rotation: [3, 3].
+        reach: radius in metres of the sphere around the centre that holds it.
+        footprint: radius in metres of the circle on the ground that holds it.
+    """
+
+    kind: str
+    centre: Floats
+    size: Floats
+    rotation: Floats
+    reach: float
+    footprint: float
+    surface: Surface
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A scene: x to the right, y up, z away from the camera, metres; the ground is y = 0, the wall z = `wall`.
+
+    Attributes:
+        solids: the main one first.
+        camera: [3] position.
+        pitch: radians that the camera looks down.
+        slope: tangent of half the field of view.
+        sun: [3] unit vector towards the light; `sun_colour`, `sky_colour` [3] linear light.
+    """
+
+    solids: tuple[Solid, ...]
+    ground: Surface
+    backdrop: Surface
+    wall: float
+    camera: Floats
+    pitch: float
+    slope: float
+    sun: Floats
+    sun_colour: Floats
+    sky_colour: Floats
+
+
+class _Draws:
+    """Numbers that follow from (seed, number, attempt) alone."""
+
+    def __init__(self, seed: int, number: int, attempt: int) -> None:
+        self._state = stream(seed, "scene", number, attempt)
+        self._count = 0
+
+    def between(self, low: float, high: float) -> float:
+        self._count += 1
+        return low + (high - low) * mix_integer(self._state ^ self._count) / 2.0**64
+
+    def one_of(self, names: tuple[str, ...]) -> str:
+        return names[int(self.between(0, len(names)))]
+
+
+def draw_scene(seed: int, number: int, attempt: int) -> Scene:
+    """The scene of (seed, number); a later attempt is another one with the same main kind and fewer other objects."""
+    draws = _Draws(seed, number, attempt)
+    slope = math.tan(math.radians(draws.between(19, 27)))
+    camera = _vector(0.0, draws.between(1.0, 2.3), 0.0)
+    aim = draws.between(0.45, 0.75)  # height in metres that the camera looks at, at the main object's distance
+    distance = draws.between(3.3, 4.6)
+    pitch = math.atan2(float(camera[1]) - aim, distance)
+    radius = draws.between(0.5, 0.72) * slope * distance
+    x = draws.between(-0.4, 0.4) * slope * distance
+    solids = [_solid(draws, KINDS[number % len(KINDS)], x, distance, radius)]
+    wall = draws.between(8.5, 12.5)
+    for _ in range(max(0, int(draws.between(2, 7)) - attempt)):
+        z = draws.between(2.9, wall - 1.2)
+        other = _solid(draws, draws.one_of(KINDS), draws.between(-1, 1) * slope * z, z, draws.between(0.28, 0.7))
+        if all(_apart(other, solid) for solid in solids):
+            solids.append(other)
+    azimuth, elevation = draws.between(-2.6, 2.6), draws.between(0.45, 1.2)  # 0: the sun is behind the camera
+    warmth = draws.between(-0.12, 0.18)
+    strength = draws.between(0.75, 1.15)
+    return Scene(
+        solids=tuple(solids),
+        ground=_surface(draws, 0.5, 2.6, saturation=0.45, gloss=0.0),
+        backdrop=_surface(draws, 0.3, 1.6, saturation=0.4, gloss=0.0),
+        wall=wall,
+        camera=camera,
+        pitch=pitch,
+        slope=slope,
+        sun=_vector(
+            math.sin(azimuth) * math.cos(elevation), math.sin(elevation), -math.cos(azimuth) * math.cos(elevation)
+        ),
+        sun_colour=_vector(1 + warmth, 1.0, 1 - warmth) * np.float32(strength),
+        sky_colour=_vector(1 - warmth, 1.0, 1 + warmth) * np.float32(draws.between(0.3, 0.5)),
+    )
+
+
+def _solid(draws: _Draws, kind: str, x: float, z: float, radius: float) -> Solid:
+    """An object that stands on the ground. Round ones keep a round cross-section."""
+    wide, tall, deep = draws.between(0.75, 1.1), draws.between(0.7, 1.25), draws.between(0.75, 1.1)
+    if kind == "sphere":
+        tall = deep = wide
+    elif kind in ("cylinder", "cone", "ring", "dome", "octahedron"):
+        deep = wide
+    if kind in ("dome", "ring"):
+        tall *= 0.6
+    if kind in ("box", "cylinder"):  # they fill their bounds
+        radius *= 0.8
+    size = _vector(wide, tall, deep) * np.float32(radius)
+    upright = kind == "ring" and draws.between(0, 1) < 0.7
+    turn = draws.between(-1, 1) if upright else draws.between(0, 2 * math.pi)  # one sees the hole of a ring
+    rotation = np.array(
+        [[math.cos(turn), 0, math.sin(turn)], [0, 1, 0], [-math.sin(turn), 0, math.cos(turn)]], dtype=np.float32
+    )
+    centre = _vector(x, float(size[1]), z)
+    if upright:
+        rotation = rotation @ np.array([[1, 0, 0], [0, 0, -1], [0, 1, 0]], dtype=np.float32)
+        centre = _vector(x, float(size[2]), z)
+    corners = {"box": (1, 1, 1), "pyramid": (1, 1, 1), "sphere": (1, 0, 0), "octahedron": (0, 1, 0)}
+    flat = _vector(*corners.get(kind, (1, 1, 0))) * size
+    reach = max(float(np.linalg.norm(flat)), float(size.max()))
+    square = kind in ("box", "pyramid")
+    return Solid(
+        kind=kind,
+        centre=centre,
+        size=size,
+        rotation=rotation,
+        reach=reach * 1.001,
+        footprint=math.hypot(float(size[0]), float(size[2])) if square else float(size.max()),
+        surface=_surface(draws, 5.0, 14.0, saturation=0.85, gloss=0.35, kind=kind),
+    )
+
+
+def _apart(first: Solid, second: Solid) -> bool:
+    """Whether two objects do not touch on the ground."""
+    across, along = first.centre[0] - second.centre[0], first.centre[2] - second.centre[2]
+    return math.hypot(float(across), float(along)) > first.footprint + second.footprint
+
+
+def _surface(
+    draws: _Draws, fine: float, coarse: float, *, saturation: float, gloss: float, kind: str | None = None
+) -> Surface:
+    """A surface of any first colour; the first hue of an object hints at its kind."""
+    hue = draws.between(0, 1)
+    least = 0.15
+    if kind is not None:
+        hue, least = (KINDS.index(kind) + 2 * hue) / len(KINDS), 0.4
+    first = _colour(hue, draws.between(least, saturation), draws.between(0.45, 0.95))
+    second = _colour(hue + draws.between(-0.5, 0.5), draws.between(0.05, saturation), draws.between(0.2, 0.95))
+    return Surface(
+        pattern=draws.one_of(PATTERNS),
+        first=first,
+        second=second,
+        scale=draws.between(fine, coarse),
+        phase=_vector(draws.between(0, 6.3), draws.between(0, 6.3), draws.between(0, 6.3)),
+        gloss=draws.between(0, gloss),
+    )
+
+
+def _colour(hue: float, saturation: float, value: float) -> Floats:
+    """A colour in linear light, gamma 2."""
+    return np.square(_vector(*colorsys.hsv_to_rgb(hue % 1.0, saturation, value)))
+
+
+def _vector(x: float, y: float, z: float) -> Floats:
+    return np.array([x, y, z], dtype=np.float32)

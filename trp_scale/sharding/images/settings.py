@@ -1,0 +1,131 @@
+"""Settings of image sharding, and the part of them that the bytes of a data set depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tyro.conf import UseAppendAction
+
+from trp_scale.config.flags import TakesModalities
+from trp_scale.config.registry import preparation_sections
+from trp_scale.config.settings import given
+from trp_scale.data.images.maps import map_formats
+from trp_scale.errors import DataError
+from trp_scale.sharding.job.job import ShardingSettings, check_ranges, check_sections
+
+
+@dataclass(kw_only=True)
+class ShardImagesConfig(ShardingSettings, TakesModalities):
+    """Shard images for pre-training, with their classes and aligned maps where there are any, such as depth and
+    segmentation."""
+
+    part: ClassVar[Literal["files", "labels"]] = "files"
+
+    inputs: list[str] = field(default_factory=list)
+    """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
+    .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by
+    datasets.save_to_disk; torchvision:NAME=ROOT for a torchvision dataset that is there already (nothing is
+    downloaded). The files of a folder of images are known by their names and sizes alone: if one was changed in place
+    and kept its size, give another --output."""
+    embedded: bool = False
+    """Render synthetic scenes (solids on a textured ground) with class, exact depth, segmentation and surface normals:
+    made for trying things out without downloads, not for figures about real images."""
+    count: int = 4096
+    """Embedded: scenes to render."""
+    size: int = 128
+    """Embedded: pixels of each side."""
+    seed: int = 0
+    """Embedded: another seed gives other scenes."""
+    coco: bool = False
+    """Embedded: in place of shards, a COCO file with the box and the mask of each object, and a folder of images, for
+    fine-tuning on detection."""
+    modality: UseAppendAction[list[str]] = field(default_factory=list)
+    """depth=FOLDER (16-bit grey PNG, or .npy; 8-bit PNG with --depth.relative), semseg=FOLDER (8-bit PNG of class
+    numbers), normals=FOLDER (8- or 16-bit RGB PNG of (n + 1) / 2, x to the right, y up, z towards the camera; black:
+    unknown) or one of --module, once for each: maps aligned with the upright images of an image folder, under the same
+    relative paths. Tars bring theirs as members .NAME.png, such as .depth.png."""
+    class_names: str = ""
+    """Tars: text file with the name of each class, one a line, in the order of their numbers."""
+    split: str = "train"
+    """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
+    dataset that has several, and is kept in dataset.json: no masks are learned (--multilevel.kind) from images whose
+    split has a word that begins with test, val, dev or eval. Say --split test for every set that is kept for one."""
+    image_column: str = "image"
+    """Column of a dataset directory that holds the images."""
+    label_column: str = "label"
+    """Column of a dataset directory that holds the class numbers; empty = none."""
+    short_side: int = 0
+    """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are.
+    0 = keep all sizes."""
+    quality: int = 0
+    """Encode every image anew as JPEG of this quality. 0 = keep the bytes of baseline RGB and grey JPEGs that need no
+    change; what has to be encoded is encoded with quality 95 without chroma subsampling. Transparent pixels become
+    white."""
+    max_pixels: int = 100_000_000
+    """An image with more pixels is skipped before it is decoded."""
+    samples_per_shard: int = 0
+    """Images per shard; 0 = a sixteenth of them, at most 2048, in whole blocks."""
+    rows_per_block: int = 64
+    """Images that are read together: the unit of the order and of the held-out split."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+        if bool(self.inputs) == self.embedded:
+            raise DataError("give --inputs FILES or --embedded, one of the two")
+        for name in () if self.embedded else ("count", "size", "seed"):
+            if (value := getattr(self, name)) != getattr(ShardImagesConfig, name):
+                advice = "; --short_side shrinks images" if name == "size" else ""
+                raise DataError(f"--{name} {value} is for --embedded scenes, and --inputs are given{advice}")
+        if self.coco and not self.embedded:
+            raise DataError("--coco is for --embedded scenes: other images have no boxes")
+        if self.coco and self.num_shards != 1:
+            raise DataError(f"--num_shards {self.num_shards}: --coco writes one file and has no parts; 1 is allowed")
+        check_ranges(
+            self,
+            count=(1, 10**9),
+            size=(16, 4096),
+            short_side=(0, 1 << 16),
+            quality=(0, 100),
+            max_pixels=(1, 1 << 40),
+            samples_per_shard=(0, 1 << 20),
+            rows_per_block=(1, 1 << 20),
+            processes=(0, 4096),
+            max_skipped=(0, 1),
+        )
+        check_sections(self)
+        self.modality_folders()
+
+    def modality_folders(self) -> dict[str, Path]:
+        """Folder of each aligned modality, in the order of a sample's members."""
+        known = map_formats()
+        folders: dict[str, Path] = {}
+        for item in self.modality:
+            name, given, folder = item.partition("=")
+            if name not in known or not given or name in folders:
+                raise DataError(f"--modality {item}: once each, {' or '.join(f'{m}=FOLDER' for m in known)}")
+            if not Path(folder).is_dir():
+                raise DataError(f"--modality {item}: {folder} is not a folder")
+            folders[name] = Path(folder)
+        return {name: folders[name] for name in known if name in folders}
+
+    def identity(self) -> dict[str, object]:
+        """The settings that change the bytes of the output; where files lie and how the work is shared do not. What a
+        file says of maps is in the input's fingerprint (MapFiles.content)."""
+        names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
+        names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
+        names += ["split"] if self.embedded and self.split != "train" else []  # scenes made before there was one
+        values = {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
+        maps = {name: value for name, value in self.of_maps().items() if not isinstance(value, Path)}
+        return values if self.embedded else values | {"maps": maps}
+
+    def of_maps(self) -> dict[str, object]:
+        """{"modality.setting": value} of what is said of maps, beside defaults."""
+        sections = {name: self.section(name) for name in preparation_sections(self.part)}
+        return {
+            f"{name}.{setting}": value
+            for name, section in sections.items()
+            if section is not None
+            for setting, value in given(section).items()
+        }

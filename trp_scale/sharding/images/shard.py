@@ -1,0 +1,242 @@
+"""Images -> a data set of shards (sharding/job/job.py).
+
+  shards/image-000000.tar       WebDataset tar; one sample = one image
+      KEY.jpg                   upright RGB or grey JPEG
+      KEY.cls                   class number in ASCII, if there are classes
+      KEY.depth.png             aligned map of 16-bit numbers, if there are depth maps (scenes: millimetres)
+      KEY.semseg.png            aligned map of 8-bit class numbers, if there are segmentation maps
+
+Every sample has the members that "suffixes" in dataset.json names. Samples lie in the order of a hash of their keys, so
+that classes mix within a shard: inputs are read out of order for that once, here, and in order ever after.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trp_scale.data.images.reader import CLASS, IMAGE
+from trp_scale.errors import shortened
+from trp_scale.sharding.images.inputs import list_input
+from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
+from trp_scale.sharding.images.samples import (
+    SKIP_REASONS,
+    Listing,
+    Loaded,
+    Portion,
+    Sample,
+    Source,
+    UnusableError,
+    cut_into_portions,
+)
+from trp_scale.sharding.images.scenes import write_coco_scenes
+from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.job.job import DataKind, PortionReport, ShardingJob
+from trp_scale.sharding.job.workers import Advance, Progressed, begun
+from trp_scale.sharding.job.writing import ShardWriter
+
+__all__ = ["ShardImagesConfig", "shard_images"]
+
+log = logging.getLogger(__name__)
+
+
+def shard_images(config: ShardImagesConfig) -> Path:
+    """Make a data set, or a part of it, and return its directory. A finished one of the same settings and input is left
+    as it is.
+
+    Raises:
+        DataError: a setting or the input cannot be used, the directory holds something else, or too many images had to
+            be skipped (finished shards stay, dataset.json is not written), or another run is at it.
+    """
+    config.check()
+    if config.coco:
+        return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
+    identity = config.identity()
+    job = ShardingJob(config, IMAGES, identity)
+    listing = list_input(config)
+    with job.only_run():
+        portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
+        skipped = PortionReport()
+        for reason, place in listing.skipped:
+            skipped.skip(reason, place)
+        if not job.begin(listing.fingerprint, portions, skipped):
+            return config.output
+        arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
+        job.make(portions, _PortionWriter, arguments, _progressed(config, job.mine(portions)))
+        finished = job.finish(_description(config, listing))
+    if finished is not None:
+        total, shards = finished.total, len(finished.shards)
+        classes = _listed_classes(listing.classes)
+        log.info(
+            "%s: %d images, %d stored unchanged, %d shards%s",
+            *(config.output, total.images, total.unchanged, shards, classes),
+        )
+    return config.output
+
+
+SMALLEST_SIDE, LONGEST_SHAPE = 8, 16
+"""Pixels, and a ratio of sides; hardly a photograph lies beyond."""
+
+PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
+"""Names that folders of parts of a data set have, and hardly any class."""
+
+
+def _listed_classes(classes: Sequence[str] | None) -> str:
+    """How many there are, and the first; with a warning where they look like parts of a data set."""
+    if not classes:
+        return ""
+    if len(classes) > 1 and {name.lower() for name in classes} <= PARTS:
+        log.warning(
+            "the classes are %s: sub-folders of --inputs are classes; if these are parts of a data set, shard each: "
+            "--inputs .../%s",
+            *(", ".join(classes), classes[0]),
+        )
+    first = ", ".join(map(shortened, classes[:4]))
+    return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
+
+
+def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSettings:
+    return EncodeSettings(
+        short_side=config.short_side,
+        quality=config.quality,
+        max_pixels=config.max_pixels,
+        maps={files.format.suffix: files for files in listing.maps.values()},
+    )
+
+
+def _progressed(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progressed:
+    def text(values: Sequence[int], seconds: float) -> str:
+        stored, images = values
+        return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
+
+    total = sum(len(portion.samples) for portion in portions)
+    return Progressed(counters=2, total=total, text=text, shown=config.progress)
+
+
+def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
+    """What dataset.json says of images, beside counts."""
+    return {
+        "synthetic": config.embedded,
+        "suffixes": list(listing.suffixes),
+        "classes": listing.classes,
+        "modalities": {name: files.description for name, files in listing.maps.items()},
+        "rows_per_block": config.rows_per_block,
+    }
+
+
+@dataclass(kw_only=True)
+class ImageReport(PortionReport):
+    """What was made of a portion of images.
+
+    Attributes:
+        images: stored.
+        unchanged: of them, stored with the bytes of their file.
+        bytes: of the stored images, without maps.
+        pixels: of the stored images.
+        per_class: images by class number (a string, as in JSON).
+        odd: of them, smaller or longer than is any use.
+        first_odd: the place and size of the first of those.
+    """
+
+    images: int = 0
+    unchanged: int = 0
+    bytes: int = 0
+    pixels: int = 0
+    per_class: dict[str, int] = field(default_factory=dict)
+    odd: int = 0
+    first_odd: str = ""
+
+    def count(self, place: str, label: int | None, encoded: Encoded) -> None:
+        """Count a stored image."""
+        self.images += 1
+        self.unchanged += encoded.unchanged
+        self.bytes += len(encoded.image)
+        self.pixels += encoded.size[0] * encoded.size[1]
+        if label is not None:
+            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
+        short, long = sorted(encoded.size)
+        if short < SMALLEST_SIDE or long > LONGEST_SHAPE * short:
+            self.odd += 1
+            self.first_odd = self.first_odd or f"{place} ({encoded.size[0]} x {encoded.size[1]})"
+
+    def add(self, other: PortionReport) -> None:
+        """Add the counts of another portion."""
+        super().add(other)
+        if isinstance(other, ImageReport):
+            self.first_odd = self.first_odd or other.first_odd
+
+
+def _counted(total: ImageReport) -> dict[str, object]:
+    """What dataset.json counts of images."""
+    counts = ("images", "unchanged", "bytes", "pixels", "per_class")
+    return {"rows": total.images, "counts": {name: getattr(total, name) for name in counts}}
+
+
+def _warn(total: ImageReport) -> None:
+    if total.odd:
+        log.warning(
+            "%d of %d images have a side below %d pixels, or are over %d times as long as wide; they are stored like "
+            "the others, and little can be learned from them: the first is %s",
+            *(total.odd, total.images, SMALLEST_SIDE, LONGEST_SHAPE, total.first_odd),
+        )
+
+
+IMAGES = DataKind(name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_counted, warn=_warn)
+
+
+class _PortionWriter:
+    """What a process keeps between portions. Called with one, it fills the shard.
+
+    Args:
+        suffixes: members of every stored sample.
+        classes: names of the classes; None: any class number from 0 on may be.
+        advance: called with (bytes stored, 1) for each image that was stored or skipped.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        suffixes: tuple[str, ...],
+        classes: Sequence[str] | None,
+        settings: EncodeSettings,
+        advance: Advance,
+    ) -> None:
+        self._source, self._settings, self._advance = source, settings, advance
+        self._suffixes, self._classes = suffixes, classes
+
+    def __call__(self, portion: Portion, shard: ShardWriter) -> ImageReport:
+        report = ImageReport()
+        for sample in portion.samples:
+            try:
+                if not begun(sample.place):
+                    raise UnusableError("damaged", "it ends the process that decodes it")
+                members, label = self._sample(sample, report)
+            except UnusableError as error:
+                report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)
+                members = {}
+            else:
+                shard.add(sample.key, 1, members, label)
+            self._advance(sum(map(len, members.values())), 1)
+        return report
+
+    def _sample(self, sample: Sample, report: ImageReport) -> tuple[dict[str, bytes], int | None]:
+        """Members and class."""
+        loaded = self._source.read(sample)
+        self._check(loaded)
+        encoded = encode_sample(loaded, self._settings)
+        report.count(sample.place, loaded.label, encoded)
+        members = {IMAGE: encoded.image, **encoded.maps}
+        if loaded.label is not None:
+            members[CLASS] = str(loaded.label).encode()
+        stored = {suffix: members[suffix] for suffix in self._suffixes}
+        return stored, loaded.label if CLASS in stored else None
+
+    def _check(self, loaded: Loaded) -> None:
+        """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""
+        if CLASS in self._suffixes:
+            if loaded.label is None:
+                raise UnusableError("no_class")
+            if loaded.label < 0 or (self._classes is not None and loaded.label >= len(self._classes)):
+                raise UnusableError("bad_class", str(loaded.label))

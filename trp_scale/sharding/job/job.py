@@ -1,0 +1,527 @@
+"""One data set of shards in the making: in parallel, resumable, the same bytes for any number of processes.
+
+DATASET/
+  dataset.json                  what was made, from what, the counts, and what was left out and why; it is written last
+  shards/KIND-000000.tar        one for each portion of the input
+  shards/KIND-000000.index.json written after its tar and its report: it marks a finished shard
+  shards/index.bin              all indexes in one, written before dataset.json
+  progress/                     until dataset.json is there: the parts of the work, a report for each finished shard
+
+How the input is cut into portions depends on the input and the settings alone. A run that was stopped finds the
+finished shards and makes the others. Several runs may each make a part (parts.py); `finish_dataset` joins them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from trp_scale.config.schema import Fields, record
+from trp_scale.config.settings import Section, range_problems, sections
+from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
+from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quoted, shortened
+from trp_scale.sharding.binary_index import write_dataset_index
+from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
+from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
+from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path
+from trp_scale.storage.locks import only_run
+from trp_scale.storage.temporary import remove_leftovers
+
+DATASET_FORMAT = 1
+
+MAX_LISTED = 1000
+"""Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
+
+FAILED = "failed"
+"""Field of a part's file: all was made, and too much had to be skipped. The same command goes on; one with other
+settings begins anew."""
+
+MOST_SHOWN = 10
+"""Skipped things that a message shows."""
+
+log = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
+
+_DIGEST_OF = {
+    "input": "other input: files were added, taken away or changed; of images also --semseg.classes and the like",
+    "tokenizer": "another --tokenizer",
+}
+"""Settings that are digests, and what it means that they differ."""
+
+
+@dataclass(kw_only=True)
+class ShardingSettings(SpreadSettings):
+    """Settings that every kind of data set has."""
+
+    output: Path
+    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
+    refused."""
+    processes: int = 0
+    """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
+    depend on it."""
+    max_skipped: float = 0.01
+    """Largest share of documents or images that may be skipped."""
+    patience: float = 0.0
+    """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
+    a while on shared storage."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+
+
+def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
+    """Raise DataError for a setting outside its (smallest, largest), naming its flag."""
+    for name, (smallest, largest) in ranges.items():
+        value = getattr(settings, name)
+        if not smallest <= value <= largest:
+            raise DataError(f"--{name} {value}: {smallest} to {largest} is allowed")
+
+
+def check_sections(settings: object) -> None:
+    """Raise DataError for what a section of a command says that no run of it can have, naming its flag."""
+    own = [each.problems(settings) for each in sections(settings).values() if isinstance(each, Section)]
+    if problem := next((line for lines in (range_problems(settings), *own) for line in lines), None):
+        raise DataError(problem)
+
+
+@dataclass(kw_only=True)
+class PortionReport:
+    """What was made of a portion. Each kind of data set adds its counts; those of all portions go into dataset.json.
+
+    Attributes:
+        skipped: how many could not be used, by reason.
+        skipped_places: (reason, or what is known of it, and place) of the first of them.
+    """
+
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: list[tuple[str, str]] = field(default_factory=list)
+
+    def skip(self, reason: str, place: str, why: str = "") -> None:
+        """Count what cannot be used, and list it while there is room."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        if len(self.skipped_places) < MAX_LISTED:
+            self.skipped_places.append((why or reason, escape_name(place)))
+
+    def add(self, other: PortionReport) -> None:
+        """Add the counts of another portion."""
+        for name, theirs in vars(other).items():
+            ours = getattr(self, name)
+            if name == "skipped_places":
+                total: object = (ours + theirs)[:MAX_LISTED]
+            elif isinstance(ours, dict):
+                total = dict(Counter(ours) + Counter(theirs))
+            elif isinstance(ours, list):
+                total = [a + b for a, b in zip(ours, theirs, strict=True)]
+            elif isinstance(ours, int):
+                total = ours + theirs
+            else:  # said of one portion alone
+                continue
+            setattr(self, name, total)
+
+
+ReportT = TypeVar("ReportT", bound=PortionReport)
+
+Fill = Callable[[PortionT, ShardWriter], ReportT]
+"""Writes the samples of a portion and reports on them."""
+
+
+def shard_stem(kind: str, number: int) -> str:
+    """text, 0 -> text-000000"""
+    return f"{kind}-{number:06d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKind(Generic[ReportT]):
+    """What there is to know of a kind of data set, beside its settings.
+
+    Attributes:
+        name: "text" or "image".
+        report: makes an empty report, or one of the fields that were written down.
+        items: name of the report's field that counts what was stored, and the word for it in messages.
+        reasons: why something is skipped: what each key of PortionReport.skipped means.
+        counted: what dataset.json says of the sum of all reports.
+        warn: tells a person what is odd about it, when the data set is whole.
+    """
+
+    name: str
+    report: type[ReportT]
+    items: str
+    reasons: Mapping[str, str]
+    counted: Callable[[ReportT], Mapping[str, object]]
+    warn: Callable[[ReportT], None] = lambda report: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Generic[ReportT]):
+    """A data set that is whole: the names of the shards that hold rows, and the sum of all reports."""
+
+    shards: list[str]
+    total: ReportT
+
+
+class ShardingJob(Generic[ReportT]):
+    """The making of one data set, or of a part of it.
+
+    Args:
+        settings: of the run.
+        kind: of the data set.
+        identity: the settings that the bytes of the data set depend on.
+
+    Raises:
+        DataError: the directory holds something else than a data set of these settings.
+    """
+
+    def __init__(self, settings: ShardingSettings, kind: DataKind[ReportT], identity: Mapping[str, object]) -> None:
+        self.output = settings.output
+        self.identity = dict(identity)
+        self.part = settings.own_part()
+        self._settings = settings
+        self._kind = kind
+        self._document: dict[str, object] = {}
+        self._refuse_other_content()
+
+    @contextmanager
+    def only_run(self) -> Iterator[None]:
+        """Context in which no other run makes the data set, or this part of it.
+
+        Raises:
+            DataError: another process is in it.
+        """
+        with only_run(self.output, self.part.lock, patience=self._settings.patience):
+            yield
+        if (self.output / "dataset.json").exists():
+            with suppress(OSError):  # other parts may look whether something is to do, too
+                (self.output / "progress").rmdir()
+
+    def own_file(self, stem: str, suffix: str) -> Path:
+        """A file of this run that lies in progress/ while the data set is made."""
+        name = stem if self.part.count == 1 else f"{stem}-{self.part.index:05d}"
+        return self.output / "progress" / f"{name}{suffix}"
+
+    def mine(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
+        """The portions that this run makes shards of."""
+        return portions[self.part.index :: self.part.count]
+
+    def _refuse_other_content(self) -> None:
+        if not self.output.exists():
+            return
+        path = self.output / "dataset.json"
+        parts = begun_parts(self.output)
+        if path.exists():
+            refuse_differences(path, read_fields(path).take("settings", dict), self.identity)
+        for part, document in parts.items():
+            if self._may_begin_anew(document):
+                continue
+            refuse_differences(part.path(self.output), document["settings"], self.identity)
+            if part.count != self.part.count:
+                raise DataError(
+                    f"{part.path(self.output)}: the data set is made in {part.count} parts, --num_shards "
+                    f"{self.part.count} asked for. Run those of {part.count} that are missing, one after another if "
+                    "need be, or choose another --output"
+                )
+        known = path.exists() or bool(parts)
+        if not known and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
+            raise DataError(f"--output {self.output}: the directory is not empty and holds no data set; choose another")
+
+    def begin(self, fingerprint: str, portions: Sequence[Numbered], listing: PortionReport | None = None) -> bool:
+        """Whether there is something to do for an input of this fingerprint; if so it is written down.
+
+        Args:
+            portions: of the whole input.
+            listing: what was skipped when the input was listed.
+
+        Raises:
+            DataError: the data set is of another input, or a finished one lacks a shard, or another part has other
+                settings.
+        """
+        self.identity["input"] = fingerprint
+        self._refuse_other_content()
+        self._forget_failed()
+        (self.output / "shards").mkdir(exist_ok=True)
+        if (self.output / "dataset.json").exists():
+            self._check_shards()
+            log.info("%s is finished: nothing to do", self.output)
+            if self.part.count == 1:
+                _clear(self.output)
+            return False
+        self._document = {
+            "kind": self._kind.name,
+            "settings": self.identity,
+            "shards": len(portions),
+            "listing": vars(listing or PortionReport()),
+            "max_skipped": self._settings.max_skipped,
+        }
+        self.part.write(self.output, self._document)
+        try:
+            self._refuse_other_content()  # of two parts that began together, one at least sees the other
+        except DataError:
+            self.part.path(self.output).unlink(missing_ok=True)
+            raise
+        return True
+
+    def _may_begin_anew(self, document: Mapping[str, Any]) -> bool:
+        """Whether what is written of a part is of a run of the whole that failed: it left nothing that other settings
+        must not take the place of."""
+        return bool(document.get(FAILED)) and self.part.count == 1
+
+    def _forget_failed(self) -> None:
+        """Take away what a run of other settings has left that failed."""
+        documents = begun_parts(self.output).values()
+        if any(each["settings"] != self.identity for each in documents if self._may_begin_anew(each)):
+            log.info(
+                "%s: what an attempt with other settings or input has left, which failed, is taken away", self.output
+            )
+            for name in ("shards", "tokenizer"):
+                shutil.rmtree(self.output / name, ignore_errors=True)
+
+    def _check_shards(self) -> None:
+        path = self.output / "dataset.json"
+        for name in read_fields(path).file_names("shards"):
+            shard = self.output / "shards" / name
+            if not shard.exists() or shard.stat().st_size != read_index(shard).size:
+                raise DataError(
+                    f"{shard}: missing or of another size than its index says; remove {path} to make it again"
+                )
+
+    def make(
+        self,
+        portions: Sequence[PortionT],
+        make: Callable[..., Fill[PortionT, ReportT]],
+        arguments: tuple[Any, ...],
+        progressed: Progressed,
+    ) -> None:
+        """Make the shards of this run that are missing, after `begin`.
+
+        Args:
+            portions: of the whole input.
+            make: called once in each process as make(*arguments, advance); what it returns fills a shard.
+            progressed: what the progress bar shows.
+
+        Raises:
+            DataError: a process died.
+        """
+        mine = self.mine(portions)
+        missing = [
+            portion
+            for portion in mine
+            if _finished_shard(self.output, self._kind, shard_stem(self._kind.name, portion.number)) is None
+        ]
+        if len(missing) < len(mine):
+            log.info("%d of %d shards are there already", len(mine) - len(missing), len(mine))
+        run_portions(
+            missing,
+            _ShardMaker,
+            (self.output, self._kind.name, make, arguments),
+            processes=self._settings.processes,
+            progressed=progressed,
+            executor=self._settings.executor,
+        )
+
+    def finish(self, description: Mapping[str, object]) -> Finished[ReportT] | None:
+        """Finish the data set; a run that makes a part of it only says that this one is made, and returns None.
+
+        Args:
+            description: what dataset.json says of this kind of data, without counts.
+
+        Raises:
+            DataError: too much had to be skipped (finished shards stay), or nothing is left.
+        """
+        document = {**self._document, "description": dict(description)}
+        self.part.write(self.output, document)
+        if self.part.count > 1:
+            log.info("%s is made; when all parts are: trp-scale merge %s", self.part, self.output)
+            return None
+        try:
+            return finish_dataset(self.output, self._kind)
+        except DataError:
+            self.part.write(self.output, {**document, FAILED: True})
+            raise
+
+
+def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | None = None) -> Finished[ReportT]:
+    """Write dataset.json, the mark of a finished data set, of all parts, and clear what only an unfinished one needs.
+    Shards without any row are taken away.
+
+    Args:
+        max_skipped: largest share of items that may be skipped; None: as the parts were told.
+
+    Raises:
+        DataError: a part or a shard is missing, parts differ, too much had to be skipped (finished shards stay), or
+            nothing is left.
+    """
+    parts = all_parts(output)
+    said = next(iter(parts.values()))
+    shards, blocks, total = _joined(output, kind, parts)
+    if max_skipped is None:
+        max_skipped = said["max_skipped"]
+    stored = getattr(total, kind.items)
+    check_skipped(kind.items, stored, total, kind.reasons, max_skipped)
+    if stored == 0:
+        raise DataError(f"{output}: the input holds no {kind.items} that can be used")
+    places = [{"reason": reason, "place": place} for reason, place in total.skipped_places]
+    document = {
+        "format": DATASET_FORMAT,
+        "kind": kind.name,
+        "shards": shards,
+        "blocks": blocks,
+        "skipped": total.skipped,
+        "skipped_places": places,
+        "skipped_places_limit": MAX_LISTED,
+        "settings": said["settings"],
+    }
+    complete = {**document, **said["description"], **kind.counted(total)}
+    write_dataset_index(output, complete)
+    write_json(output / "dataset.json", complete)
+    _clear(output)
+    kind.warn(total)
+    return Finished(shards=shards, total=total)
+
+
+def _joined(
+    output: Path, kind: DataKind[ReportT], parts: Mapping[Part, Mapping[str, Any]]
+) -> tuple[list[str], int, ReportT]:
+    """The shards that hold rows, the number of their blocks, and the sum of all reports."""
+    first, said = next(iter(parts.items()))
+    for part, document in parts.items():
+        path = part.path(output)
+        fields = Fields(document, str(path), DataError, "run the command of the part again")
+        fields.whole("shards")
+        fields.take("listing", dict)
+        fields.take("description", dict, {})
+        holds, advice = f"{part} has other settings than {first}", "and make this part again"
+        refuse_differences(path, document["settings"], said["settings"], holds, advice)
+        both = {name: said[name] for name in ("kind", "shards", "listing", "max_skipped")}
+        refuse_differences(path, document, both, holds, advice)
+        if "description" in document and "description" in said:
+            refuse_differences(path, document["description"], said["description"], holds, advice)
+    total = record(kind.report, said["listing"], f"{first.path(output)}: listing", DataError)
+    missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
+    shards, blocks = [], 0
+    for number in range(said["shards"]):
+        stem = shard_stem(kind.name, number)
+        finished = _finished_shard(output, kind, stem)
+        if finished is None:
+            missing.setdefault(Part(count=first.count, index=number % first.count), []).append(stem)
+            continue
+        total.add(finished.report)
+        if finished.blocks:
+            shards.append(f"{stem}.tar")
+            blocks += finished.blocks
+    if missing:
+        lines = [unfinished(part, stems) for part, stems in sorted(missing.items())]
+        raise missing_parts(output, lines, first.count)
+    return shards, blocks, total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FinishedShard(Generic[ReportT]):
+    report: ReportT
+    blocks: int
+
+
+def _finished_shard(output: Path, kind: DataKind[ReportT], stem: str) -> _FinishedShard[ReportT] | None:
+    """The report of a shard that is finished, or None. A report with other fields is of another version, and its shard
+    is made again."""
+    shard = output / "shards" / f"{stem}.tar"
+    try:
+        index = read_index(shard)
+        if shard.stat().st_size != index.size:
+            return None
+        path = report_path(output, stem)
+        report = record(kind.report, read_json(path), str(path), DataError)
+        return _FinishedShard(report=report, blocks=len(index.blocks))
+    except (OSError, DataError):
+        return None
+
+
+def _clear(output: Path) -> None:
+    """Take away what a finished data set does not need. Nobody writes there any more."""
+    listed = set(read_fields(output / "dataset.json").file_names("shards"))
+    for shard in (output / "shards").glob("*.tar"):
+        if shard.name not in listed:  # without any row
+            index_path(shard).unlink(missing_ok=True)
+            shard.unlink()
+    for directory in (output, output / "shards"):
+        remove_leftovers(directory)
+    shutil.rmtree(output / "progress", ignore_errors=True)
+
+
+class _ShardMaker(Generic[PortionT, ReportT]):
+    """What a process keeps between portions. Called with one, it makes the shard."""
+
+    def __init__(
+        self,
+        output: Path,
+        kind: str,
+        make: Callable[..., Fill[PortionT, ReportT]],
+        arguments: tuple[Any, ...],
+        advance: Advance,
+    ) -> None:
+        self._output, self._kind = output, kind
+        self._fill = make(*arguments, advance)
+
+    def __call__(self, portion: PortionT) -> ReportT:
+        stem = shard_stem(self._kind, portion.number)
+        with new_tar(self._output / "shards" / f"{stem}.tar", report_path(self._output, stem)) as shard:
+            report = self._fill(portion, shard.writer)
+            shard.report = vars(report)
+        return report
+
+
+def refuse_differences(
+    path: Path,
+    found: Mapping[str, object],
+    wanted: Mapping[str, object],
+    holds: str = "a data set with other settings or input",
+    advice: str = "choose another --output, or remove the directory",
+) -> None:
+    """Raise DataError naming each setting of `wanted` that `found`, from the file `path`, has otherwise."""
+    differences = [
+        _difference(name, found.get(name), value) for name, value in wanted.items() if found.get(name) != value
+    ]
+    if differences:
+        raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
+
+
+def _difference(name: str, there: object, asked: object) -> str:
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (there, asked)):
+        return _DIGEST_OF.get(name, f"another {name}")
+    return f"{name} {quoted(there)} there, {quoted(asked)} asked for"
+
+
+def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
+    """Refuse what was skipped if it is too much, else warn of it.
+
+    Args:
+        items: "documents", "images".
+        used: how many were not skipped.
+        report: what was skipped, and where.
+        reasons: what each reason means.
+        max_skipped: largest share that may be skipped.
+
+    Raises:
+        DataError: more were skipped than `max_skipped` allows.
+    """
+    count = sum(report.skipped.values())
+    found = used + count
+    # Reasons come from files, too.
+    named = "; ".join(
+        f"{number} {shortened(reason)} ({reasons.get(reason, 'not a reason known here')})"
+        for reason, number in sorted(report.skipped.items())
+    )
+    if count > max_skipped * found:
+        first = "\n".join(f"  {place} ({why})" for why, place in report.skipped_places[:MOST_SHOWN])
+        raise DataError(
+            f"{count} of {found} {items} were skipped, more than --max_skipped {max_skipped} allows: "
+            f"{named}. The first ones:\n{first}"
+        )
+    if count:
+        log.warning("%d of %d %s were skipped: %s", count, found, items, named)

@@ -1,0 +1,190 @@
+"""Portions over the nodes of a Ray cluster (extra `[ray]`). All nodes see the same storage, and trp_scale is installed
+on each.
+
+A portion is a task of Ray's, not of an actor: Ray gives the tasks of a node that is lost to others, while an actor that
+is started again would wait for a CPU that the other actors keep. A process keeps its worker from task to task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config.registry import load_module, own_modules
+from trp_scale.errors import DataError
+from trp_scale.sharding.job.workers import Advance, PortionT, ReportT, process_died
+
+RETRIES = 5
+"""How often a portion is begun again whose process or node was lost."""
+
+_AHEAD = 2
+"""Portions that are handed to the cluster for each that it can work at: a cluster that grows by what waits doubles."""
+
+_PASSED_ON = ("NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE", "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB")
+"""Variables of this process that those of the cluster get."""
+
+
+@contextmanager
+def connected() -> Iterator[Any]:
+    """Context with a cluster; gives the module ray.
+
+    Raises:
+        DataError: ray is not installed, or the cluster of RAY_ADDRESS does not answer.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here tells nobody of it
+    try:
+        import ray
+    except ImportError as error:
+        raise DataError(f"--executor ray: ray is not installed ({error}): pip install 'trp-scale[ray]'") from error
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except (ConnectionError, ValueError) as error:
+            address = os.environ.get("RAY_ADDRESS")
+            raise DataError(
+                f"--executor ray: RAY_ADDRESS {address!r} gives no cluster ({error}); start one with `ray start`, or "
+                "take the variable away to use this machine alone"
+            ) from error
+    try:
+        yield ray
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def cluster_gpus() -> int:
+    """GPUs of the cluster."""
+    with connected() as ray:
+        return int(ray.cluster_resources().get("GPU", 0))
+
+
+def cpus_of_task(gpus: int) -> int:
+    """CPUs of a task: one, or a GPU's share of them."""
+    with connected() as ray:
+        found = ray.cluster_resources()
+    return max(1, int(found.get("CPU", 0) * gpus / max(1, found.get("GPU", 0)))) if gpus else 1
+
+
+def _slots(ray: Any, needs: Mapping[str, int]) -> int:
+    """Tasks that the cluster can work at, at least 1: its last node may be gone, and another on its way."""
+    has = ray.cluster_resources()
+    return max(1, min(int(has.get(name, 0) / count) for name, count in needs.items() if count))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the processes of the cluster are told.
+
+    Attributes:
+        name: of the run: a process makes a worker for each once.
+        directory: that paths start from.
+        modules: of --module.
+    """
+
+    name: str
+    make: Callable[..., Callable[[Any], Any]]
+    arguments: tuple[Any, ...]
+    counters: int
+    directory: str
+    modules: list[str]
+
+
+class _Worker:
+    """A worker, and what it has counted since it was last asked."""
+
+    def __init__(self, work: _Work) -> None:
+        self._counts = [0] * work.counters
+        if Path(work.directory).is_dir():
+            os.chdir(work.directory)
+        for module in work.modules:
+            load_module(module)
+        self._worker = work.make(*work.arguments, self._advance)
+
+    def _advance(self, *steps: int) -> None:
+        for place, step in enumerate(steps):
+            self._counts[place] += step
+
+    def __call__(self, portion: Any) -> tuple[Any, list[int]]:
+        self._counts[:] = [0] * len(self._counts)
+        return self._worker(portion), list(self._counts)
+
+
+_workers: dict[str, _Worker] = {}
+
+
+def _portion(work: _Work, portion: Any) -> tuple[Any, list[int]]:
+    """In a process of the cluster."""
+    if work.name not in _workers:
+        _workers.clear()
+        _workers[work.name] = _Worker(work)
+    return _workers[work.name](portion)
+
+
+def run_on_ray(
+    portions: Sequence[PortionT],
+    make: Callable[..., Callable[[PortionT], ReportT]],
+    arguments: tuple[Any, ...],
+    *,
+    processes: int,
+    counters: int,
+    gpus: int,
+    advance: Advance,
+    title: str,
+) -> dict[int, ReportT]:
+    """Make the shards of `portions` and return their reports by number.
+
+    Args:
+        make, arguments, gpus: as of `run_portions`.
+        processes: portions that are at work at once; 0 = as many as the cluster has CPUs, or GPUs.
+        counters: numbers that a worker counts up.
+        advance: told what the workers counted, portion by portion.
+        title: of what is done.
+
+    Raises:
+        DataError: the cluster has no CPU or GPU, or a portion's processes died again and again.
+    """
+    with connected() as ray:
+        needs = {"CPU": cpus_of_task(gpus), "GPU": gpus}
+        has = ray.cluster_resources()
+        if lacking := [f"{has.get(name, 0):g} {name}s" for name, count in needs.items() if has.get(name, 0) < count]:
+            raise DataError(f"--executor ray: the cluster has {', '.join(lacking)}; {needs} are needed: add a node")
+        work = ray.put(
+            _Work(
+                name=os.urandom(8).hex(),
+                make=make,
+                arguments=arguments,
+                counters=counters,
+                directory=str(Path.cwd()),
+                modules=own_modules(),
+            )
+        )
+        task = ray.remote(_portion).options(
+            num_cpus=needs["CPU"],
+            num_gpus=gpus,
+            max_retries=RETRIES,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": {name: os.environ[name] for name in _PASSED_ON if name in os.environ}},
+        )
+        reports: dict[int, ReportT] = {}
+        waiting = list(reversed(portions))
+        running: dict[Any, int] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < (processes or _AHEAD * _slots(ray, needs)):
+                    portion = waiting.pop()
+                    running[task.remote(work, portion)] = portion.number
+                (done, *_), _ = ray.wait(list(running))
+                report, counted = ray.get(done)
+                reports[running.pop(done)] = report
+                advance(*counted)
+        except ray.exceptions.RayTaskError as error:  # what the worker raised
+            raise (error.cause or error) from None
+        except ray.exceptions.RayError as error:
+            raise process_died(title) from error
+        return reports  # after an error those at work go on to their ends: a task that is cancelled can end ray 2.60

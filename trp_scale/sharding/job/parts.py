@@ -1,0 +1,148 @@
+"""Parts of the work on one data set, made by as many runs on one machine or on many.
+
+Part i of n has the shards i, i + n, ... Parts share nothing but the directory: each has a lock, and a file that says
+what it was asked for, so none has to wait for another, and a part that is run twice makes the same bytes twice.
+
+DATASET/progress/
+  part-00001-of-00003.json      the settings of part 1, the number of all shards; when it is made, the description too
+  part-00001-of-00003.lock      while it is at work
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trp_scale.data.index import read_fields, write_json
+from trp_scale.errors import DataError
+
+_NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
+
+MOST_PARTS = 99_999
+
+
+@dataclass(kw_only=True)
+class SpreadSettings:
+    """Settings of every command that prepares data: where its work is done."""
+
+    executor: Literal["local", "ray", "slurm-array"] = "local"
+    """local: by processes of this machine. ray: by the nodes of a Ray cluster (RAY_ADDRESS, or the one that runs here;
+    else one is started), which all see the same storage; the work of a node that is lost is done by another.
+    slurm-array: a job for each of --num_shards parts is submitted, and a last one that merges them."""
+    sbatch: str = ""
+    """slurm-array: further options of sbatch, such as --sbatch='--partition=cpu --cpus-per-task=16 --time=4:00:00'."""
+    shard_index: int = 0
+    """On many machines: which part of the work this run does, from 0. Every part is given the same other flags, in any
+    order, at any time, again if it was stopped; `trp-scale merge` joins them."""
+    num_shards: int = 1
+    """On many machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
+    progress: bool = True
+    """Show a progress bar."""
+
+    def own_part(self) -> Part:
+        """The part that the flags name.
+
+        Raises:
+            DataError: there is no such part.
+        """
+        return part_of(self.shard_index, self.num_shards)
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """One part: `index` from 0, of `count`. A run that makes all is part 0 of 1."""
+
+    count: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"part {self.index} of {self.count}"
+
+    @property
+    def name(self) -> str:
+        """part-00001-of-00003"""
+        return f"part-{self.index:05d}-of-{self.count:05d}"
+
+    @property
+    def lock(self) -> str:
+        """Name of its lock."""
+        return "lock" if self.count == 1 else f"{self.name}.lock"
+
+    @property
+    def flags(self) -> str:
+        """As they are given."""
+        return f"--shard_index {self.index} --num_shards {self.count}"
+
+    def path(self, directory: Path) -> Path:
+        """Its file, in the directory of a data set."""
+        return directory / "progress" / f"{self.name}.json"
+
+    def write(self, directory: Path, document: dict[str, object]) -> None:
+        """Say what the part is asked for, or what it has made."""
+        self.path(directory).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path(directory), document)
+
+
+def part_of(shard_index: int, num_shards: int) -> Part:
+    """The part that the flags name.
+
+    Raises:
+        DataError: there is no such part.
+    """
+    if not 1 <= num_shards <= MOST_PARTS:
+        raise DataError(f"--num_shards {num_shards}: 1 to {MOST_PARTS} is allowed")
+    if not 0 <= shard_index < num_shards:
+        raise DataError(f"--shard_index {shard_index}: 0 to {num_shards - 1} is allowed with --num_shards {num_shards}")
+    return Part(count=num_shards, index=shard_index)
+
+
+def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
+    """What is written of each part of a data set that has begun, in order."""
+    found = {}
+    for path in (directory / "progress").glob("part-*.json"):
+        if match := _NAME.fullmatch(path.name):
+            fields = read_fields(path, "remove it, and run the command of the part again")
+            fields.text("kind")
+            fields.take("settings", dict)
+            fields.take("max_skipped", float)
+            found[Part(count=int(match[2]), index=int(match[1]))] = dict(fields.document)
+    return dict(sorted(found.items()))
+
+
+def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
+    """As `begun_parts`, of a data set whose parts have all begun.
+
+    Raises:
+        DataError: parts are missing (they are named), or there are none.
+    """
+    parts = begun_parts(directory)
+    if not parts:
+        raise DataError(
+            f"{directory}: no part of a data set has been made here; run shard-text, shard-images, index or "
+            "pseudo-label with --shard_index and --num_shards first"
+        )
+    count = next(iter(parts)).count
+    missing = [part for index in range(count) if (part := Part(count=count, index=index)) not in parts]
+    if missing:
+        raise missing_parts(directory, [f"{part.flags} (not begun)" for part in missing], count)
+    return parts
+
+
+def unfinished(part: Part, names: list[str]) -> str:
+    """A line of what a part lacks."""
+    return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{some(names)})"
+
+
+def some(names: list[str]) -> str:
+    """The first five."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:
+    """The refusal to merge a data set that lacks parts."""
+    lines = "".join(f"\n  {line}" for line in missing)
+    return DataError(
+        f"{directory}: {len(missing)} of {count} parts are missing; run the command of each, then merge again:{lines}"
+    )

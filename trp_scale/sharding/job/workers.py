@@ -1,0 +1,356 @@
+"""Portions of the input over processes, with a progress bar; one portion becomes one shard.
+
+A process makes its worker once, by `make(*arguments, advance)`, and calls it with one portion after another. The
+processes are of this machine, or of a Ray cluster (on_ray.py).
+
+A damaged file can end the process that decodes it. Of several processes of this machine one that is lost costs no more
+than that: the portions that were under way are made again, each in a process of its own, and what ends that one too, by
+its name (`begun`), is left out. One process alone is the command's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trp_scale.config.registry import load_module, own_modules
+from trp_scale.console import Outlet
+from trp_scale.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class Numbered(Protocol):
+    """A portion, as far as this file knows it."""
+
+    @property
+    def number(self) -> int: ...
+
+
+PortionT = TypeVar("PortionT", bound=Numbered)
+ReportT = TypeVar("ReportT")
+
+Advance = Callable[..., None]
+"""Called in a worker with what was done since the last call, one number for each counter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressed:
+    """What the progress bar shows.
+
+    Attributes:
+        counters: numbers that workers count up together; the last one fills the bar.
+        total: value of the last counter when all is done.
+        text: (values of the counters, seconds since the start) -> text beside the bar.
+        shown: whether there is a bar at all.
+        title: of what is done.
+    """
+
+    counters: int
+    total: int
+    text: Callable[[Sequence[int], float], str]
+    shown: bool
+    title: str = "sharding"
+
+
+LONGEST_NAME = 512
+"""Bytes of a name that a process is at."""
+
+MOST_LETHAL = 100
+"""Things of one portion that may end a process."""
+
+_worker: Callable[[Any], Any] | None = None
+_number = 0
+_place: _Place | None = None
+_lethal: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What each of some processes is at, in memory that outlives them. Attributes: portions: number of each one's and
+    1, or 0; names: what of it, LONGEST_NAME bytes each."""
+
+    portions: Any
+    names: Any
+
+    @classmethod
+    def of(cls, context: Any, processes: int) -> _Place:
+        return cls(context.RawArray("q", processes), context.RawArray("c", LONGEST_NAME * processes))
+
+    def write(self, number: int, name: str) -> None:
+        self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME] = _cut(name).ljust(LONGEST_NAME, b"\0")
+
+    def read(self, number: int) -> str:
+        written: bytes = self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME]
+        return written.rstrip(b"\0").decode("utf-8", "replace")
+
+
+def _cut(name: str) -> bytes:
+    return name.encode("utf-8", "replace")[:LONGEST_NAME]
+
+
+def begun(name: str) -> bool:
+    """Say what this process is at from now on, one name for each input; False: it has ended a process, and is to be
+    left out."""
+    if _place is not None:
+        _place.write(_number, name)
+    return not _lethal or _cut(name).decode("utf-8", "replace") not in _lethal
+
+
+def process_number() -> int:
+    """Of this process among those of its machine that are at work, from 0; under Ray 0."""
+    return _number
+
+
+def _start(
+    make: Callable[..., Callable[[Any], Any]],
+    arguments: tuple[Any, ...],
+    counters: Any,
+    started: Any,
+    modules: list[str],
+    place: _Place,
+    lethal: frozenset[str],
+) -> None:
+    """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
+    global _worker, _number, _place, _lethal
+    _place, _lethal = place, lethal
+    with started.get_lock():
+        _number = started.value
+        started.value += 1
+    for module in modules:
+        load_module(module)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = make(*arguments, _advance(counters))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _advance(counters: Any) -> Advance:
+    def advance(*steps: int) -> None:
+        with counters.get_lock():
+            for place, step in enumerate(steps):
+                counters[place] += step
+
+    return advance
+
+
+def _work(portion: Any) -> Any:
+    assert _worker is not None and _place is not None
+    _place.portions[_number] = portion.number + 1
+    done = _worker(portion)
+    _place.portions[_number] = 0
+    return done
+
+
+def run_portions(
+    portions: Sequence[PortionT],
+    make: Callable[..., Callable[[PortionT], ReportT]],
+    arguments: tuple[Any, ...],
+    *,
+    processes: int,
+    progressed: Progressed,
+    executor: str = "local",
+    gpus: int = 0,
+) -> dict[int, ReportT]:
+    """Make the shards of `portions` and return their reports by number.
+
+    Args:
+        make: called in each process as make(*arguments, advance); what it returns is called with each portion.
+        processes: 0 = one for each core.
+        executor: "local" or "ray".
+        gpus: that Ray gives a process.
+
+    Raises:
+        DataError: a process died (killed, or out of memory), and died again where its portion was made alone.
+    """
+    if executor == "slurm-array":
+        raise DataError("--executor slurm-array: goes with commands, which are submitted; from Python, local or ray")
+    if not portions:
+        return {}
+    context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
+    counters = context.Array("q", progressed.counters)
+    with _Display(progressed, counters):
+        if executor == "ray":
+            from trp_scale.sharding.job.on_ray import run_on_ray
+
+            return run_on_ray(
+                portions,
+                make,
+                arguments,
+                processes=processes,
+                counters=progressed.counters,
+                gpus=gpus,
+                advance=_advance(counters),
+                title=progressed.title,
+            )
+        processes = min(processes or len(os.sched_getaffinity(0)), len(portions))
+        if processes == 1:
+            worker = make(*arguments, _advance(counters))
+            return {portion.number: worker(portion) for portion in portions}
+        return _made(portions, (make, arguments, counters), context, processes, progressed.title)
+
+
+def _made(
+    portions: Sequence[Any], initial: tuple[Any, ...], context: Any, processes: int, title: str
+) -> dict[int, Any]:
+    """As `run_portions`, in several processes of this machine."""
+    reports: dict[int, Any] = {}
+    while left := [portion for portion in portions if portion.number not in reports]:
+        place = _Place.of(context, processes)
+        if _run(left, initial, context, processes, place, frozenset(), reports):
+            break
+        lost = {number - 1 for number in place.portions if number} - reports.keys()
+        if not lost:  # before any had begun
+            raise process_died(title)
+        log.warning("a %s process was lost; what was under way is made again, one by one", title)
+        for portion in left:
+            if portion.number in lost:
+                _alone(portion, initial, context, reports, title)
+    return {portion.number: reports[portion.number] for portion in portions}
+
+
+def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[int, Any], title: str) -> None:
+    """Make one portion, without what ends the process that makes it."""
+    lethal: frozenset[str] = frozenset()
+    while True:
+        place = _Place.of(context, 1)
+        if _run([portion], initial, context, 1, place, lethal, reports):
+            return
+        name = place.read(0)
+        if not name or name in lethal or len(lethal) == MOST_LETHAL:
+            raise process_died(title)
+        log.warning("%s is left out: it ends the process that reads it", name)
+        lethal |= {name}
+
+
+def _run(
+    portions: Sequence[Any],
+    initial: tuple[Any, ...],
+    context: Any,
+    processes: int,
+    place: _Place,
+    lethal: frozenset[str],
+    reports: dict[int, Any],
+) -> bool:
+    """Make portions, and add their reports; False: a process was lost before all were made."""
+    given = (*initial, context.Value("i", 0), own_modules(), place, lethal)
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
+        with _deaf_to_interrupts():
+            futures = {portion.number: pool.submit(_work, portion) for portion in portions}
+        ended = whole = False
+        try:
+            while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
+                if any(future.done() and future.exception() for future in futures.values()):
+                    break
+            for number, future in futures.items():
+                if future.done() and not isinstance(future.exception(), BrokenProcessPool):
+                    reports[number] = future.result()
+            ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
+            whole = ended and all(future.exception() is None for future in futures.values())
+            return whole
+        except BaseException:  # nobody waits for what the others make, and they do not hear Ctrl-C
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.kill()
+            ended = True  # once the pool has seen that
+            raise
+        finally:
+            if not whole:
+                _close_queue(pool)
+            # A process that has only just been started when all is done would miss what it is started with.
+            pool.shutdown(wait=ended, cancel_futures=True)
+
+
+def _close_queue(pool: ProcessPoolExecutor) -> None:
+    """Have a pool whose processes are gone wait no longer for them to read what they were to do next. Python 3.10 and
+    3.11.2 wait for that without end where it is more than a pipe holds, 3.11.7 and later do not (cpython#94777). A pool
+    that ends by itself is left alone: it closes its queue itself, and twice at one moment is an error."""
+    manager: Any = getattr(pool, "_executor_manager_thread", None)
+    queue: Any = getattr(pool, "_call_queue", None)
+    if manager is None or queue is None:
+        return
+    manager.join(timeout=2.0)
+    if manager.is_alive():
+        queue._reader.close()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started within do not hear Ctrl-C, which a terminal sends to all: this one does, and ends
+    them, without the traceback of each."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def process_died(title: str) -> DataError:
+    """The refusal to go on without it."""
+    return DataError(
+        f"a {title} process died (killed, or out of memory); run the same command again to go on, with fewer "
+        "--processes if memory is short"
+    )
+
+
+class _Display:
+    """The progress bar: a thread that reads the shared counters."""
+
+    def __init__(self, progressed: Progressed, counters: Any) -> None:
+        columns = (
+            TextColumn(progressed.title),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        outlet: Any = Outlet(sys.stdout, "the work goes on")
+        self._progress = Progress(*columns, console=Console(file=outlet), disable=not progressed.shown)
+        self._task = self._progress.add_task("", total=max(1, progressed.total), rate="")
+        self._text = progressed.text
+        self._counters = counters
+        self._start = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> None:
+        self._progress.start()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._update()
+        self._progress.stop()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(0.25):
+            self._update()
+
+    def _update(self) -> None:
+        values: list[int] = self._counters[:]
+        text = self._text(values, max(1e-9, time.monotonic() - self._start))
+        self._progress.update(self._task, completed=values[-1], rate=text)

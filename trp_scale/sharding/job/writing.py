@@ -1,0 +1,78 @@
+"""One shard while it is written: a plain WebDataset tar of the same bytes each time, and its index."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.storage.temporary import temporary_beside
+
+
+class ShardWriter:
+    """Adds samples to an open tar, in the order they come.
+
+    WebDataset asks no more of a tar than members of one key side by side, so the standard library writes it.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        # ustar: a member has one header of 512 bytes, or is refused for its long name.
+        self._stream = stream
+        self._tar = tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._blocks: list[Block] = []
+
+    def __len__(self) -> int:
+        """Samples written."""
+        return len(self._blocks)
+
+    def add(self, key: str, rows: int, members: Mapping[str, bytes], label: int | None = None) -> None:
+        """Write one sample; `members` maps suffixes without the leading dot to contents, `label`: of an image."""
+        written = {}
+        for suffix, content in sorted(members.items()):
+            # Fixed owner, mode and time: the bytes depend on the contents alone.
+            entry = tarfile.TarInfo(f"{key}.{suffix}")
+            entry.size, entry.mode, entry.uname, entry.gname = len(content), 0o444, "trp", "trp"
+            offset = self._tar.offset + tarfile.BLOCKSIZE
+            self._tar.addfile(entry, io.BytesIO(content))
+            written[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
+        self._blocks.append(Block(key=key, rows=rows, members=written, label=label))
+
+    def finish(self, name: str) -> ShardIndex:
+        """Write the end of the tar; `name` is its final one."""
+        self._tar.close()
+        return ShardIndex(shard=name, size=self._stream.tell(), blocks=self._blocks)
+
+
+class OpenShard:
+    """What `new_tar` hands out: the writer, and the report that is written down with the shard."""
+
+    def __init__(self, writer: ShardWriter) -> None:
+        self.writer = writer
+        self.report: dict[str, object] = {}
+
+
+@contextmanager
+def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
+    """The tar, then its report, then its index; each appears under its name when it is whole. The index is last: it
+    marks a finished shard."""
+    temporary = temporary_beside(shard)
+    with temporary.open("wb") as stream:
+        opened = OpenShard(ShardWriter(stream))
+        yield opened
+        index = opened.writer.finish(shard.name)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(shard)
+    write_json(report, opened.report)
+    write_index(shard, index)
+
+
+def report_path(directory: Path, stem: str) -> Path:
+    """Where the report of a finished shard lies until the data set is finished."""
+    return directory / "progress" / f"{stem}.json"

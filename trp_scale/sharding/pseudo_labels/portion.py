@@ -1,0 +1,359 @@
+"""The images of one shard -> a shard of labels for each model. Threads that work ahead of the models decode the images
+and bring them into the models' form."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trp_scale.data.binary_index import NAME
+from trp_scale.data.images.maps import OWN_TAR
+from trp_scale.data.images.png import Map, write_png
+from trp_scale.data.images.reader import SampleReader, SampleTable, read_samples
+from trp_scale.data.images.rows import decode_image
+from trp_scale.data.index import index_path, read_index
+from trp_scale.errors import DataError
+from trp_scale.pretraining.modalities.base import Size
+from trp_scale.pretraining.modalities.settings import LabelSettings
+from trp_scale.sharding.job.workers import Advance, process_number
+from trp_scale.sharding.job.writing import OpenShard, new_tar
+from trp_scale.sharding.pseudo_labels.directory import UNREADABLE, LabelDirectory, LabelReport, digest_of_images
+from trp_scale.sharding.pseudo_labels.labeller import InFlight, Labeller, Precision
+from trp_scale.sharding.pseudo_labels.models import FoundModel, load_model, load_processor
+from trp_scale.sharding.pseudo_labels.settings import labelled
+from trp_scale.storage.locks import only_run
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """An image as the models take it.
+
+    Attributes:
+        size: (H, W) of the image.
+        inputs: float [3, h, w] by modality.
+        flaws: by modality without input, why there is none.
+    """
+
+    size: Size
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    flaws: dict[str, str] = field(default_factory=dict)
+
+
+class ImagePreparer:
+    """Reads, decodes and prepares images of one shard. Many threads may call it at once.
+
+    Args:
+        table: of the shard; its first column is the image.
+        labellers: whose inputs are prepared, by modality.
+    """
+
+    def __init__(self, table: SampleTable, labellers: Mapping[str, Labeller]) -> None:
+        self._table = table
+        self._labellers = labellers
+        self._local = threading.local()  # a reader for each thread: they keep files open
+
+    def __call__(self, image: int) -> Prepared:
+        """Prepare the image at a place of the shard.
+
+        Raises:
+            DataError: the shard cannot be read at all (a damaged image is no error: it has flaws).
+        """
+        if not hasattr(self._local, "reader"):
+            self._local.reader = SampleReader(self._table, verify=False)
+        content = bytearray()
+        try:
+            (content,) = self._local.reader.members(image)
+            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # a wrong label would be there for good
+                raise DataError("checksum differs from the index")
+            pixels = decode_image(content)
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):  # of the storage, not of the image
+                raise
+            return Prepared(size=_stated_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
+        prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
+        for modality, labeller in self._labellers.items():
+            values = labeller.prepare(pixels)
+            if isinstance(values, str):
+                prepared.flaws[modality] = values
+            else:
+                prepared.inputs[modality] = values
+        return prepared
+
+
+def _stated_size(content: bytearray) -> Size:
+    """(H, W) as the header of a damaged image says, or 1 x 1."""
+    try:
+        width, height = Image.open(io.BytesIO(content), formats=("JPEG",)).size
+    except Exception:  # decoders raise whatever a broken file leads them to; any size will do for an empty label
+        return 1, 1
+    return height, width
+
+
+def prepared_ahead(
+    pool: ThreadPoolExecutor, preparer: ImagePreparer, images: int, window: int
+) -> Iterator[tuple[range, list[Prepared]]]:
+    """All images in order, a window at a time, while the pool prepares the next one."""
+    waiting = deque(range(start, min(start + window, images)) for start in range(0, images, window))
+    begun: deque[tuple[range, list[Future[Prepared]]]] = deque()
+    while waiting or begun:
+        while waiting and len(begun) < 2:
+            places = waiting.popleft()
+            begun.append((places, [pool.submit(preparer, place) for place in places]))
+        places, futures = begun.popleft()
+        yield places, [future.result() for future in futures]
+
+
+def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
+    """Places of inputs in batches of at most `batch`, each of one shape; by shape in the order of first appearance."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for place, values in enumerate(inputs):
+        if values is not None:
+            by_shape.setdefault(tuple(values.shape), []).append(place)
+    return [same[start : start + batch] for same in by_shape.values() for start in range(0, len(same), batch)]
+
+
+WINDOW = 4
+"""Batches that are prepared together: images of several shapes are sorted by shape within a window."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelTask:
+    """One model, where its labels go, and the settings of its modality's labels."""
+
+    found: FoundModel
+    directory: LabelDirectory
+    settings: LabelSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPortion:
+    """One shard of images, and its place in the data set."""
+
+    number: int
+    shard: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelWork:
+    """What every process knows.
+
+    Attributes:
+        tasks: one for each modality.
+        suffixes: members of an image's sample.
+        batch: images that a model sees at once.
+        devices: of the processes, in turn.
+        precision: of the models.
+        threads: that read, prepare and encode images in a process.
+        model_threads: of torch in a process, 0 = as it is.
+    """
+
+    tasks: tuple[LabelTask, ...]
+    suffixes: tuple[str, ...]
+    batch: int
+    devices: tuple[str, ...]
+    precision: Precision
+    threads: int
+    model_threads: int
+
+
+class LabelWorker:
+    """What a process keeps between shards. Called with one, it makes the labels that are missing.
+
+    Args:
+        work: what is to be done.
+        advance: called with (1,) for each label.
+    """
+
+    def __init__(self, work: LabelWork, advance: Advance) -> None:
+        self._device = torch.device(work.devices[process_number() % len(work.devices)])
+        self._work = work
+        self._advance = advance
+        self._labellers: dict[str, Labeller] = {}
+        if self._device.type == "cuda":  # else pinned memory would cost the first GPU something for each process
+            torch.cuda.set_device(self._device)
+        if work.model_threads:
+            torch.set_num_threads(work.model_threads)
+
+    def __call__(self, portion: LabelPortion) -> None:
+        with ExitStack() as stack:
+            shards: dict[str, OpenShard] = {}
+            for task in self._work.tasks:
+                opened = self._open(stack, task.directory, portion.shard)
+                if opened is not None:
+                    shards[task.directory.modality] = opened
+            if shards:
+                self._label(portion.shard, shards)
+
+    def _open(self, stack: ExitStack, directory: LabelDirectory, shard: str) -> OpenShard | None:
+        """A new shard of labels; None if it is finished, or another run is at it."""
+        try:
+            stack.enter_context(only_run(directory.path, f"{shard}.lock"))
+        except DataError:
+            log.info("%s: another run is at it", directory.tar(shard))
+            return None
+        if directory.is_finished(shard):
+            return None
+        directory.check_settings()
+        index_path(directory.tar(shard)).unlink(missing_ok=True)  # of other images, or of a tar that was cut
+        (directory.path / NAME).unlink(missing_ok=True)  # of all tars as they were
+        return stack.enter_context(new_tar(directory.tar(shard), directory.report_path(shard)))
+
+    def _labeller(self, task: LabelTask) -> Labeller:
+        """The loaded model of a task; loaded with its first shard, so that its errors are a shard's errors."""
+        found = task.found
+        if found.modality not in self._labellers:
+            processor = load_processor(found.flag, found.directory)
+            labels = labelled()[found.modality]
+            self._labellers[found.modality] = Labeller(
+                found,
+                load_model(found, self._device),
+                processor,
+                labels.interpret(processor, found.said, task.settings),
+                device=self._device,
+                precision=self._work.precision,
+            )
+        return self._labellers[found.modality]
+
+    def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
+        dataset = self._work.tasks[0].directory.dataset
+        path = dataset / OWN_TAR / shard
+        table = read_samples(path.parent, [shard], self._work.suffixes, ("jpg",))
+        keys = [block.key for block in read_index(path).blocks]
+        digest = digest_of_images(dataset, shard)
+        labellers = {
+            task.found.modality: self._labeller(task) for task in self._work.tasks if task.found.modality in shards
+        }
+        with ThreadPoolExecutor(self._work.threads) as pool:
+            streams = [
+                LabelStream(
+                    labeller,
+                    shards[modality],
+                    keys=keys,
+                    name=path.stem,
+                    digest=digest,
+                    pool=pool,
+                    batch=self._work.batch,
+                )
+                for modality, labeller in labellers.items()
+            ]
+            ahead = prepared_ahead(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
+            begun: deque[list[WindowOfLabels]] = deque()
+            for places, prepared in ahead:
+                begun.append([stream.start(places, prepared) for stream in streams])
+                if len(begun) > 1:  # the device is at the next window while this one is encoded
+                    self._finish(streams, begun.popleft())
+            while begun:
+                self._finish(streams, begun.popleft())
+        for stream in streams:
+            stream.close()
+
+    def _finish(self, streams: list[LabelStream], windows: list[WindowOfLabels]) -> None:
+        for stream, window in zip(streams, windows, strict=True):
+            stream.finish(window)
+            self._advance(len(window.places))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOfLabels:
+    """Consecutive images whose maps are on their way.
+
+    Attributes:
+        places: of the images in their shard.
+        prepared: sizes and flaws; the inputs are gone.
+        batches: places in the window, and their maps.
+    """
+
+    places: range
+    prepared: list[Prepared]
+    batches: list[tuple[list[int], InFlight]]
+
+
+class LabelStream:
+    """Labels the images of a shard with one model.
+
+    Args:
+        labeller: the model.
+        opened: the new shard.
+        keys: of the images.
+        name: of the images' shard, for the list of what is empty.
+        digest: of the images' index.
+        pool: threads that encode.
+        batch: images that the model sees at once.
+    """
+
+    def __init__(
+        self,
+        labeller: Labeller,
+        opened: OpenShard,
+        *,
+        keys: Sequence[str],
+        name: str,
+        digest: str,
+        pool: ThreadPoolExecutor,
+        batch: int,
+    ) -> None:
+        self._labeller = labeller
+        self._opened = opened
+        self._keys = keys
+        self._name = name
+        self._pool = pool
+        self._batch = batch
+        self._modality = labeller.modality
+        self._report = LabelReport(images=digest)
+
+    def start(self, places: range, prepared: Sequence[Prepared]) -> WindowOfLabels:
+        """Give the images of a window to the model, without waiting for it."""
+        inputs = [image.inputs.get(self._modality) for image in prepared]
+        batches = []
+        for batch in batches_of_one_shape(inputs, self._batch):
+            values = [values for place in batch if (values := inputs[place]) is not None]
+            batches.append((batch, self._labeller.start(values, [prepared[place].size for place in batch])))
+        kept = [Prepared(size=image.size, flaws=image.flaws) for image in prepared]
+        return WindowOfLabels(places=places, prepared=kept, batches=batches)
+
+    def finish(self, window: WindowOfLabels) -> None:
+        """Wait for the maps of a window and write them."""
+        found: dict[int, tuple[Map, int]] = {}
+        for batch, flight in window.batches:
+            found.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
+        form = self._labeller.format
+        maps = []
+        for number, (place, image) in enumerate(zip(window.places, window.prepared, strict=True)):
+            flaw = image.flaws.get(self._modality, "")
+            numbers, clipped = found.get(number) or (np.full(image.size, form.empty, dtype=self._labeller.dtype), 0)
+            missing = int((numbers == form.empty).sum())
+            if not flaw and missing == numbers.size:
+                flaw = "the model's output has no value that can be stored"
+            self._count(place, flaw, missing, clipped)
+            maps.append(numbers)
+        level = labelled()[self._modality].png_level
+        contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
+        for place, content in zip(window.places, contents, strict=True):
+            self._opened.writer.add(self._keys[place], 1, {form.suffix: content})
+
+    def _count(self, place: int, flaw: str, missing: int, clipped: int) -> None:
+        report = self._report
+        report.labels += 1
+        if flaw:
+            report.skip(UNREADABLE, f"{self._name}/{self._keys[place]}", flaw)
+        else:
+            report.missing += missing
+            report.clipped += clipped
+
+    def close(self) -> None:
+        """Hand over the report, which is written with the shard."""
+        self._opened.report = dict(vars(self._report))

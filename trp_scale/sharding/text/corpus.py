@@ -1,0 +1,335 @@
+"""The input of a data set, cut into portions: one portion becomes one shard, whichever process takes it.
+
+How the input is cut depends on its files and on the settings only, never on the number of processes.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import hashlib
+import inspect
+import logging
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Literal
+
+from trp_scale.data.dataset_directory import is_dataset_directory, load_dataset
+from trp_scale.data.raw_files import (
+    GZIP,
+    JSON_SUFFIXES,
+    PARQUET,
+    TEXT_SUFFIXES,
+    all_files,
+    files_fingerprint,
+    list_counts,
+    open_regular,
+)
+from trp_scale.errors import DataError, said_by
+
+_RATIO = 3
+"""Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
+
+SMALLEST_SHARD, LARGEST_SHARD = 256 * 1024, 64 * 1024 * 1024
+"""Bytes of input per shard when the setting is 0: a sixteenth of the input, within these."""
+
+WINDOW = 1 << 20
+"""Bytes that are searched for the end of a document near the place where a large file is cut."""
+
+LEFT_OUT = frozenset({"test", "tests", "turtledemo", "site-packages", "dist-packages", "__pycache__"})
+"""Folders of the standard library whose docstrings are not collected."""
+
+TOPICS = "pydoc_data/topics.py"
+
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n\s*")
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["text", "jsonl", "parquet", "dataset"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one input: bytes of a file, or rows of a parquet file or a Hugging Face dataset. `end` is exclusive."""
+
+    path: str
+    kind: Kind
+    start: int
+    end: int
+
+    @property
+    def gzipped(self) -> bool:
+        """Whether it is a whole file that has to be unpacked."""
+        return is_gzipped(self.path, self.kind)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The input of one shard. `size` is in bytes, estimated for gzipped files, parquet and datasets."""
+
+    number: int
+    spans: tuple[Span, ...]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """All portions in order, and a fingerprint of the input's content."""
+
+    portions: list[Portion]
+    files: int
+    size: int
+    fingerprint: str
+
+
+def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_file: bool, shard_bytes: int) -> Corpus:
+    """Find the input files and cut them into portions.
+
+    Args:
+        inputs: files, folders, globs or Hugging Face dataset directories.
+        kind: "auto" (by suffix), "text", "jsonl", "parquet" or "dataset".
+        split: split of a dataset directory that has several.
+        one_document_per_file: text files hold one document each, not one after each blank line.
+        shard_bytes: input per shard; 0 = chosen from the size of the input.
+
+    Raises:
+        DataError: an input does not exist or holds nothing of a known suffix.
+    """
+    sources = [source for item in inputs for source in _find(item, kind)]
+    sources = list(dict.fromkeys(sources))
+    sizes = [_size(path, source_kind) for path, source_kind in sources]
+    limit = shard_bytes or min(LARGEST_SHARD, max(SMALLEST_SHARD, -(-sum(sizes) // 16)))
+    portions: list[Portion] = []
+    pending: list[Span] = []
+    pending_size = 0
+    for (path, source_kind), size in zip(sources, sizes, strict=True):
+        for span, span_size in _cut(path, source_kind, size, limit, split):
+            pending.append(span)
+            pending_size += span_size
+            if pending_size >= limit:
+                portions.append(Portion(len(portions), tuple(pending), pending_size))
+                pending, pending_size = [], 0
+    if pending:
+        portions.append(Portion(len(portions), tuple(pending), pending_size))
+    digest = hashlib.sha256()
+    for (path, source_kind), size in zip(sources, sizes, strict=True):
+        digest.update(f"{source_kind} {size} ".encode() + files_fingerprint(_files(path, source_kind)))
+    return Corpus(portions=portions, files=len(sources), size=sum(sizes), fingerprint=digest.hexdigest())
+
+
+TABLES = (".csv", ".tsv")
+"""Suffixes of files whose columns are not told apart."""
+
+
+def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
+    """The files behind one input, sorted."""
+    path = Path(item)
+    if path.is_dir():
+        if is_dataset_directory(path):
+            yield path, "dataset"
+            return
+        known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET) if kind == "auto" else ("",)
+        others: Counter[str] = Counter()
+        files = all_files(path, others)
+        found = [file for file in files if file.name.lower().removesuffix(GZIP).endswith(known)]
+        others.update(file.suffix or file.name for file in sorted(set(files) - set(found)))
+        listed = list_counts(others)
+        if not found:
+            raise DataError(
+                f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
+                f"found: {listed}. Unpack what is packed; --format text takes all files for text"
+            )
+        if others:
+            log.warning(
+                "input %s: left out: %s; --format text takes all files that are not hidden for text", item, listed
+            )
+    elif path.exists() or path.is_symlink():
+        found = [path]
+    else:
+        found = sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207
+        if not found and "://" in item:
+            raise DataError(f"input {item}: a URL; text is sharded from files of this machine: copy it here first")
+        if not found:
+            raise DataError(
+                f"input {item}: no such file or folder, and no file matches it as a pattern; names on a hub are not "
+                "downloaded"
+            )
+    for file in found:
+        if file.is_dir():
+            yield from _find(str(file), kind)
+            continue
+        if kind == "auto" and file.suffix.lower() in TABLES:
+            log.warning(
+                "input %s: a table, taken for plain text with all its columns; JSON lines and parquet have a column of "
+                "text (--text_field)",
+                file,
+            )
+        yield file, _kind(file, kind)
+
+
+def _kind(file: Path, kind: str) -> Kind:
+    if kind == "auto":
+        name = file.name.lower()
+        if name.endswith(PARQUET):
+            return "parquet"
+        return "jsonl" if name.removesuffix(GZIP).endswith(JSON_SUFFIXES) else "text"
+    for known in ("text", "jsonl", "parquet"):
+        if kind == known:
+            return known
+    raise DataError(f"input {file}: --format {kind} needs a folder written by datasets.save_to_disk")
+
+
+def _files(path: Path, kind: Kind) -> list[Path]:
+    return all_files(path) if kind == "dataset" else [path]
+
+
+def is_gzipped(path: str, kind: Kind) -> bool:
+    """Whether a file of this name and kind has to be unpacked."""
+    return kind in ("text", "jsonl") and path.lower().endswith(GZIP)
+
+
+def _size(path: Path, kind: Kind) -> int:
+    """Bytes of an input's text, about; 0 if it cannot be read, which is reported when its turn comes."""
+    size = sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
+    return _RATIO * size if is_gzipped(str(path), kind) else size
+
+
+def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
+    """Spans of one input with their sizes, none much larger than `limit` unless a document is."""
+    parts = max(1, -(-size // limit))
+    if is_gzipped(str(path), kind):  # it can only be read from its beginning
+        yield Span(str(path), kind, 0, size), size
+        return
+    if kind in ("dataset", "parquet"):
+        starts = _parquet_starts(str(path)) if kind == "parquet" else [0, dataset_rows(str(path), split)]
+        rows = starts[-1]
+        cuts = [rows * part // parts for part in range(parts + 1)]
+        if len(starts) > parts:  # a row group is then read by one portion alone
+            cuts = sorted({min(starts, key=lambda start: abs(start - cut)) for cut in cuts})
+        for start, end in pairwise(cuts):
+            yield Span(str(path), kind, start, end), size * (end - start) // max(1, rows)
+        return
+    start = 0
+    for part in range(1, parts):
+        end = _next_start(path, kind, size * part // parts, size)
+        if end > start:
+            yield Span(str(path), kind, start, end), end - start
+            start = end
+    if start < size or size == 0:
+        yield Span(str(path), kind, start, size), size - start
+
+
+def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
+    """First byte at or after `nominal` where a document may begin: after a blank line if one is near, else a line."""
+    try:
+        with open_regular(path) as stream:
+            stream.seek(nominal)
+            window = stream.read(WINDOW)
+            blank = _BLANK_LINE.search(window) if kind == "text" else None
+            if blank is not None:
+                return nominal + blank.end()
+            place = nominal
+            while window:
+                line_end = window.find(b"\n")
+                if line_end >= 0:
+                    return place + line_end + 1
+                place += len(window)
+                window = stream.read(WINDOW)
+    except OSError:  # reported as unreadable when the portion is read
+        return size
+    return size
+
+
+def dataset_rows(path: str, split: str) -> int:
+    """Rows of a dataset directory."""
+    return len(load_dataset(path, split))
+
+
+def _parquet_starts(path: str) -> list[int]:
+    """First row of each row group of a parquet file, and the number of its rows."""
+    with open_parquet(path) as opened:
+        groups = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+    return list(accumulate(groups, initial=0))
+
+
+def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an extra without types here
+    """Open a parquet file.
+
+    Raises:
+        DataError: the extra is not installed, or it is none.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"input {path}: reading parquet needs `pip install trp-scale[datasets]`") from error
+    try:
+        open_regular(path).close()
+        return parquet.ParquetFile(path, memory_map=True)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"input {path}: not a parquet file that can be read ({said_by(error)})") from error
+
+
+def embedded_documents() -> Iterator[tuple[str, str]]:
+    """A small corpus of real English that every CPython carries: its language reference and the library's docstrings.
+
+    Sources are parsed, never imported, so nothing runs. The order is fixed for one Python version.
+
+    Yields:
+        (name, text), one document for each topic of the reference and for each module with docstrings.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    topics = _topics(library / TOPICS)
+    for name in sorted(topics):
+        yield f"topics/{name}", topics[name].strip()
+    for path in sorted(library.rglob("*.py")):
+        place = path.relative_to(library)
+        if LEFT_OUT.isdisjoint(place.parts):
+            text = "\n\n".join(_docstrings(path))
+            if text:
+                yield place.as_posix(), text
+
+
+def _topics(path: Path) -> dict[str, str]:
+    """The dictionary `topics = {...}` of pydoc_data."""
+    for statement in ast.parse(path.read_bytes()).body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            value = ast.literal_eval(statement.value)
+            return {str(name): str(text) for name, text in value.items()}
+    raise LookupError(f"{path}: no topics found; this Python carries no language reference")
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    """Docstrings of a source file in the order they stand, without the lines of interactive examples."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # a few files of the library are broken on purpose
+        return
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            prose = _without_examples(inspect.cleandoc(text)) if text else ""
+            if prose:
+                yield prose
+            stack.extend(reversed(node.body))
+        elif isinstance(node, ast.If | ast.Try):
+            stack.extend(reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]))
+
+
+def _without_examples(text: str) -> str:
+    """Leave out each line from a `>>>` to the next blank one: code and its output are not English."""
+    kept = []
+    example = False
+    for line in text.splitlines():
+        example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
+        if not example:
+            kept.append(line)
+    return "\n".join(kept).strip()

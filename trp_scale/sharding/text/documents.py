@@ -1,0 +1,317 @@
+"""The documents of a portion, each checked. One that cannot be used is reported with its reason and place."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from typing import IO, Any
+
+from trp_scale.config.json_files import parse_json
+from trp_scale.data.dataset_directory import check_rows, load_dataset
+from trp_scale.data.raw_files import open_regular
+from trp_scale.errors import RefusedError, quoted
+from trp_scale.sharding.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
+
+SKIP_REASONS = {
+    "unreadable": "the file cannot be opened or read",
+    "invalid_utf8": "bytes that are not UTF-8, or half of a surrogate pair",
+    "control_characters": "control characters other than tab and line ends",
+    "empty": "nothing but white space, or no word piece is left of it",
+    "long_line": "a line longer than --max_line_bytes",
+    "not_json": "a line that is not a JSON object",
+    "no_text": "no string in the field or column that --text_field names",
+    "gzip": "a gzipped file by its content; its name must end in .gz",
+    "parquet": "a parquet file by its content; its name must end in .parquet, or --format parquet",
+    "packed": "a file packed by zip or zstd; unpack it",
+}
+"""Why a document is skipped."""
+
+_SIGNATURES = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "packed", b"\x28\xb5\x2f\xfd": "packed"}
+"""First bytes of files that are no text, and no name says so."""
+
+CHUNK = LARGEST_SHARD
+"""Bytes of a file that are held together: a gzipped or sparse one of a few bytes may have any number of them."""
+
+_ROWS = 16
+"""Rows of parquet that are read together. Of 1,024, a file of 813 bytes whose rows share one text of 10 MB took 10 GB.
+So few take 1 us a row longer."""
+
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LINE_ENDS = str.maketrans({"\x0b": "\n", "\x0c": "\n", "\x85": "\n"})
+_BLANK_LINES = re.compile(rb"\r?\n[ \t\r]*\n[ \t\r\n]*")
+"""Without a repeated group, of which `re` keeps every repetition: 3 GB of 64 KB of gzipped line ends."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a document and where it begins (a function, as counting lines takes time)."""
+
+    text: str
+    place: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A document that cannot be used. `reason` is a key of SKIP_REASONS, `place` is file:line or file:row, `found` what
+    was there in its place, if that is known."""
+
+    reason: str
+    place: str
+    found: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """How documents are read."""
+
+    text_field: str
+    split: str
+    one_document_per_file: bool
+    max_line_bytes: int
+
+
+def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    """Yield the documents of a portion in order, and what was skipped between them."""
+    for span in portion.spans:
+        if span.kind == "dataset":
+            yield from _read_dataset(span, settings)
+        elif span.kind == "parquet":
+            yield from _read_parquet(span, settings)
+        else:
+            yield from _read_file(span, settings)
+
+
+def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    rows = load_dataset(span.path, settings.split)
+    if settings.text_field not in rows.column_names:
+        found = quoted(rows.column_names)
+        yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
+        return
+    column = rows.select_columns([settings.text_field])
+    check_rows(column, span.start, span.end, f"input {span.path}")
+    for row in range(span.start, span.end):
+        place = partial("{}:{}".format, span.path, row)
+        try:
+            text = column[row][settings.text_field]
+        except Exception:  # of pyarrow, of many kinds
+            yield Skipped("unreadable", place())
+            continue
+        yield _document(text, place)
+
+
+def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    with open_parquet(span.path) as opened:
+        if settings.text_field not in opened.schema_arrow.names:
+            found = quoted(opened.schema_arrow.names)
+            yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
+            return
+        first = 0
+        for group in range(opened.num_row_groups):
+            last = first + opened.metadata.row_group(group).num_rows
+            if first < span.end and last > span.start:
+                row = first
+                for text in _column(opened, group, settings.text_field):
+                    if row >= last or text is _DAMAGED:
+                        break
+                    if span.start <= row < span.end:
+                        yield _document(text, partial("{}:{}".format, span.path, row))
+                    row += 1
+                if row < min(last, span.end):
+                    yield Skipped("unreadable", f"{span.path}:{max(row, span.start)}")
+            first = last
+
+
+_DAMAGED = object()
+
+
+def _column(opened: Any, group: int, name: str) -> Iterator[object]:
+    """The values of a column in a row group; _DAMAGED ends one that cannot be read further."""
+    import pyarrow
+
+    batches = opened.iter_batches(_ROWS, row_groups=[group], columns=[name])
+    while True:
+        try:
+            values = next(batches).column(0).to_pylist()
+        except StopIteration:
+            return
+        except (OSError, ValueError, pyarrow.ArrowException):
+            yield _DAMAGED
+            return
+        yield from values
+
+
+def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    before = cache(partial(_lines_before, span))
+    passed = 0
+    try:
+        with open_regular(span.path) as file, gzip.open(file, "rb") if span.gzipped else file as stream:
+            head = stream.read(4)
+            if kind := next((kind for first, kind in _SIGNATURES.items() if head.startswith(first)), ""):
+                yield Skipped(kind, span.path)
+                return
+            stream.seek(0)
+            for number, data in enumerate(_pieces(stream, span, settings)):
+                first = number == 0 and span.start == 0
+                yield from _documents(data, _LineNumbers(span, data, before, passed), settings, first=first)
+                passed += data.count(b"\n")
+    except (OSError, EOFError, zlib.error):  # the latter two of gzip
+        yield Skipped("unreadable", span.path)
+
+
+def _pieces(stream: gzip.GzipFile | IO[bytes], span: Span, settings: ReadSettings) -> Iterator[bytes]:
+    """The content of a span in pieces, each of which ends where a document may: after a blank line if one is near, else
+    after a line, in JSON lines always after a line. Of a line that is too long enough is kept to show it."""
+    blank = _BLANK_LINES if span.kind == "text" else None
+    left, dropping = b"", False
+    blocks = _blocks(stream, span)
+    block = next(blocks, b"")
+    while block:
+        if dropping:
+            _, newline, block = block.partition(b"\n")
+            dropping, block = not newline, newline + block
+        left += block
+        block = next(blocks, b"")
+        if block:  # else all that is left is the last piece
+            end = 0
+            for match in blank.finditer(left) if blank else ():
+                end = match.end()
+            if end in (0, len(left)):
+                end = left.rfind(b"\n") + 1
+            if end:
+                yield left[:end]
+            left = left[end:]
+            if len(left) > settings.max_line_bytes:
+                left, dropping = left[: settings.max_line_bytes + 1], True
+    if left:
+        yield left
+
+
+def _blocks(stream: gzip.GzipFile | IO[bytes], span: Span) -> Iterator[bytes]:
+    """The bytes of a span, CHUNK at a time."""
+    size = sys.maxsize if span.gzipped else span.end - span.start
+    if not span.gzipped:
+        stream.seek(span.start)
+    while size and (block := stream.read(min(CHUNK, size))):
+        size -= len(block)
+        yield block
+
+
+def _documents(
+    data: bytes, lines: _LineNumbers, settings: ReadSettings, *, first: bool
+) -> Iterator[Document | Skipped]:
+    """The documents in bytes of a file; `first`: they are its first ones."""
+    skip = 3 if first and data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
+    if lines.span.kind == "jsonl":
+        for start, line in _lines(data, skip):
+            if line.strip():
+                yield _json_document(line, start, lines, settings)
+    elif settings.one_document_per_file:
+        yield _text_document(data[skip:], skip, lines, settings)
+    else:
+        start = skip
+        for match in chain(_BLANK_LINES.finditer(data), (None,)):
+            end = len(data) if match is None else match.start()
+            part = data[start:end]
+            if part.strip():
+                yield _text_document(part, start, lines, settings)
+            start = end if match is None else match.end()
+
+
+def _lines(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(place, line) of each line from `start` on; a list of all takes 20 times the bytes of short ones."""
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        yield start, data[start:end]
+        start = end + 1
+
+
+def _lines_before(span: Span) -> int:
+    """Lines of a file before a span of it."""
+    if span.gzipped:
+        return 0
+    count = 0
+    with open_regular(span.path) as stream:
+        left = span.start
+        while left > 0 and (block := stream.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+class _LineNumbers:
+    """Places of a piece of a span as file:line.
+
+    Args:
+        before: gives the lines before the span; called when something has to be named.
+        passed: lines of the span before the piece.
+    """
+
+    def __init__(self, span: Span, data: bytes, before: Callable[[], int], passed: int) -> None:
+        self.span = span
+        self._data, self._before, self._passed = data, before, passed
+        self._counted = self._lines = 0
+
+    def place(self, offset: int) -> str:
+        """Place of the byte `offset` of the piece. Of ascending ones each counts on from the last: 8 KB of gzipped
+        lines of no JSON would take hours else."""
+        if offset < self._counted:
+            self._counted = self._lines = 0
+        self._lines += self._data.count(b"\n", self._counted, offset)
+        self._counted = offset
+        return f"{self.span.path}:{self._before() + self._passed + self._lines + 1}"
+
+
+def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
+    if len(line) > settings.max_line_bytes:
+        return Skipped("long_line", lines.place(start))
+    try:
+        record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # of its fields one is taken
+    except UnicodeDecodeError:
+        return Skipped("invalid_utf8", lines.place(start))
+    except RefusedError:
+        return Skipped("not_json", lines.place(start))
+    if not isinstance(record, dict):
+        return Skipped("not_json", lines.place(start))
+    text = record.get(settings.text_field)
+    if not isinstance(text, str):
+        found = quoted(text) if settings.text_field in record else quoted(list(record))
+        return Skipped("no_text", lines.place(start), found)
+    return _document(text, partial(lines.place, start))
+
+
+def _text_document(data: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
+    if len(data) > settings.max_line_bytes:
+        for place, line in _lines(data):
+            if len(line) > settings.max_line_bytes:
+                return Skipped("long_line", lines.place(start + place))
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Skipped("invalid_utf8", lines.place(start + error.start))
+    found = _CONTROL.search(text)
+    if found is not None:
+        return Skipped("control_characters", lines.place(start + len(text[: found.start()].encode("utf-8"))))
+    return _document(text, partial(lines.place, start))
+
+
+def _document(text: object, place: Callable[[], str]) -> Document | Skipped:
+    """The text with form feeds and the like as line ends, or why it cannot be used."""
+    if not isinstance(text, str):
+        return Skipped("no_text", place())
+    if _SURROGATE.search(text):
+        return Skipped("invalid_utf8", place())
+    if _CONTROL.search(text):
+        return Skipped("control_characters", place())
+    if not text.strip():
+        return Skipped("empty", place())
+    if "\x0c" in text or "\x0b" in text or "\x85" in text:
+        text = text.translate(_LINE_ENDS)
+    return Document(text, place)

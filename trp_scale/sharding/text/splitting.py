@@ -1,0 +1,281 @@
+"""Documents into sentences by NLTK's Punkt, sentences into words by NLTK's word tokenizer: no downloaded data.
+
+Both answer the common cases themselves, as NLTK would: tests compare them with NLTK alone.
+
+A *unit* is a run of characters between white space. NLTK's rules look beyond a unit at the end of a sentence only, for
+a final period or apostrophe, so a sentence's words are the words of its units, with the units from the last one that
+has a period on taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain
+from typing import Any
+
+from trp_scale.sharding.text.taggers import text_library
+
+ABBREVIATIONS = frozenset(
+    word
+    for words in (
+        "adj adm al apr art assn assoc asst aug ave bldg blvd brig bros capt cf ch chap cmdr co col corp cpl dec dept",
+        "dist dr e.g ed eds esq est et etc ex feb fig figs ft gen gov hon i.e inc jan jr jul jun lat lb lieut lt ltd",
+        "maj mar messrs mlle mm mme mr mrs ms mt nov oct op oz p.m a.m pg pl pp prof pvt ref rep rev sec sen sep sept",
+        "sgt sr st ste supt u.k u.n u.s v viz vol vols vs w.r.t",
+    )
+    for word in words.split()
+)
+"""Words whose final period does not end a sentence, in lower case and without it."""
+
+MAX_PARAGRAPH = 50_000
+"""Characters. A longer paragraph is cut at a space first, so that no regular expression runs over megabytes."""
+
+_PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
+_MARK = re.compile(r"[.!?]")
+# A candidate as Punkt sees it: the word with its final mark, and the punctuation or word behind it.
+_CERTAIN_END = re.compile(r"(?:\S*[!?]|[\"'(\[]*([A-Za-z]{2,})\.)(?:\s+\S+|[^\w\s])", re.ASCII)
+
+
+@cache
+def _shortcut_punkt() -> Any:
+    """Punkt that answers the certain cases without annotating tokens.
+
+    Untrained, Punkt has no collocations, sentence starters or letter-case statistics. Then `!` and `?` always end a
+    sentence, and so does the period of a word of letters that is neither an abbreviation nor an initial. On novels
+    that is 95 of 100 candidates, and splitting takes half the time.
+    """
+
+    class ShortcutPunkt(text_library("nltk.tokenize.punkt").PunktSentenceTokenizer):  # type: ignore[misc]
+        def text_contains_sentbreak(self, text: str) -> bool:
+            match = _CERTAIN_END.fullmatch(text)
+            if match is not None and (match[1] is None or match[1].lower() not in ABBREVIATIONS):
+                return True
+            return bool(super().text_contains_sentbreak(text))
+
+    return ShortcutPunkt
+
+
+class SentenceSplitter:
+    """Sentences of a document, in order. Blank lines always end a sentence (headings have no period)."""
+
+    def __init__(self, shortcut: bool = True) -> None:
+        library = text_library("nltk.tokenize.punkt")
+        parameters = library.PunktParameters()
+        parameters.abbrev_types = set(ABBREVIATIONS)
+        self._punkt = (_shortcut_punkt() if shortcut else library.PunktSentenceTokenizer)(parameters)
+
+    def split(self, document: str) -> Iterator[str]:
+        """The raw text of each sentence, without the white space around it; never empty."""
+        start = 0
+        for match in chain(_PARAGRAPH_END.finditer(document), (None,)):  # a list takes 20 times the bytes of short ones
+            paragraph = document[start:] if match is None else document[start : match.start()]
+            start = len(document) if match is None else match.end()
+            for part in _bounded(paragraph):
+                if _MARK.search(part) is None:
+                    if sentence := part.strip():
+                        yield sentence
+                    continue
+                for first, last in self._punkt.span_tokenize(part):
+                    if sentence := part[first:last].strip():
+                        yield sentence
+
+
+def _bounded(paragraph: str) -> Iterator[str]:
+    """`paragraph` in parts of at most MAX_PARAGRAPH characters, cut at white space where there is any."""
+    start = 0
+    while len(paragraph) - start > MAX_PARAGRAPH:
+        end = start + MAX_PARAGRAPH
+        space = max(paragraph.rfind(" ", start + 1, end), paragraph.rfind("\n", start + 1, end))
+        end = space if space > start else end
+        yield paragraph[start:end]
+        start = end
+    yield paragraph[start:] if start else paragraph
+
+
+MAX_UNIT = 256
+"""Characters. A longer unit (an address, a line of base64) is one word."""
+
+TAIL = "\n"
+"""Ends the key of a tail; units hold no white space, so the keys of units and tails differ."""
+
+FIRST = "\t"
+"""Begins the key of a first unit that NLTK's rules see differently from the same unit later on."""
+
+_CLOSERS = "])}>\"'»”’"  # noqa: RUF001
+_QUOTES = ("``", "''", '"')
+_OPENING, _CLOSING = {'"': "``"}, {'"': "''"}
+
+_CONTRACTED = {"cannot", "gimme", "gonna", "gotta", "lemme", "wanna"}
+# Common shapes whose words follow from NLTK's rules one by one; all else is given to NLTK.
+_PLAIN = re.compile(
+    r"([(\[]?\"?|[“‘])([A-Za-z]+(?:-[A-Za-z]+)*)('(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)|)([,;:?!]?)([\"”]?[)\]]?)",  # noqa: RUF001
+    re.ASCII,
+)
+_TAIL = re.compile(r"(\S*[^\s.])(\.[\])}>»”’]*\"?[\])}>»”’ ]*)\n")  # noqa: RUF001
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWords:
+    """Words of a unit or tail: as the tagger should see them, and where each begins and ends in the key's text."""
+
+    forms: tuple[str, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def unit_keys(sentence: str) -> list[str]:
+    """The keys of a sentence's units in order; the tail is one key.
+
+    Returns:
+        Strings whose text (`key_text`) is the sentence's text, but for the amount of white space.
+    """
+    units = sentence.split()
+    if not units:
+        return units
+    if units[0].startswith(("''", '""', "\"''")):
+        units[0] = FIRST + units[0]
+    position = len(units) - 1
+    while position > 0 and not units[position].rstrip(_CLOSERS):
+        position -= 1
+    tail = units[position].rstrip(_CLOSERS)
+    if tail.endswith("."):
+        units[position:] = [" ".join(units[position:]) + TAIL]
+    elif units[-1].endswith("'") and len(units[-1]) <= MAX_UNIT:
+        units[-1] += TAIL  # NLTK sets an apostrophe apart only where a space follows it: not at the end of a sentence
+    return units
+
+
+def key_text(key: str) -> str:
+    """The text a key stands for."""
+    return key.strip("\t\n")
+
+
+def split_keys(keys: list[str]) -> list[UnitWords]:
+    """Words of many keys; plain shapes directly, the others in one call of NLTK's tokenizer for each 64 of them."""
+    tails = {index: parts for index, key in enumerate(keys) if (parts := _tail_parts(key)) is not None}
+    found: list[UnitWords | None] = []
+    hard: list[int] = []
+    units: list[str] = []
+    for index, key in enumerate(keys):
+        unit = tails[index][0] if index in tails else key
+        words = _plain(unit) if unit[0] != FIRST and unit[-1] != TAIL else _split_edge(unit)
+        if words is None:
+            hard.append(index)
+            units.append(unit)
+        found.append(words)
+    for first in range(0, len(hard), 64):
+        for index, words in zip(hard[first : first + 64], _split_units(units[first : first + 64]), strict=True):
+            found[index] = words
+    for index, (_, end) in tails.items():
+        found[index] = _with_end(found[index], end)
+    return [words for words in found if words is not None]
+
+
+def _tail_parts(key: str) -> tuple[str, str] | None:
+    """A tail as a unit and what its final period splits off; None for what is not a tail or not of this shape.
+
+    NLTK sets the final period and the closing marks behind it apart before any other rule could join them to the unit.
+    """
+    if key[-1] != TAIL:
+        return None
+    match = _TAIL.fullmatch(key)
+    return (match[1], match[2]) if match is not None and len(match[1]) <= MAX_UNIT else None
+
+
+def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
+    """The words of a unit and of the final period with its closing marks, each of which is a word."""
+    if unit is None:
+        return None
+    place = unit.ends[-1]
+    marks = [(place + offset, mark) for offset, mark in enumerate(end) if mark != " "]
+    return UnitWords(
+        unit.forms + tuple(_CLOSING.get(mark, mark) for _, mark in marks),
+        unit.starts + tuple(start for start, _ in marks),
+        unit.ends + tuple(start + 1 for start, _ in marks),
+    )
+
+
+def _plain(unit: str) -> UnitWords | None:
+    """Words of a unit of a common shape, or None."""
+    if (unit.isalpha() and unit.isascii() and unit.lower() not in _CONTRACTED) or len(unit) > MAX_UNIT:
+        return UnitWords((unit,), (0,), (len(unit),))
+    match = _PLAIN.fullmatch(unit)
+    if match is None:
+        return None
+    opening, core, clitic, mark, close = match.groups()
+    if any(part.lower() in _CONTRACTED for part in core.split("-")):
+        return None
+    forms = [_OPENING.get(character, character) for character in opening]
+    forms += [part for part in (core, clitic, mark) if part]
+    forms += [_CLOSING.get(character, character) for character in close]
+    ends = list(accumulate(1 if form in _QUOTES else len(form) for form in forms))
+    return UnitWords(tuple(forms), (0, *ends[:-1]), tuple(ends))
+
+
+@cache
+def _tokenizer() -> Any:
+    return text_library("nltk.tokenize.destructive").NLTKWordTokenizer()
+
+
+def _split_units(units: list[str]) -> list[UnitWords]:
+    """Words of units that stand in the middle of a sentence: between letters that no rule joins to them."""
+    text = "x " + " x ".join(units) + " x"
+    tokens = _tokenizer().tokenize(text)
+    words, position = [], 1
+    for unit in units:
+        count, aligned = _align(tokens, position, unit)
+        words.append(aligned)
+        position += count + 1
+    if position != len(tokens):
+        raise AssertionError(f"splitting.py: NLTK's words do not add up for the units {units!r}")
+    return words
+
+
+def _split_edge(key: str) -> UnitWords:
+    """Words of a tail, or of a first unit."""
+    text = key_text(key)
+    before = [] if key.startswith(FIRST) else ["x"]
+    after = [] if key.endswith(TAIL) else ["x"]
+    tokens = _tokenizer().tokenize(" ".join([*before, text, *after]))
+    count, words = _align(tokens, len(before), text)
+    if count != len(tokens) - len(before) - len(after):
+        raise AssertionError(f"splitting.py: NLTK's words do not add up for {text!r}")
+    return words
+
+
+def _align(tokens: list[str], position: int, text: str) -> tuple[int, UnitWords]:
+    """Places in `text` of the tokens from `position` on that make it up.
+
+    NLTK's own span_tokenize searches for each token and so fails, or answers wrongly, where quotes were rewritten;
+    but its rules only add spaces and rewrite a double quote, so walking through both texts is exact.
+
+    Returns:
+        The number of tokens used, and the words.
+    """
+    forms: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    place = 0
+    while True:
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if place == len(text):
+            return len(forms), UnitWords(tuple(forms), tuple(starts), tuple(ends))
+        form = tokens[position + len(forms)]
+        length = len(form) if text.startswith(form, place) else _quote_length(form, text, place)
+        forms.append(form)
+        starts.append(place)
+        place += length
+        ends.append(place)
+
+
+def _quote_length(form: str, text: str, place: int) -> int:
+    """Characters of the quote in `text` that NLTK wrote as `form`."""
+    if form in _QUOTES:
+        for quote in _QUOTES:
+            if text.startswith(quote, place):
+                return len(quote)
+    raise AssertionError(f"splitting.py: word {form!r} is not in {text!r} at character {place}")

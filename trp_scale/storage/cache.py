@@ -1,0 +1,387 @@
+"""A directory of fetched files with a bound, which all processes of a machine share.
+
+A file is written beside its name and then renamed, under a lock, so that of several processes that want it one fetches
+it and the others wait. Where there is no room, the files that were opened longest ago go. A process that has one of
+those open reads on: it is gone when the last one has closed it, and takes its room until then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from trp_scale.errors import RefusedError
+from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience
+
+DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
+"""Environment variables: where, and how much."""
+
+LEFT_FREE = 0.1
+"""Share of the disk that stays free where no bound is given."""
+
+_KEPT = 0.9
+"""Share of the bound that remains after a clearing, so that not every file clears."""
+
+_PART = ".part"
+_USED = ".used"
+_POLL = 0.05
+
+
+def cache_root() -> Path:
+    """TRP_SCALE_CACHE; else a directory of this user's in the one for temporary files.
+
+    Raises:
+        RefusedError: the latter belongs to someone else.
+    """
+    if given := os.environ.get(DIRECTORY):
+        root = Path(given).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        return root
+    root = Path(tempfile.gettempdir()) / f"trp_scale_cache-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or root.is_symlink():
+        raise RefusedError(f"{root}: not a directory that belongs to this user alone; remove it, or set {DIRECTORY}")
+    return root
+
+
+def given_bound() -> int | None:
+    """TRP_SCALE_CACHE_GB in bytes; None if it is not set.
+
+    Raises:
+        RefusedError: not a number above 0.
+    """
+    text = os.environ.get(GIGABYTES, "")
+    try:
+        gigabytes = float(text) if text else None
+    except ValueError:
+        gigabytes = math.nan
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
+        raise RefusedError(f"{GIGABYTES}: {text!r} found, a number of gigabytes above 0 allowed")
+    return None if gigabytes is None else int(gigabytes * 1e9)
+
+
+class CacheUse(NamedTuple):
+    """Tars opened that were there, and those that were fetched for it, with their bytes; those fetched ahead."""
+
+    found: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    ahead: int = 0
+    ahead_bytes: int = 0
+
+    def plus(self, other: CacheUse | None) -> CacheUse:
+        """The sum of both."""
+        return self if other is None else CacheUse(*map(sum, zip(self, other, strict=True)))
+
+
+class Cache:
+    """The tars below one root.
+
+    Attributes:
+        found, fetched: files that this process opened: those that were there, and those that it fetched.
+        fetched_bytes: of the latter.
+        ahead, ahead_bytes: files that this process fetched before they were opened, and their bytes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.found = self.fetched = self.fetched_bytes = self.ahead = self.ahead_bytes = 0
+        self._told = CacheUse()
+
+    def bound(self) -> int:
+        """Bytes that the files may take."""
+        given = given_bound()
+        if given is not None:
+            return given
+        try:
+            disk = os.statvfs(self.root)
+        except OSError as error:
+            raise RemoteError(f"{self.root}: the cache cannot be looked into ({error.strerror})") from error
+        return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
+
+    def open(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
+        """A descriptor of the file at `place`, which is fetched if it is not there.
+
+        Args:
+            place: below the root.
+            size: its bytes.
+            fetch: writes them into a descriptor.
+
+        Raises:
+            RemoteError: no room; or another process fetches the file and does not get on.
+        """
+        with self._on_this_disk(place):
+            return self._opened(place, size, fetch)
+
+    @contextmanager
+    def _on_this_disk(self, place: Path) -> Iterator[None]:
+        """Context in which an error is one of this disk: nothing is wrong with what is stored."""
+        try:
+            yield
+        except OSError as error:
+            raise RemoteError(
+                f"{place}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
+            ) from error
+
+    def _opened(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
+        while True:
+            with suppress(FileNotFoundError):
+                descriptor = os.open(place, os.O_RDONLY)
+                os.utime(descriptor)
+                status = os.fstat(descriptor)
+                if status.st_size == size:
+                    self.found += 1
+                    return descriptor
+                self.drop(place, status.st_ino)
+                os.close(descriptor)
+            descriptor = self._claimed(place)
+            if self._filled(place, descriptor, size, fetch):
+                self.fetched += 1
+                self.fetched_bytes += size
+                return descriptor
+            os.close(descriptor)
+
+    def drop(self, place: Path, inode: int) -> None:
+        """Remove a file whose content is wrong, unless another process has replaced it.
+
+        Args:
+            place: below the root.
+            inode: of the wrong file, which the caller holds open or mapped.
+        """
+        with self._alone(), suppress(FileNotFoundError):
+            status = place.stat()
+            if status.st_ino == inode:
+                place.unlink()
+                (self.root / _USED).write_text(str(max(0, self._used() - status.st_size)))
+
+    def keep(self, place: Path) -> bool:
+        """Whether a file is there; it then counts as opened just now, so that others go before it."""
+        with suppress(FileNotFoundError):
+            os.utime(place)
+            return True
+        return False
+
+    def fetch_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
+        """Fetch a file that will be opened, unless it is there or another process fetches it.
+
+        Args:
+            place, size, fetch: as of `open`.
+
+        Raises:
+            RemoteError: no room.
+        """
+        with self._on_this_disk(place):
+            self._fetched_ahead(place, size, fetch)
+
+    def _fetched_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(_part(place), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            if _is(_part(place), descriptor) and self._filled(place, os.dup(descriptor), size, fetch, close=True):
+                self.ahead += 1
+                self.ahead_bytes += size
+        finally:
+            os.close(descriptor)
+
+    def use(self) -> CacheUse:
+        """What this process did since the last call."""
+        now = CacheUse(self.found, self.fetched, self.fetched_bytes, self.ahead, self.ahead_bytes)
+        since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
+        self._told = now
+        return since
+
+    def _filled(
+        self, place: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False
+    ) -> bool:
+        """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
+        already. Closes the descriptor after an error, or where `close` says so."""
+        room_made = False
+        try:
+            if place.exists():
+                _part(place).unlink(missing_ok=True)
+                return False
+            self._make_room(place, descriptor, size)
+            room_made = True
+            fetch(descriptor)
+            os.fsync(descriptor)  # a power cut after the rename would leave a file of zeros under the name
+            _part(place).replace(place)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
+            return True
+        except BaseException:
+            close = True
+            with self._alone():  # whoever counts the files meanwhile counts it, or has it taken off
+                _part(place).unlink(missing_ok=True)
+                if room_made:
+                    (self.root / _USED).write_text(str(max(0, self._used() - size)))
+            raise
+        finally:
+            if close:
+                os.close(descriptor)
+
+    def _claimed(self, place: Path) -> int:
+        """A descriptor of the unfinished file, locked: this process alone writes it."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part, end = _part(place), time.monotonic() + patience()
+        while True:
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                while True:
+                    with suppress(BlockingIOError):
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    if not _is(part, descriptor):
+                        break
+                    if os.fstat(descriptor).st_size and _written_lately(descriptor):
+                        end = time.monotonic() + patience()
+                    if time.monotonic() > end:
+                        raise RemoteError(f"{place}: another process of this machine fetches it and does not get on")
+                    time.sleep(_POLL)
+                if _is(part, descriptor):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # it was renamed, or given up, by the process that had it before
+
+    def _make_room(self, place: Path, descriptor: int, size: int) -> None:
+        """Take `size` bytes for an unfinished file, and remove others where that is too much."""
+        with self._alone():
+            bound, used = self.bound(), self._used()
+            if size > bound:
+                raise RemoteSetupError(
+                    f"{place.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
+                    f"{GIGABYTES} to more, or {DIRECTORY} to a larger disk"
+                )
+            os.ftruncate(descriptor, size)
+            if used + size > bound:
+                used = self._clear(int(_KEPT * bound) if size <= _KEPT * bound else bound, keep=_part(place))
+            else:
+                used += size
+            (self.root / _USED).write_text(str(used))
+
+    def _clear(self, limit: int, keep: Path) -> int:
+        """Remove the files opened longest ago until all take `limit` bytes; returns what they take. Unfinished files of
+        processes that were killed go first."""
+        files = sorted(self._files(), key=lambda each: each[0].st_mtime_ns)
+        used = sum(status.st_size for status, _ in files)
+        for abandoned in (True, False):
+            for status, path in files:
+                if path == keep or (path.suffix == _PART) != abandoned or (used <= limit and not abandoned):
+                    continue
+                if not abandoned:
+                    path.unlink(missing_ok=True)
+                elif not _removed_abandoned(path):
+                    continue
+                used -= status.st_size
+        return used
+
+    def _files(self) -> Iterator[tuple[os.stat_result, Path]]:
+        """All files, each once. Whoever fetches one renames it at any time, perhaps after its name was read here."""
+        for path in self.root.rglob("*.tar*"):
+            for name in (path, path.with_suffix("")) if path.suffix == _PART else (path,):
+                with suppress(FileNotFoundError):
+                    status = name.stat()
+                    if name.suffix in (".tar", _PART) and stat.S_ISREG(status.st_mode):
+                        yield status, name
+                    break
+
+    def _used(self) -> int:
+        """What the files took at the last change; a process that was killed may leave more than there is."""
+        with suppress(OSError, ValueError):
+            return int((self.root / _USED).read_text())
+        return sum(status.st_size for status, _ in self._files())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with locked(self.root / ".lock"):
+            yield
+
+
+_shared: dict[Path, Cache] = {}
+
+
+def shared_cache(root: Path) -> Cache:
+    """One in a process, which counts what it opens."""
+    return _shared.setdefault(root, Cache(root))
+
+
+def use_of_caches() -> CacheUse | None:
+    """What this process did with its caches since the last call; None: it has none."""
+    uses = [cache.use() for cache in list(_shared.values())]
+    return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Context that one process of the machine at a time is in.
+
+    Raises:
+        RefusedError: the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RefusedError(
+                f"{path}: no lock ({error.strerror}); set {DIRECTORY} to a disk of this machine"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+PART_MARK = "@"
+"""Between the name of a tar and the bytes of it that a file of the cache holds."""
+
+
+def kept_as(place: Path, part: range | None) -> Path:
+    """The file that holds a part of a tar, beside where the tar would be."""
+    return place if part is None else place.with_name(f"{place.stem}{PART_MARK}{part.start}-{part.stop}{place.suffix}")
+
+
+def _part(place: Path) -> Path:
+    return place.with_name(place.name + _PART)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _written_lately(descriptor: int) -> bool:
+    return time.time() - os.fstat(descriptor).st_mtime < 1.0
+
+
+def _removed_abandoned(path: Path) -> bool:
+    """Remove an unfinished file that no process writes, under its lock, so that none begins to; whether it did."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is(path, descriptor):  # it has just been renamed
+            return False
+        path.unlink()
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,438 @@
+"""Reading files under a URL through fsspec: again after failures, with an end to waiting, and with errors that say what
+to change.
+
+fsspec's file systems differ in what they do about failures: s3fs repeats some requests, the one for https none; and
+none of them ends a request that stalls. Here every request has a time limit, and is repeated until a file has not got
+on for TRP_SCALE_REMOTE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import math
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from trp_scale.config.flags import credentials_of
+from trp_scale.config.json_files import LARGEST_INDEX
+from trp_scale.distributed.stop import signal_came_at
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.exit_status import ExitStatus
+
+logger = logging.getLogger(__name__)
+
+SECONDS = "TRP_SCALE_REMOTE_SECONDS"
+"""Environment variable: how long a file may not get on."""
+
+DEFAULT_SECONDS = 300.0
+
+REQUEST_SECONDS = 60.0
+"""Of one request: PIECE bytes at 140 kB/s."""
+
+PIECE = 8 << 20
+"""Bytes of one request."""
+
+AT_ONCE = 8
+"""Requests at a time."""
+
+TOLD_AFTER = 6
+"""Requests for a file that fail in a row, after which the log says so: within some ten seconds."""
+
+SECONDS_TO_STOP = 5.0
+"""How long a file may not get on once the process was asked to stop."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
+
+_EXTRA = "pip install 'trp-scale[remote]' has what s3:// and https:// need, gs:// needs gcsfs"
+
+_SIGN_IN = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket, "
+    "AWS_ENDPOINT_URL names a server other than Amazon's",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run gcloud auth application-default login; "
+    "FSSPEC_GS_TOKEN=anon reads a public bucket",
+    "hf": "set HF_TOKEN, or run hf auth login",
+    "https": 'set FSSPEC_HTTPS to what the server wants, such as {"headers": {"Authorization": "Bearer TOKEN"}}',
+}
+_SIGN_IN |= {"s3a": _SIGN_IN["s3"], "gcs": _SIGN_IN["gs"], "http": _SIGN_IN["https"]}
+
+_UNSIGNED = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "RefreshError",
+    "GatedRepoError",
+}
+
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
+
+_MOST: ContextVar[int] = ContextVar("_MOST", default=LARGEST_INDEX)
+"""Bytes of an HTTP body that the present request takes."""
+
+Answer = TypeVar("Answer")
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        RefusedError: no installed library knows it.
+        Exception: of the library's own kinds.
+    """
+    import fsspec
+
+    userinfo, options = credentials_of(url), dict[str, Any](skip_instance_cache=True)
+    place = url
+    if userinfo and url.startswith(("http://", "https://")):
+        import aiohttp
+
+        user, _, password = userinfo.partition(":")
+        options["client_kwargs"] = {"auth": aiohttp.BasicAuth(unquote(user), unquote(password))}
+    elif userinfo:
+        place = url.replace("://", f"://{userinfo}@", 1)
+    try:
+        return fsspec.core.url_to_fs(place, **options)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
+    except ValueError as error:
+        known = "s3://, gs://, https://, hf://, file://"
+        raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec knows") from error
+
+
+class RemoteError(RefusedError):
+    """A file cannot be fetched now. Not a `DataError`: no block is left out because the network is down."""
+
+    status = ExitStatus.FAILED
+
+
+class RemoteSetupError(RemoteError):
+    """A file cannot be fetched until the user changes credentials, the server or the size of the cache."""
+
+    status = ExitStatus.REFUSED
+
+
+class DataReplacedError(RefusedError):
+    """The data set under a URL is another one now. Not a `DataError`: no block is left out for it."""
+
+
+class NotThereError(DataError):
+    """There is no such file under the URL."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A listed file: its bytes, and a text that changes with its content."""
+
+    size: int
+    version: str
+
+
+def is_url(text: str) -> bool:
+    """Whether a data directory is given by URL."""
+    return "://" in text
+
+
+def patience() -> float:
+    """Seconds that a file may not get on.
+
+    Raises:
+        RefusedError: the environment variable is not a number above 0.
+    """
+    text = os.environ.get(SECONDS, "")
+    try:
+        seconds = float(text) if text else DEFAULT_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RefusedError(f"{SECONDS}: {text!r} found, a number of seconds above 0 allowed")
+    return seconds
+
+
+class Remote:
+    """Files under a URL. Used by several threads at a time; not handed to other processes.
+
+    Raises:
+        RefusedError: a URL that no installed library reads.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._protocol = url.split("://")[0]
+        self._seconds = patience()
+        self._once = False
+        if "?" in url:
+            raise RefusedError(f"{url}: a query in the URL of a directory; allowed: URLs without one")
+        try:
+            self._files, self._path = file_system(self.url)
+        except RefusedError:
+            raise
+        except Exception as error:  # of the libraries' own kinds
+            raise self._refused(url, error) from error
+        if self._protocol in ("http", "https"):
+            self._files.client_kwargs = {**self._files.client_kwargs, "response_class": _bounded_response()}
+
+    def once(self) -> Remote:
+        """The same files, each request made once, one after another and in the caller's thread: for what need not be
+        read, and must not hold up the end of the process."""
+        other = copy.copy(self)
+        other._once = True
+        return other
+
+    def read(self, name: str, largest: int = LARGEST_INDEX) -> bytes:
+        """A whole file, of at most `largest` bytes.
+
+        Raises:
+            NotThereError: there is none.
+            RemoteError: it cannot be read.
+        """
+        content: bytes = self._repeated(name, lambda seconds: self._content(name, seconds, largest))
+        return content
+
+    def read_into(self, descriptor: int, name: str, size: int, start: int = 0) -> None:
+        """Write bytes start to start + size of a file into an open one, from its first byte on, in several requests at
+        a time.
+
+        Raises:
+            NotThereError: there is no such file.
+            RemoteError: it cannot be read, or is shorter.
+        """
+        pieces = [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
+
+        def fetch(piece: tuple[int, int]) -> int:
+            content = self._range(name, start + piece[0], start + piece[1], whole=start + size)
+            at = piece[0] if len(content) == piece[1] - piece[0] else 0
+            _write(descriptor, content, at)
+            return len(content)
+
+        if not pieces or fetch(pieces[0]) >= size:
+            return
+        if self._once:
+            for piece in pieces[1:]:
+                fetch(piece)
+            return
+        with ThreadPoolExecutor(min(AT_ONCE, len(pieces) - 1)) as pool:
+            futures = [pool.submit(fetch, piece) for piece in pieces[1:]]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def read_range(self, name: str, start: int, end: int, size: int) -> bytes:
+        """Bytes start to end of a file of `size` bytes; more of them where a server sends whole files only.
+
+        Raises:
+            NotThereError: there is no such file.
+            RemoteError: it cannot be read, or is shorter.
+        """
+        return self._range(name, start, end, whole=size)
+
+    def stored(self, name: str) -> Stored:
+        """Size and version of a file.
+
+        Raises:
+            NotThereError: there is none.
+            RemoteError: the server cannot be asked, or does not say the size.
+        """
+        self._files.invalidate_cache()  # of listings, which are older
+        entry = self._repeated(name, lambda seconds: self._asked("info", seconds, self._place(name)))
+        if entry.get("size") is None:
+            raise RemoteSetupError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
+        return Stored(int(entry["size"]), _version(entry))
+
+    def listed(self) -> dict[str, Stored] | None:
+        """All files by their names under the URL; None where a server does not list them.
+
+        Raises:
+            RemoteError: they cannot be listed.
+        """
+        if self._protocol in ("http", "https"):
+            return None
+        found = self._repeated("", lambda seconds: self._asked("find", seconds, self._path, detail=True))
+        prefix = self._path.rstrip("/") + "/"
+        return {
+            name.removeprefix(prefix): Stored(int(entry["size"]), _version(entry))
+            for name, entry in found.items()
+            if name.startswith(prefix)
+        }
+
+    def _range(self, name: str, start: int, end: int, whole: int) -> bytes:
+        """Bytes start to end; or those from 0 to `whole`, where a server sends the whole file whatever it is asked."""
+
+        def ask(seconds: float) -> bytes:
+            most = end - start if start else max(end, whole)
+            content = self._content(name, seconds, most, start=start, end=end)
+            if len(content) != end - start and not (start == 0 and len(content) == whole):
+                raise EOFError(f"{len(content)} bytes received of {end - start} asked for")
+            return content
+
+        return self._repeated(name, ask)
+
+    def _content(self, name: str, seconds: float, most: int, **part: int) -> bytes:
+        """A file or a part of it. Of HTTP no more than `most` bytes are taken, whatever a server sends."""
+        before = _MOST.set(most)
+        try:
+            content: bytes = self._asked("cat_file", seconds, self._place(name), **part)
+        finally:
+            _MOST.reset(before)
+        return content
+
+    def _place(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}"
+
+    def _asked(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
+        """What a method of the file system returns, within `seconds`."""
+        asynchronous = getattr(self._files, f"_{what}", None)
+        if self._files.async_impl and inspect.iscoroutinefunction(asynchronous):
+            from fsspec.asyn import sync
+
+            return sync(self._files.loop, asynchronous, *arguments, timeout=seconds, **named)
+        return _within(seconds, lambda: getattr(self._files, what)(*arguments, **named))
+
+    def _repeated(self, name: str, ask: Callable[[float], Answer]) -> Answer:
+        """The answer, asked for again after failures, with longer and longer pauses."""
+        where = f"{self.url}/{name}" if name else self.url
+        began = time.monotonic()
+        pause, asked = FIRST_PAUSE, 0
+
+        def left() -> float:
+            signal = signal_came_at()
+            most = self._seconds if signal is None else min(self._seconds, max(0.0, signal - began) + SECONDS_TO_STOP)
+            return began + most - time.monotonic()
+
+        while True:
+            asked += 1
+            try:
+                return ask(max(0.1, min(REQUEST_SECONDS, left())))
+            except FileNotFoundError as error:
+                advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
+                raise NotThereError(f"{where}: not found{advice}") from error
+            except Exception as error:  # each file system has exceptions of its own
+                if _unsigned(error):
+                    raise self._refused(where, error) from error
+                reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                if asked == TOLD_AFTER:
+                    logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
+                if self._once or pause > left():
+                    ended = f"not read within {self._seconds:g} s"
+                    if signal_came_at() is not None:
+                        ended = "not read before this process was asked to stop"
+                    raise RemoteError(
+                        f"{where}: {ended}, asked for {asked} times, at last: {reason}; see whether this machine "
+                        f"reaches it, or set {SECONDS} to wait longer"
+                    ) from error
+            again = time.monotonic() + pause * random.uniform(0.5, 1.0)
+            while (rest := again - time.monotonic()) > 0 and left() > 0:  # in pieces: a signal does not end a sleep
+                time.sleep(min(rest, 0.5))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _refused(self, where: str, error: Exception) -> RemoteSetupError:
+        advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
+        return RemoteSetupError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
+
+
+@functools.cache
+def _bounded_response() -> type:
+    """aiohttp's response, whose body may not be longer than `_MOST`: fsspec reads it as a whole, and a body without an
+    end, or 14 MB of gzip, took 4 GB within seconds."""
+    import aiohttp
+
+    class BoundedResponse(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            most, parts, size = _MOST.get(), list[bytes](), 0
+            async for part in self.content.iter_any():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    self.close()
+                    raise EOFError(f"more than {most} bytes received, which were asked for")
+            return b"".join(parts)
+
+    return BoundedResponse
+
+
+@functools.lru_cache(maxsize=64)
+def shared_remote(url: str) -> Remote:
+    """One of a directory in a process, for its connections."""
+    return Remote(url)
+
+
+def url_directory(url: str, root: Path) -> Path:
+    """The directory below `root` for what lies under a URL.
+
+    Raises:
+        RefusedError: not the URL of a directory.
+    """
+    protocol, _, rest = url.partition("://")
+    parts = [part for part in PurePosixPath(rest).parts if part != "/"]
+    if not parts or ".." in parts or not re.fullmatch(r"[A-Za-z0-9+.-]+", protocol):
+        raise RefusedError(f"{url}: not the URL of a directory, as s3://BUCKET/DATASET is")
+    return root.joinpath(protocol, *parts)
+
+
+def _version(entry: dict[str, Any]) -> str:
+    return next((str(entry[key]) for key in _VERSIONS if entry.get(key) is not None), "")
+
+
+def _write(descriptor: int, content: bytes, at: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+
+
+def _unsigned(error: BaseException) -> bool:
+    """Whether credentials are missing or not enough: that does not pass by waiting."""
+    for each in _chain(error):
+        status = getattr(each, "status", None) or getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(each, PermissionError) or type(each).__name__ in _UNSIGNED or status in (401, 403):
+            return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` returns; it is left to itself if it takes longer.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:.1f} s")
+    return answers[0]

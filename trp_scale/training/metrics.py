@@ -1,0 +1,404 @@
+"""metrics.jsonl: one JSON object a logged step, flushed line by line, safe to append to after a kill.
+
+Read back in one pass, it gives a run's history: where each task started, where it stands, how fast the run was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from trp_scale.checkpoint.run_directory import METRICS_FILE, name_seed_runs
+from trp_scale.config import RefusedError
+from trp_scale.config.json_files import json_lines, parse_json
+from trp_scale.config.schema import PartOf, Whole, record
+
+Name = TypeVar("Name")
+
+LONGEST_LINE = 1 << 24
+"""Bytes at the end of the file that are searched for the last newline."""
+
+MOST_HELD = 64 << 20
+"""Bytes of lines that wait for storage to take them; beyond, the oldest go."""
+
+
+def finite(value: Any) -> Any:
+    """`value` with every number that is not finite replaced by None: strict JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut a last line without a newline, left by a process that was killed while it wrote."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - LONGEST_LINE)
+        file.seek(start)
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(start + tail.rfind(b"\n") + 1)
+
+
+class MetricsWriter:
+    """Appends to `run_dir`/metrics.jsonl. Lines that storage refuses, as a full disk does, are held and written with
+    the next one; the run goes on.
+
+    Args:
+        run_dir: the run directory.
+        tell: takes a line for the log.
+
+    Raises:
+        TypeError: a value that JSON does not know (a tensor, say), with the line's step.
+    """
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        drop_torn_line(self.path)
+        # No buffer: it would write what was refused a second time.
+        self._file: BinaryIO = self.path.open("ab", buffering=0)  # type: ignore[assignment]
+        self._tell = tell
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._held: deque[bytes] = deque()
+        self._lost = 0
+        self._refused = self._torn = False
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        try:
+            text = json.dumps(finite(line), allow_nan=False)
+        except TypeError as error:
+            raise TypeError(f"{self.path}: step {line.get('step')}: {error}; metrics must be plain numbers") from error
+        self._held.append(text.encode() + b"\n")
+        self._write_held()
+
+    def close(self) -> None:
+        """Write what is held, if that can be, and say what could not be."""
+        self._write_held()
+        if lost := len(self._held) + self._lost:
+            self._tell(f"{self.path}: {lost} lines could not be written and are lost")
+        self._file.close()
+
+    def _write_held(self) -> None:
+        while self._held:
+            try:
+                self._append(self._held[0])
+            except OSError as error:
+                if not self._refused:
+                    self._tell(f"{self.path}: cannot be written ({error.strerror}); its lines are held for later")
+                self._refused = True
+                while sum(map(len, self._held)) > MOST_HELD:
+                    self._held.popleft()
+                    self._lost += 1
+                return
+            self._held.popleft()
+        if self._refused:
+            self._refused = False
+            self._tell(f"{self.path}: can be written again")
+
+    def _append(self, line: bytes) -> None:
+        """Append a line whole, or nothing of it.
+
+        Raises:
+            OSError: storage refuses it.
+        """
+        if self._torn:
+            os.ftruncate(self._file.fileno(), self._size)
+            self._torn = False
+        rest = memoryview(line)
+        try:
+            # One call a line, if all of it is taken, so that a reader who follows the file never sees half of one.
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._torn = len(rest) < len(line)
+            if self._torn:
+                with contextlib.suppress(OSError):  # it is tried again before the next line
+                    os.ftruncate(self._file.fileno(), self._size)
+                    self._torn = False
+            raise
+        self._size += len(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task(PartOf):
+    loss: float | None
+    weight: float | None
+    count: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(PartOf):
+    loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Validation(PartOf):
+    loss: float | None = None
+    tasks: dict[str, _Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cache(PartOf):
+    found: Whole
+    fetched: Whole
+    fetched_bytes: Whole
+    ahead: Whole
+    ahead_bytes: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastLesson(PartOf):
+    """What is read of learned masks. Attributes: lessons: of the masking network so far; overlap_untrained,
+    overlap_last: share of the patches that it masks that it would mask untrained, and masked before its last lesson."""
+
+    lessons: Whole = 0
+    overlap_untrained: float | None = None
+    overlap_last: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line(PartOf):
+    """What is read of a line. One of a step has tasks, and one of a step that was validated a validation."""
+
+    step: Whole
+    tasks: dict[str, _Task] = field(default_factory=dict)
+    validation: _Validation | None = None
+    loss: float | None = None
+    applied: bool = True
+    outside_tasks: list[str] = field(default_factory=list)
+    peak_memory_bytes: Whole = 0
+    step_seconds: float | None = None
+    processor_seconds: float | None = None
+    data_wait_seconds: float | None = None
+    tokens_per_second: float | None = None
+    images_per_second: float | None = None
+    model_flops_utilisation: float | None = None
+    cache: _Cache | None = None
+    multilevel: LastLesson | None = None
+
+
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
+
+    Raises:
+        RefusedError: the directory holds no metrics.jsonl, or a whole line is not a JSON object; with its number.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        what = f"{run_dir} is not a run directory, or the run made no step{name_seed_runs(Path(run_dir))}"
+        raise RefusedError(f"{path} does not exist: {what}")
+    for number, text in json_lines(path):
+        if not text.endswith(b"\n"):
+            return
+        line = parse_json(text, f"{path}: line {number}", looked_through=False)
+        record(_Line, line, f"{path}: line {number}", RefusedError)
+        yield line
+
+
+def newest_run(parent: Path) -> Path:
+    """Of the run directories in `parent`, the one whose metrics.jsonl was written to last.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    found = sorted(Path(parent).glob(f"*/{METRICS_FILE}"), key=lambda path: (path.stat().st_mtime, path))
+    if not found:
+        raise RefusedError(f"there is no run in {Path(parent).absolute()}; say which one with --run DIR")
+    return found[-1].parent
+
+
+END_SHARE = 0.1
+"""Share of a run's steps, at its end, over which losses and weights are averaged: one step of a rare task is a handful
+of elements and says little. Of steps, not of lines: ten lines are half of a short run that logs each tenth step."""
+
+
+DIVERGED = 10.0
+"""Times its start: a mean loss above that at the end is of a run that diverged. A balancer or an adversary may let
+losses rise, but not by so much."""
+
+
+def end_begins(last_step: int) -> int:
+    """The first of the steps that are averaged; the last one is always among them."""
+    return last_step - max(1, int(last_step * END_SHARE)) + 1
+
+
+@dataclass(kw_only=True)
+class TaskHistory:
+    """One task over a run.
+
+    Attributes:
+        start: loss in the first logged step that had the task; None if it never came.
+        end: mean loss over the logged steps from `end_begins` on, weighted by counts; None if it did not come there.
+        weight: mean weight over those of the same steps that had the task; None if none had.
+        count: its elements in those steps.
+    """
+
+    start: float | None
+    end: float | None
+    weight: float | None
+    count: int
+
+    @property
+    def change(self) -> float | None:
+        return None if self.start is None or self.end is None else self.end - self.start
+
+
+@dataclass(kw_only=True)
+class RunHistory:
+    """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
+    data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
+    whose weights the balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the
+    start. end_lines: logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the
+    last line, by their names. lesson: of learned masks, in the last line."""
+
+    tasks: dict[str, TaskHistory] = field(default_factory=dict)
+    outside_tasks: set[str] = field(default_factory=set)
+    worst_task: str | None = None
+    first_worst_task: str | None = None
+    first_step: int = 0
+    last_step: int = 0
+    loss_start: float | None = None
+    loss_end: float | None = None
+    end_lines: int = 0
+    skipped_steps: int = 0
+    training_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    step_seconds: float | None = None
+    processor_seconds: float | None = None
+    tokens_per_second: float | None = None
+    images_per_second: float | None = None
+    model_flops_utilisation: float | None = None
+    peak_memory_bytes: int = 0
+    cache: dict[str, int] = field(default_factory=dict)
+    validation_step: int | None = None
+    validation: Mapping[str, Any] | None = None
+    notices: dict[str, str] = field(default_factory=dict)
+    lesson: LastLesson | None = None
+
+    @property
+    def seconds_of_step(self) -> float | None:
+        """What a step costs: of processors on a CPU, so that what ran beside it does not count, and of time on a GPU;
+        None: no step was logged."""
+        return self.step_seconds if self.processor_seconds is None else self.processor_seconds
+
+    @property
+    def diverged(self) -> str:
+        """Why the end of the run is no result: most steps were skipped, and no loss is finite there; or the tasks'
+        losses, as they are without weights, are far above where they began. Empty: it is one."""
+        since = f"from step {end_begins(self.last_step)} on"
+        if self.loss_end is None and 2 * self.skipped_steps > self.last_step:
+            return f"{self.skipped_steps} of {self.last_step} steps were skipped, and no loss is finite {since}"
+        both = [
+            (task.start, task.end) for task in self.tasks.values() if task.start is not None and task.end is not None
+        ]
+        start, end = (statistics.fmean(each) for each in zip(*both, strict=True)) if both else (0.0, 0.0)
+        return f"the tasks' mean loss was {start:.4g}, and is {end:.4g} {since}" if end > DIVERGED * start > 0 else ""
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the steps' time that was spent waiting for the loader; None before the first step."""
+        return self.data_wait_seconds / self.training_seconds if self.training_seconds else None
+
+
+FEWEST = 30
+"""Elements below which a task's figure is noise: it is not put into words, and not the worst if another has as many."""
+
+
+def worst_task(
+    losses: Mapping[Name, float | None], counts: Mapping[Name, int | None], outside: Iterable[Name] = ()
+) -> Name | None:
+    """Return the task with the largest loss among those with FEWEST elements or more; of all if none has as many; None
+    if there is none. The first of equal ones. Every table and figure that names a worst task asks here.
+
+    Args:
+        counts: measured elements, or rows; None: not known, and taken for enough.
+        outside: tasks that take no part in the maximum.
+    """
+    left_out = set(outside)
+    inside = {name: loss for name, loss in losses.items() if loss is not None and name not in left_out}
+    enough = [name for name in inside if (count := counts.get(name)) is None or count >= FEWEST]
+    return max(enough or inside, key=lambda name: inside[name], default=None)
+
+
+def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, Any]]) -> TaskHistory:
+    """What the last lines say about one task."""
+    entries = [line["tasks"][name] for line in lines if name in line["tasks"]]
+    seen = [entry for entry in entries if entry["loss"] is not None and entry["count"] > 0]
+    count = sum(entry["count"] for entry in seen)
+    end = sum(entry["loss"] * entry["count"] for entry in seen) / count if count else None
+    weights = [entry["weight"] for entry in seen if entry["weight"] is not None]
+    return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else None, count=count)
+
+
+def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
+    """What hooks have to say to the reader, as `notice` among their values, by the hooks' names."""
+    found = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
+    return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
+
+
+MEDIANS = ("step_seconds", "processor_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
+"""Fields of a line of which a run's history has the median."""
+
+
+def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lambda line: None) -> RunHistory:
+    """Read a run's metrics, each line shown to `also`, too. Raises what `read_metrics` raises."""
+    history = RunHistory()
+    starts: dict[str, float | None] = {}
+    recent: deque[dict[str, Any]] = deque()
+    last: dict[str, Any] | None = None
+    columns: dict[str, list[float]] = {name: [] for name in MEDIANS}
+    for line in read_metrics(run_dir):
+        also(line)
+        if line.get("validation") is not None:
+            history.validation_step, history.validation = line["step"], line["validation"]
+        if "tasks" not in line:
+            continue
+        history.first_step = history.first_step or line["step"]
+        steps = line["step"] - history.last_step
+        history.training_seconds += (line.get("step_seconds") or 0.0) * steps
+        for name, count in (line.get("cache") or {}).items():
+            history.cache[name] = history.cache.get(name, 0) + count
+        history.data_wait_seconds += (line.get("data_wait_seconds") or 0.0) * steps
+        history.last_step = line["step"]
+        history.skipped_steps += 0 if line.get("applied", True) else 1
+        history.peak_memory_bytes = max(history.peak_memory_bytes, line.get("peak_memory_bytes", 0))
+        history.outside_tasks.update(line.get("outside_tasks", ()))
+        for name, values in columns.items():
+            if line.get(name) is not None:
+                values.append(line[name])
+        for name, entry in line["tasks"].items():
+            starts[name] = entry["loss"] if starts.get(name) is None else starts[name]
+        if history.loss_start is None:
+            history.loss_start = line.get("loss")
+        last = line
+        recent.append({name: line.get(name) for name in ("step", "loss", "tasks")})
+        while recent[0]["step"] < end_begins(history.last_step):
+            recent.popleft()
+    history.end_lines = len(recent)
+    if last is not None:
+        history.notices = notices_of(last)
+        history.lesson = record(_Line, last, str(Path(run_dir) / METRICS_FILE), RefusedError).multilevel
+    losses = [line["loss"] for line in recent if line.get("loss") is not None]
+    history.loss_end = statistics.fmean(losses) if losses else None
+    history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}
+    counts, outside = {name: task.count for name, task in history.tasks.items()}, history.outside_tasks
+    history.worst_task = worst_task({name: task.end for name, task in history.tasks.items()}, counts, outside)
+    history.first_worst_task = worst_task(starts, counts, outside)
+    for name, values in columns.items():
+        setattr(history, name, statistics.median(values) if values else None)
+    return history

@@ -1,0 +1,268 @@
+"""The one thing the loop talks to about its progress; on other ranks than 0 it does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import Config
+from trp_scale.config.json_files import read_object
+from trp_scale.models.flops import peak_flops, peak_memory_bytes
+from trp_scale.training.metrics import MetricsWriter, finite, read_history, worst_task
+from trp_scale.training.progress import Display, open_display
+from trp_scale.training.records import RunInfo, StepRecord
+from trp_scale.training.report import REPORT_FILE, SUMMARY_FILE, report, report_table
+from trp_scale.training.sinks import Sink, open_sinks
+from trp_scale.training.standing import hook_lines
+
+
+class Observer:
+    """Writes metrics, shows progress, and ends with the report. Makes no collective call.
+
+    Args:
+        run_dir: the run directory; must exist or be creatable.
+        config: the run's settings (`logging`, `validation`, `training.steps`, `training.precision` are read).
+        tasks: names of the objective's tasks, in order.
+        info: what does not change during the run.
+        enabled: True on rank 0; elsewhere every method does nothing.
+        cache_use: what this rank has done with the cache of remote tars since the last call; empty if nothing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        tasks: tuple[str, ...],
+        info: RunInfo,
+        enabled: bool = True,
+        cache_use: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.tasks = tasks
+        self.info = info
+        self.enabled = enabled
+        self.cache_use = cache_use
+        self.peak_flops = peak_flops(info.device_name, config.training.precision)
+        self._began = time.monotonic()
+        self._seconds: list[float] = []
+        self._used: list[float] = []
+        self._waits: list[float] = []
+        self._held: dict[str, Any] | None = None
+        # Not the first step of a resumed run: its lines are those of a run that was never stopped.
+        self._first = info.start_step == 0
+        self._made = False
+        self._summary: dict[str, Any] | None = None
+        self._refused: list[Sink] = []
+        self._hook_lines: dict[str, str] = {}
+        if enabled:
+            self._writer = MetricsWriter(self.run_dir, self.message)
+            self._sinks: list[Sink] = open_sinks(self.run_dir, config, info)
+            self._display: Display = open_display(config, info, self.run_dir)
+
+    def wants(self, step: int) -> bool:
+        """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
+        every, last = self.config.logging.every, self.config.training.steps
+        return self._first or step % max(1, every) == 0 or step >= last or self._validated(step)
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step; call it for each one. Writes a line when `wants` says so or the step was skipped.
+
+        The line of a step that is validated is written together with its validation: call `validation` next, and write
+        the checkpoint of that step after it.
+        """
+        if not self.enabled:
+            return
+        self._made = True
+        self._write_held()
+        self._seconds.append(record.step_seconds)
+        self._used.append(record.processor_seconds)
+        self._waits.append(record.data_wait_seconds)
+        logged = self.wants(record.step) or not record.applied
+        self._first = False
+        speed = self.info.positions_per_step / max(statistics.fmean(self._seconds), 1e-9)
+        losses = {name: task.loss for name, task in record.tasks.items()}
+        counts = {name: task.count for name, task in record.tasks.items()}
+        self._display.update(record, speed, worst_task(losses, counts, self.info.outside_tasks))
+        if not record.applied:
+            is_finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+            why = "are far above those of the last steps" if is_finite else "are not finite"
+            self.message(
+                f"step {record.step} skipped: loss {record.loss:g} and gradient norm {record.grad_norm:g} {why}"
+            )
+        if logged:
+            self._held = self._line(record, speed)
+            self._seconds, self._used, self._waits = [], [], []
+            if not self._validated(record.step):
+                self._write_held()
+
+    def validation(self, step: int, losses: Mapping[str, Any]) -> None:
+        """Losses over the held-out split after `step`, as `validate` gives them."""
+        if not self.enabled:
+            return
+        self._made = True
+        if self._held is not None and self._held["step"] == step:
+            self._held["validation"] = dict(losses)
+            self._write_held()
+        else:
+            self._write({"step": step, "validation": dict(losses)})
+        total = losses.get("loss")
+        self.message(f"step {step}: validation loss {total:.4f}" if total is not None else f"step {step}: validated")
+
+    def message(self, text: str) -> None:
+        """Print a line above the live display."""
+        if self.enabled:
+            self._display.message(text)
+
+    def diverged(self) -> str:
+        """Why the run's end is no result (`RunHistory.diverged`); empty: it is one."""
+        self._write_held()
+        why = read_history(self.run_dir).diverged
+        return why and f"diverged: {why}"
+
+    def close(self, reason: str, start: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """End the display, write summary.json and report.txt, print the report. A second call does nothing.
+
+        Args:
+            reason: why the run ends: "finished", "SIGTERM", "max_hours", an error's text.
+            start: of its start and its graphs (throughput.StartUp).
+
+        Returns:
+            the contents of summary.json; empty on other ranks than 0.
+        """
+        if not self.enabled:
+            return {}
+        if self._summary is not None:
+            return self._summary
+        self._write_held()
+        self._writer.close()
+        self._display.close()
+        self._summary = self._summarise(reason, start or {})
+        if not self._is_told_already():
+            text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
+            self._leave(SUMMARY_FILE, lambda: text)
+            self._leave(REPORT_FILE, lambda: report(self.run_dir))
+        for sink in self._sinks:
+            self._to_sink(sink, partial(sink.close, self._summary))
+        self._display.show(report_table(self.run_dir))
+        return self._summary
+
+    def _is_told_already(self) -> bool:
+        """Whether this start has made nothing, and the summary is that of the start that made the last step."""
+        path = self.run_dir / SUMMARY_FILE
+        return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
+
+    def _validated(self, step: int) -> bool:
+        every = self.config.validation.every
+        return every > 0 and (step % every == 0 or step >= self.config.training.steps)
+
+    def _line(self, record: StepRecord, speed: float) -> dict[str, Any]:
+        missing = [name for name in self.tasks if name not in record.tasks]
+        if missing:
+            raise ValueError(
+                f"step {record.step}: tasks {missing} are not listed; absent ones come with count 0, loss None"
+            )
+        seconds, on_gpu = statistics.fmean(self._seconds), self.info.device_name != "cpu"
+        utilisation = None
+        if self.peak_flops and self.info.flops_per_step:
+            utilisation = self.info.flops_per_step / (max(seconds, 1e-9) * self.peak_flops * self.info.devices)
+        line: dict[str, Any] = {
+            "step": record.step,
+            "loss": record.loss,
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "tasks": {name: asdict(record.tasks[name]) for name in self.tasks},
+            "outside_tasks": list(self.info.outside_tasks),
+            "step_seconds": seconds,
+            "processor_seconds": None if on_gpu else statistics.fmean(self._used),
+            "data_wait_seconds": statistics.fmean(self._waits),
+            "data_wait_share": statistics.fmean(self._waits) / max(seconds, 1e-9),
+            "tokens_per_second": speed,
+            **({"images_per_second": self.info.images_of(speed)} if self.info.images_per_step else {}),
+            "model_flops": self.info.flops_per_step or None,
+            "model_flops_utilisation": utilisation,
+            "peak_memory_bytes": peak_memory_bytes(on_gpu=on_gpu),
+            "applied": record.applied,
+        }
+        if use := self.cache_use():
+            line["cache"] = dict(use)
+        taken = sorted(set(line) & set(record.hooks))
+        if taken:
+            raise ValueError(f"hook names {taken} are fields of a line of metrics: rename the hooks")
+        return line | {name: dict(values) for name, values in record.hooks.items()}
+
+    def _write_held(self) -> None:
+        if self._held is not None:
+            line, self._held = self._held, None
+            self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._writer.write(line)
+        self._display.line(line)
+        self._hook_lines |= hook_lines(self.info, line)
+        for sink in self._sinks:
+            self._to_sink(sink, partial(sink.write, line))
+
+    def _to_sink(self, sink: Sink, action: Callable[[], None]) -> None:
+        """What goes to a sink; its own storage may fail, and metrics.jsonl is the truth."""
+        try:
+            action()
+        except OSError as error:
+            if sink not in self._refused:
+                self.message(f"{type(sink).__name__}: cannot be written ({error}); its curves lack steps")
+                self._refused.append(sink)
+
+    def _leave(self, name: str, content: Callable[[], str]) -> None:
+        """Write a file of the run directory, whole or not at all; storage that refuses it is asked a few times."""
+        path = self.run_dir / name
+        temporary = path.with_name(f".{name}.tmp")
+        for pause in (0.2, 1.0, 0.0):
+            try:
+                temporary.write_text(content(), encoding="utf-8")
+                temporary.replace(path)
+                return
+            except OSError as error:
+                refused = error
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            time.sleep(pause)
+        print(f"{path}: could not be written ({refused})", file=sys.stderr)
+
+    def _summarise(self, reason: str, start: Mapping[str, Any]) -> dict[str, Any]:
+        history = read_history(self.run_dir)
+        summary = {
+            "exit_reason": reason,
+            "steps": history.last_step,
+            "steps_asked": self.config.training.steps,
+            "start_step": self.info.start_step,
+            "wall_seconds": time.monotonic() - self._began,
+            "tokens": history.last_step * self.info.positions_per_step,
+            "step_seconds": history.step_seconds,
+            "data_wait_share": history.data_wait_share,
+            "loader_workers": self.info.workers,
+            "loader_workers_asked": self.info.workers_asked,
+            "tokens_per_second": history.tokens_per_second,
+            "model_flops_utilisation": history.model_flops_utilisation,
+            "peak_memory_bytes": history.peak_memory_bytes,
+            "cache": history.cache or None,
+            "skipped_steps": history.skipped_steps,
+            "loss": history.loss_end,
+            "worst_task": history.worst_task,
+            "tasks": {name: asdict(task) for name, task in history.tasks.items()},
+            "validation": history.validation,
+            "rows": dict(self.info.rows),
+            "description": self.info.description,
+            "hooks": list(self._hook_lines.values()),
+            **start,
+        }
+        cleaned: dict[str, Any] = finite(summary)
+        return cleaned

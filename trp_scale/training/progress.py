@@ -1,0 +1,211 @@
+"""The live display on rank 0's terminal; plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.config import Config, RefusedError
+from trp_scale.console import Outlet
+from trp_scale.training.records import RunInfo, StepRecord
+from trp_scale.training.report import REPORT_WIDTH
+from trp_scale.training.standing import Standing
+
+PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
+"""live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
+
+PLAIN_SECONDS = 10.0
+"""Time between two plain lines."""
+
+SMOOTHING_SECONDS = 30.0
+"""Steps of this long ago still count in the remaining time of the live display."""
+
+
+class Display(Protocol):
+    """Shows how far the run is."""
+
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None: ...
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
+
+    def message(self, text: str) -> None: ...
+
+    def show(self, content: RenderableType) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """Some lines each PLAIN_SECONDS: for logs and pipes. `lines` False keeps messages and the report only."""
+
+    def __init__(self, steps: int, info: RunInfo, lines: bool = True, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._steps = steps
+        self._lines = lines
+        self._standing = Standing(info)
+        self._began = time.monotonic()
+        self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
+        self._next = 0.0
+        self._shown: list[str] = []
+
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
+        now = time.monotonic()
+        self._standing.update(record, positions_per_second, worst_task)
+        if not self._lines or (now < self._next and record.step < self._steps):
+            return
+        self._next = now + PLAIN_SECONDS
+        said = f"elapsed {timedelta(seconds=round(now - self._began))}"
+        if self._paced is None:
+            self._paced = record.step, now
+        elif record.step > self._paced[0]:
+            a_step = (now - self._paced[1]) / (record.step - self._paced[0])
+            said += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
+        self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {said}")
+        before, self._shown = self._shown, list(self._standing.more())
+        for line in self._shown:
+            if line not in before:
+                self.message(f"  {line}")
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self._standing.line(line)
+
+    def message(self, text: str) -> None:
+        # Logs are searched: a message is not to be broken at 80 columns.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, content: RenderableType) -> None:
+        console = self._console
+        if not console.is_terminal:  # a log has no width: nothing is cut at the 80 columns that rich takes
+            console = Console(file=console.file, width=max(REPORT_WIDTH, console.width))
+        console.print(content)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+CURVE = 24
+"""Characters of a task's curve."""
+
+WEIGHT = 16
+"""Characters of the bar of a whole weight."""
+
+
+class LiveDisplay:
+    """Progress bar, and a table of the tasks with the curves of their losses and their weights as bars, redrawn in
+    place four times a second."""
+
+    def __init__(
+        self,
+        steps: int,
+        info: RunInfo,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._outside = info.outside_tasks
+        self._standing = Standing(info)
+        self._worst: str | None = None
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            get_time=clock,
+            speed_estimate_period=SMOOTHING_SECONDS,
+            expand=True,
+        )
+        self._task = self._progress.add_task("steps", total=steps, completed=info.start_step)
+        self._live = Live(get_renderable=self.drawn, console=self._console, refresh_per_second=4, transient=True)
+        self._live.start()
+        # A run that ends in an error without close() would leave the terminal without a cursor.
+        atexit.register(self._live.stop)
+
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
+        # The thread of rich draws what is current: a fast run pays for some sums here, not for a redraw.
+        self._standing.update(record, positions_per_second, worst_task)
+        self._worst = worst_task
+        self._progress.update(self._task, completed=record.step)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self._standing.line(line)
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def show(self, content: RenderableType) -> None:
+        self._console.print(content)
+
+    def close(self) -> None:
+        self._live.stop()
+        atexit.unregister(self._live.stop)
+
+    def drawn(self) -> RenderableType:
+        """What is shown now."""
+        record = self._standing.record
+        if record is None:
+            return self._progress
+        lines = [Text(line, style="dim") for line in self._standing.more()]
+        return Group(self._tasks(record), Text(self._standing.steps()), *lines, self._progress)
+
+    def _tasks(self, record: StepRecord) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(*(Text(name, style="dim") for name in ("task", "loss", "so far", "weight", "", "elements")))
+        for name, task in record.tasks.items():
+            style = (
+                "bold red" if name == self._worst and len(record.tasks) > 1 else "dim" if name in self._outside else ""
+            )
+            curve = self._standing.curves.get(name)
+            loss, drawn = (f"{curve.now:.4f}", curve.drawn(CURVE)) if curve is not None else ("-", "")
+            table.add_row(
+                Text(name, style=style),
+                Text(loss, style=style),
+                Text(drawn, style=style),
+                f"{task.weight:.4f}",
+                ProgressBar(total=1.0, completed=min(1.0, task.weight), width=WEIGHT),
+                Text(f"{task.count:,}"),
+            )
+        return table
+
+
+def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
+    """The display that fits the terminal, `logging.progress` and TRP_SCALE_PROGRESS.
+
+    Raises:
+        RefusedError: TRP_SCALE_PROGRESS is none of live, plain, off.
+    """
+    wish = os.environ.get(PROGRESS_VARIABLE, "")
+    if wish not in ("", "live", "plain", "off"):
+        raise RefusedError(
+            f"{PROGRESS_VARIABLE} is {wish!r}; allowed: live, plain, off, or unset to choose by the terminal"
+        )
+    outlet: Any = Outlet(sys.stdout, f"the run goes on: see {run_dir / METRICS_FILE}")
+    console = Console(file=outlet, force_terminal=True if wish == "live" else None)
+    shown = config.logging.progress and wish != "off"
+    steps = config.training.steps
+    if shown and (wish == "live" or (wish == "" and console.is_terminal and not console.is_dumb_terminal)):
+        display: Display = LiveDisplay(steps, info, console)
+    else:
+        display = PlainDisplay(steps, info, lines=shown, console=console)
+    a_step = f"{info.images_per_step:,} images" if info.images_per_step else f"{info.positions_per_step:,} tokens"
+    head = f"{info.description}; {a_step} a step; {run_dir}"
+    display.message(head.removeprefix("; "))
+    return display
