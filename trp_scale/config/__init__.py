@@ -2,7 +2,7 @@
 
 The string under a field is its help text on the command line (`--section.field value`). A field whose name is a Python
 keyword ends in an underscore here and nowhere else (`crops.from`). This package imports nothing of ours; reading and
-checking live in `trp_scale/recipes/`.
+checking are in `loader.py` and `checks.py`.
 """
 
 from __future__ import annotations

@@ -257,8 +257,9 @@ def test_a_hook_is_described_once() -> None:
 
 def test_what_rooms_describe_is_logged_by_their_hooks() -> None:
     """A metric that was renamed would leave the page without its plot."""
-    package = Path(cli.__file__).parent
-    for name, room in (("adversary", "adversary"), ("multilevel", "masks"), ("probes", "downstream/online")):
+    package = Path(cli.__file__).parents[1]
+    rooms = {"adversary": "methods/adversary", "multilevel": "methods/learned_masks", "probes": "evaluation/online"}
+    for name, room in rooms.items():
         described = metric_plots.metrics_description(name)
         assert described is not None
         files = [path for path in (package / room).glob("*.py") if path.name not in ("settings.py", "__init__.py")]

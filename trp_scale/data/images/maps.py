@@ -6,7 +6,7 @@ modality may have:
     "exact": rendered, not measured or predicted;
     "directory": "shards" (or absent) if the maps are members of the image's own sample, else a directory of DATASET
         with tars of the same names, keys and order;
-and what its own format adds, such as the classes of segmentation (trp_scale/modalities).
+and what its own format adds, such as the classes of segmentation (trp_scale/pretraining/modalities).
 A text file may name classes: one name a line, in the order of their numbers.
 """
 

@@ -18,7 +18,7 @@ TASK_TAPS = Extra("task_taps")
 
 
 class MultimodalReconstruction:
-    """A task for each output, whose errors its modality says (trp_scale/modalities).
+    """A task for each output, whose errors its modality says (trp_scale/pretraining/modalities).
 
     Losses are of masked patches only; of an output that is no input every patch is masked. What a task's sum and count
     are follows objective.reduction; an element is what the modality says, a pixel or a whole patch:
