@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertModel, ViTMAEConfig, ViTMAEForPreTraining
 
 from tests.faults.readers import Case, Reader, Target
-from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, save_step, whole_state
+from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, renew_digest, save_step, whole_state
 from trp_scale.checkpoint.document import DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.resume import check_settings, cut_metrics, select
@@ -70,7 +69,7 @@ def ck_document(directory: Path) -> Case:
     path = checkpoint(directory / "run")
 
     def read() -> None:
-        _forget_digest(path)
+        renew_digest(path / DOCUMENT_NAME)  # so that what reads it sees the damage
         incompleteness(path)
         engine = FakeEngine(0, random_split(1, 1, SHAPES), {"weight": whole_state(99, SHAPES)["weight"]})
         load(path, engine=engine, group=ALONE)
@@ -78,22 +77,15 @@ def ck_document(directory: Path) -> Case:
     return Case(targets=[Target(path=path / DOCUMENT_NAME, kind="json")], read=read)
 
 
-def _forget_digest(path: Path) -> None:
-    """Make checkpoint.json one of an older version, without a digest of its own, so that what reads it sees the
-    damage."""
-    document = path / DOCUMENT_NAME
-    document.write_bytes(re.sub(rb'"digest": "[0-9a-f]{64}",', b"", document.read_bytes(), count=1))
-
-
 def _mend_checksums(path: Path) -> None:
     """checkpoint.json says the size and the checksums of the files that are there."""
-    _forget_digest(path)
     document = json.loads((path / DOCUMENT_NAME).read_text())
     for entry in document["files"]:
         content = (path / entry["name"]).read_bytes()
         entry["size"] = len(content)
         entry["crc32"] = [zlib.crc32(content[start : start + CHUNK]) for start in range(0, len(content), CHUNK)]
     (path / DOCUMENT_NAME).write_text(json.dumps(document))
+    renew_digest(path / DOCUMENT_NAME)
 
 
 def ck_safetensors(directory: Path) -> Case:
@@ -125,7 +117,7 @@ def resume_select(directory: Path) -> Case:
     path = checkpoint(run)
 
     def read() -> None:
-        _forget_digest(path)
+        renew_digest(path / DOCUMENT_NAME)  # so that what reads it sees the damage
         found = select(run, "auto", ALONE).checkpoint
         if found is not None:
             from trp_scale.checkpoint.document import read_document

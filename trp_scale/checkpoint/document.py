@@ -110,10 +110,11 @@ def read_document(directory: Path) -> CheckpointDocument:
             f"{path}: a checkpoint of format {quoted(found[0])}, and this version reads format {FORMAT} only; read it "
             "with the version that wrote it, or start a new run"
         )
-    digested = check_digest(path, content)
+    check_digest(path)
+    content.pop("digest")
     document = record(CheckpointDocument, content, str(path), CheckpointError)
     check_tensors(path, document)
-    check_consistent(directory, document, digested=digested)
+    check_consistent(directory, document)
     return document
 
 
@@ -140,34 +141,20 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
             )
 
 
-def check_digest(path: Path, content: dict[str, Any]) -> bool:
-    """Compare checkpoint.json with the digest that it begins with. One of an older version has none.
+def check_digest(path: Path) -> None:
+    """Compare checkpoint.json with the digest that it begins with.
 
-    Args:
-        content: what was read from it; its digest is taken out.
-
-    Returns:
-        whether it has one.
     Raises:
-        CheckpointError: some byte is not as it was written.
+        CheckpointError: a byte differs from what was written, or there is no digest.
     """
-    if content.pop("digest", None) is None:
-        return False
     raw = path.read_bytes()
     begin = _DIGEST.match(raw)
     if begin is None or hashlib.sha256(_DIGEST.sub(rb"\1\3", raw, count=1)).hexdigest().encode() != begin[2]:
         raise CheckpointError(f"{path}: does not have the digest that it was written with")
-    return True
 
 
-def check_consistent(directory: Path, document: CheckpointDocument, *, digested: bool) -> None:
-    """What must agree in every checkpoint, also in one of an older version, whose document has no digest.
-
-    In those older ones each step took a whole global batch of the train source, also where it was skipped or blocks
-    were left out. Where the sources of learned masks stand follows from no step.
-
-    Args:
-        digested: its bytes are those that were written.
+def check_consistent(directory: Path, document: CheckpointDocument) -> None:
+    """Check that the directory's name and the stored settings agree with the document.
 
     Raises:
         CheckpointError: naming the field, the value found and the one expected.
@@ -177,13 +164,7 @@ def check_consistent(directory: Path, document: CheckpointDocument, *, digested:
     if named is not None and int(named[1]) != document.step:
         raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
     batch = Fields(document.config, f"{path}: config", CheckpointError).section("batch")
-    rows = batch.whole("global_size", default=0)
-    taken = document.cursors.get("train")
-    if not digested and rows and taken not in (None, document.step * rows):
-        raise CheckpointError(
-            f"{path}: cursor {taken} of the train source found at step {document.step}, {document.step * rows} "
-            f"expected (global batches of {rows} rows)"
-        )
+    batch.whole("global_size", default=0)
 
 
 def read_hooks_state(directory: Path, document: CheckpointDocument) -> dict[str, Any]:

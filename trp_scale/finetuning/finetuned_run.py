@@ -47,7 +47,7 @@ class FinetunedRun(ReadRun):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes that the model tells apart; None where it has none, or an older version wrote it."""
+        """Names of the classes that the model tells apart; None where it has none."""
         names = self.document.extra.get("classes")
         return None if names is None else tuple(names)
 
@@ -134,7 +134,7 @@ def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment)
         named = sorted([*(own.keys() ^ weights.keys()), *other])
         raise RefusedError(
             f"{run.checkpoint}: not the weights of this model ({', '.join(named[:5])}); measured on data of other "
-            "classes, or written by another version"
+            "classes"
         )
     with torch.no_grad():
         for name, parameter in own.items():

@@ -139,7 +139,7 @@ def join(found: list[SeedResult]) -> TaskResult:
         metrics={
             name: [one.metrics[name] for one in found]
             for name in first.metrics
-            if all(name in one.metrics for one in found)  # an older version may have written one
+            if all(name in one.metrics for one in found)
         },
         detail=[one.detail for one in found],
         rows=first.rows,

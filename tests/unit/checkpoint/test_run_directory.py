@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.fake_engine import on_ranks, save_step, whole_state
+from tests.unit.checkpoint.fake_engine import on_ranks, renew_digest, save_step, whole_state
 from trp_scale.checkpoint import manager, run_directory, tensor_file
 from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument
@@ -151,11 +151,11 @@ def test_an_incomplete_one_does_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def reshape(path: Path, **fields: Any) -> None:
-    """Change fields of the first tensor, in a document without a digest, as older versions wrote it."""
+    """Change fields of the first tensor, with the digest of the new content."""
     content = json.loads(path.read_text())
-    del content["digest"]
     next(iter(content["tensors"].values())).update(fields)
     path.write_text(json.dumps(content))
+    renew_digest(path)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class LearnedMasks(Hook):
         steps = state["counters"]
         self.inner_steps, self.head_steps = int(steps["inner_steps"]), int(steps["head_steps"])
         self.outer_steps, self.unrolled = int(steps["outer_steps"]), bool(steps["unrolled"])
-        self.masker.load_state_dict(state.get("lesson", {}))  # checkpoints of older versions have none
+        self.masker.load_state_dict(state["lesson"])
         self.outer.load_state_dict(state["outer"])
 
 

@@ -109,13 +109,12 @@ class MultimodalUpstream(UpstreamParts):
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Rows whose maps have the classes of those that the run learned from; a checkpoint of an older version says
-        only how many."""
+        """Refuse rows whose maps have other classes than those that the run learned from."""
         assert isinstance(rows.meta, ImageMeta)
         for name, learned in extra[CLASSES].items():
             kind, stored = find("modality", name).load(), rows.meta.maps[name]
             found, names = kind.classes(stored), list(kind.class_names(stored))
-            if found != learned or names != extra.get(CLASS_NAMES, {}).get(name, names):
+            if found != learned or names != extra[CLASS_NAMES][name]:
                 raise RefusedError(
                     f"{path}: {name} maps of {found} classes found ({shortened(', '.join(names))}), the run has "
                     f"learned {learned} others; give data of the same classes, in the same order"
