@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trp_scale.config.flags import refuse_old_names
 from trp_scale.config.listing import summaries
 from trp_scale.config.loader import read_section, setting_name
 from trp_scale.config.registry import MAIN, load_module, registered_as
@@ -176,7 +175,6 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
     for name in given.get("module", ()):
         load_module(name)
     kind = ShardImagesConfig.completed()
-    refuse_old_names(kind, given)
     return shard(read_section(kind, given, "trp_scale.shard_images"))
 
 

@@ -436,5 +436,5 @@ class Config:
 class PretrainConfig(Config):
     """One pre-training run; what the upstream task `upstream` has of its own is in a class derived from this."""
 
-    upstream: str = setting("", was=("model.kind", "objective.kind"))
+    upstream: str = setting("")
     """What the encoder learns from; a recipe's, or a name that a module of yours registers."""

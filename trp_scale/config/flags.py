@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -21,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 import tyro
 
 from trp_scale.config.registry import find, kinds_beside, load_module, names, preparation_sections
-from trp_scale.config.settings import Section, Settings, was
+from trp_scale.config.settings import Section, Settings
 from trp_scale.errors import RefusedError, escape_name
 
 Arguments = TypeVar("Arguments")
@@ -100,21 +99,6 @@ class TakesModalities(TakesModules):
         return kind() if found is None and kind is not None else found
 
 
-def refuse_old_names(kind: type[Any], given: Collection[str]) -> None:
-    """Refuse a setting of a command that is one of a section now.
-
-    Args:
-        given: names of settings, as flags have them without their dashes.
-
-    Raises:
-        RefusedError: names the new flag.
-    """
-    for name, section in get_type_hints(kind).items():
-        for each in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
-            if old := next((one for one in was(each) if one in given), ""):
-                raise RefusedError(f"--{old}: this setting is now --{name}.{each.name}")
-
-
 @dataclasses.dataclass(kw_only=True)
 class ReadsRuns(TakesModules):
     """A command that reads runs."""
@@ -166,8 +150,6 @@ def read(
             load_module(module)
     if issubclass(kind, TakesModalities):
         kind = kind.completed()
-        flags = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]
-        refuse_old_names(kind, [flag.replace("-", "_") for flag in flags])
     parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
     return parsed
 
@@ -189,54 +171,7 @@ def _parsed(
         argv = ["--help"]
     elif any(word in HELP for word in argv):
         _help(kind, prog, first, settings)
-    try:
-        return tyro.cli(kind, prog=prog, args=list(argv), **settings)
-    except SystemExit as error:
-        if error.code and settings["console_outputs"] and hasattr(settings.get("default"), "config"):
-            print("".join(f"{line}\n" for line in _of_other_trainers(kind, argv)), end="", file=sys.stderr)
-        raise
-
-
-OTHER_NAMES = {
-    "batch_size": "--batch.global_size, of all ranks together",
-    "bf16": "--training.precision bf16",
-    "data_dir": "--data.path",
-    "dataloader_num_workers": "--data.workers",
-    "deepspeed": "--ds_config FILE",
-    "device": "no flag: a GPU where there is one; CUDA_VISIBLE_DEVICES chooses, and empty means none",
-    "epochs": "--training.steps (--downstream.epochs when fine-tuning)",
-    "eval_steps": "--validation.every",
-    "fp16": "--training.precision fp16",
-    "gpus": "no flag: the launcher has it, torchrun as nproc_per_node, deepspeed as num_gpus",
-    "gradient_accumulation_steps": "no flag: it follows from --batch.global_size, --batch.micro_size and the ranks",
-    "learning_rate": "--optimizer.lr",
-    "num_gpus": "no flag: the launcher has it, torchrun as nproc_per_node, deepspeed as num_gpus",
-    "optimizer.learning_rate": "--optimizer.lr",
-    "logging_steps": "--logging.every",
-    "lr_scheduler_type": "--optimizer.schedule",
-    "mask_ratio": "--masking.ratio",
-    "max_grad_norm": "--optimizer.clipping",
-    "max_steps": "--training.steps",
-    "model_name_or_path": "--model.weights",
-    "num_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
-    "num_train_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
-    "num_workers": "--data.workers",
-    "output_dir": "--run_dir",
-    "per_device_train_batch_size": "--batch.micro_size; of all ranks together: --batch.global_size",
-    "save_steps": "--checkpoint.every",
-    "save_total_limit": "--checkpoint.keep",
-    "warmup_steps": "--optimizer.warmup_steps",
-}
-"""Flags of transformers' Trainer and of MAE's scripts, and what stands here in their place."""
-
-
-def _of_other_trainers(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:
-    """A line for each flag that another trainer has, and this command has not."""
-    own = {field.name for field in dataclasses.fields(kind)}
-    for word in argv:
-        name = word.partition("=")[0]
-        if name.startswith("--") and name[2:] not in own and (here := OTHER_NAMES.get(name[2:].replace("-", "_"))):
-            yield f"{name} of other trainers is here {here}"
+    return tyro.cli(kind, prog=prog, args=list(argv), **settings)
 
 
 def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:

@@ -21,18 +21,16 @@ from trp_scale.config.flags import clean_text
 from trp_scale.config.inheritance import Inherited, inherit
 from trp_scale.config.recipes import RECIPES, mapping_at, registered_recipes
 from trp_scale.config.registry import (
-    LISTED,
     RUNS,
     Component,
     find,
-    kind_in_place_of,
     listed_roles,
     load_module,
     registered,
     runs,
 )
 from trp_scale.config.schema import LARGEST
-from trp_scale.config.settings import Settings, was
+from trp_scale.config.settings import Settings
 from trp_scale.config.yaml_files import read_yaml, write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, listed_problems, quoted, shortened
 
@@ -297,7 +295,7 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
         if key not in fields and len(problems) >= MOST_PROBLEMS:
             problems.append(f"{where}: unknown key")  # the nearest name is not looked for any more
         elif key not in fields:
-            problems.append(f"{where}: {_unknown(run, kind, str(key)[:LONGEST_QUOTE], value, path, fields)}")
+            problems.append(f"{where}: {_unknown(run, kind, str(key)[:LONGEST_QUOTE], path, fields)}")
         if key not in fields:
             continue
         field = fields[key]
@@ -325,9 +323,9 @@ def _component(field: dataclasses.Field[Any], document: object, where: str, prob
         return default
 
 
-def _unknown(run: type[Any], kind: type[Any], key: str, value: object, path: str, siblings: Mapping[str, Any]) -> str:
-    """Why a section has no such key: it has another name now, or other kinds or other runs have it."""
-    if words := elsewhere(run, kind, path, key, value):
+def _unknown(run: type[Any], kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
+    """Why a section has no such key: other kinds or other runs have it, or none."""
+    if words := describe_owners(run, kind, path, key):
         return words
     if not path and (roles := listed_roles(key)):
         what, lists = " or ".join(roles), " or ".join(name for name, role in run.lists.items() if role in roles)
@@ -336,49 +334,31 @@ def _unknown(run: type[Any], kind: type[Any], key: str, value: object, path: str
     return f"unknown key{_suggestion(key, path, siblings)}"
 
 
-def elsewhere(run: type[Any], kind: type[Any], section: str, key: str, value: object) -> str:
-    """Where a setting is that this run has not under this name; empty if nowhere.
+def describe_owners(run: type[Any], kind: type[Any], section: str, key: str) -> str:
+    """Kinds or runs that have a setting which this run does not have; empty if none has it.
 
     Args:
         run: the run's settings.
         kind: its section, or the run where it has no such section.
         section, key: of the setting; section is "" for a whole section.
-        value: that it is given.
     """
-    if new := kind_in_place_of(f"{section}.{key} {value}" if isinstance(value, str | int) else f"{section}.{key}"):
-        return f"this is now {new}"
-    if new := _new_name(kind, section, key):
-        return f"this setting is now {new}"
-    return _of_another_kind(kind, section, key) or _of_another_run(run, section, key)
+    return _describe_other_kinds(kind, section, key) or _describe_other_runs(run, section, key)
 
 
-def _new_name(kind: type[Any], section: str, key: str) -> str:
-    """What a setting is called that had the name `key` in this section, or in one that has not got it any more."""
-    for field in dataclasses.fields(kind):
-        if key in was(field):
-            return f"{section}.{setting_name(field.name)}"
-    own = [(f"{name if role in LISTED else role}.", each) for role, name, each in registered()]
-    for place, each in [*own, *(("", run) for _, _, run in runs())]:
-        for field in dataclasses.fields(each):
-            if f"{section}.{key}" in was(field):
-                return f"{place}{setting_name(field.name)}"
-    return ""
-
-
-def _of_another_kind(kind: type[Any], section: str, key: str) -> str:
+def _describe_other_kinds(kind: type[Any], section: str, key: str) -> str:
     """The kinds of a component's role that have a setting which this one has not."""
     role, own = next(((role, name) for role, name, settings in registered() if settings is kind), ("", ""))
     having = [
-        f"{name}{f' (as {setting_name(field.name)})' if key in was(field) else ''}"
+        name
         for other, name, settings in registered()
         if other == role
         for field in dataclasses.fields(settings)
-        if key in (setting_name(field.name), *was(field))
+        if key == setting_name(field.name)
     ]
     return f"a setting of kind {', '.join(having)}; this run's {section}.kind is {own}" if having else ""
 
 
-def _of_another_run(run: type[Any], section: str, key: str) -> str:
+def _describe_other_runs(run: type[Any], section: str, key: str) -> str:
     """The upstreams, or the tasks, whose runs have a section or a setting of one that this run has not."""
     # The last that fits: what a module registers may derive from one of the package's.
     fitting = [(role, name) for role, name, settings in runs() if issubclass(run, settings)]

@@ -58,7 +58,6 @@ class Component:
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as.
         implementation: "module:Class", or the class.
-        was: settings with a value, "section.setting value", that this kind stands for now.
         files, labels: modalities: its section of shard-images, and of pseudo-label; None: it has none there.
     """
 
@@ -69,7 +68,6 @@ class Component:
     after: tuple[str, ...]
     tasks: tuple[str, ...]
     implementation: str | type[Any]
-    was: tuple[str, ...] = ()
     files: type[Section] | None = None
     labels: type[Section] | None = None
 
@@ -109,7 +107,6 @@ def component(
     *,
     after: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
-    was: tuple[str, ...] = (),
     files: type[Section] | None = None,
     labels: type[Section] | None = None,
 ) -> Callable[[Class], Class]:
@@ -123,8 +120,6 @@ def component(
         name: that a recipe calls it by: letters, digits and underscores.
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as; none: its own name.
-        was: settings with a value, "section.setting value", that this kind stands for now; who still writes one is told
-            so.
         files, labels: modalities: sections of shard-images and pseudo-label, where `implementation` names the class.
 
     Raises:
@@ -168,7 +163,6 @@ def component(
             after=after,
             tasks=tasks or (name,),
             implementation=implementation or cls,
-            was=was,
             files=of_files,
             labels=of_labels,
         )
@@ -327,13 +321,6 @@ def runs() -> list[tuple[str, str, type[Any]]]:
     """(role, name, settings) of all components that a whole run is of."""
     _load_all()
     return [(each.role, each.name, each.settings) for each in _components.values() if each.role in RUNS]
-
-
-def kind_in_place_of(was: str) -> str:
-    """What a setting that is no more is now with this value, "section.setting value": "section.kind NAME". Empty where
-    no kind stands for it."""
-    _load_all()
-    return next((f"{each.role}.kind {each.name}" for each in _components.values() if was in each.was), "")
 
 
 def registered_as(thing: Settings | type[Any]) -> Component:

@@ -8,7 +8,6 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -20,7 +19,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import Modules, asks_for_help, read
 from trp_scale.config.loader import (
     TRAINING,
-    elsewhere,
+    describe_owners,
     flat,
     from_dict,
     known_recipes,
@@ -332,9 +331,9 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
 
 
 def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
-    """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
-    for argument, following in pairwise([*argv, ""]):
-        flag, _, value = argument.removeprefix("--").partition("=")
+    """Refuse a flag of another kind's setting, and name the kind."""
+    for argument in argv:
+        flag = argument.removeprefix("--").partition("=")[0]
         section, _, name = flag.replace("-", "_").partition(".")
         own = getattr(config, section, None)
         if not argument.startswith("--") or not name:
@@ -345,7 +344,7 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
         known = {setting_name(each.name) for each in dataclasses.fields(kind)}
         if own is not None and name in known:
             continue
-        if words := elsewhere(type(config), kind, section, name, value or following):
+        if words := describe_owners(type(config), kind, section, name):
             raise RefusedError(f"--{section}.{name}: {words}")
 
 

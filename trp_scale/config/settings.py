@@ -39,16 +39,14 @@ class Range:
         return f"{lower} and {upper}" if lower and upper else lower or upper
 
 
-def setting(default: Any, *, was: str | tuple[str, ...] = (), **bounds: float) -> Any:
+def setting(default: Any, **bounds: float) -> Any:
     """A field of a settings dataclass.
 
     Args:
         default: a value, or a function without arguments for a list or dict.
-        was: names that the setting had, in the same section, or with their section where it was another; who still
-            writes one is told the new one.
         bounds: at_least, above, at_most, below.
     """
-    metadata = {"range": Range(**bounds) if bounds else None, "was": (was,) if isinstance(was, str) else was}
+    metadata = {"range": Range(**bounds) if bounds else None}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -88,12 +86,6 @@ def near_divisors(whole: int, wanted: int) -> str:
     """Divisors of a number, at most four, those nearest to one that is wanted; for messages."""
     allowed = [part for part in range(1, whole + 1) if whole % part == 0]
     return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
-
-
-def was(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Names that a setting had."""
-    names: tuple[str, ...] = field.metadata.get("was", ())
-    return names
 
 
 def given(section: Section) -> dict[str, Any]:

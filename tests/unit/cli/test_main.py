@@ -21,7 +21,7 @@ import trp_scale
 from trp_scale.cli import main as cli
 from trp_scale.cli.refusals import run
 from trp_scale.config import RefusedError
-from trp_scale.config.flags import CREDENTIALS, OTHER_NAMES, credentials_of, read
+from trp_scale.config.flags import CREDENTIALS, credentials_of, read
 from trp_scale.config.loader import dump, load_recipe
 from trp_scale.console import EscapedStream
 from trp_scale.errors import as_told
@@ -222,27 +222,6 @@ def test_the_first_screen_lists_what_a_run_names(capsys: pytest.CaptureFixture[s
     assert re.search(r"^  semseg +The class of every pixel$", first, flags=re.MULTILINE)  # no kind chooses it
 
 
-def test_flags_of_other_trainers_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["pretrain", "--recipe", "pos_bert_tiny", "--learning-rate", "1e-3", "--output_dir=runs/x"])
-    said = capsys.readouterr().err.splitlines()[-2:]
-    assert said == [
-        "--learning-rate of other trainers is here --optimizer.lr",
-        "--output_dir of other trainers is here --run_dir",
-    ]
-    with pytest.raises(SystemExit):
-        cli.main(["verify", "--learning-rate", "1e-3"])
-    assert "other trainers" not in capsys.readouterr().err
-
-
-def test_what_stands_in_place_of_other_flags_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["finetune", "--recipe", "classification_tiny", "--help-all"])
-    known = set(re.findall(r"--[a-z_.]+", capsys.readouterr().out)) | {"--masking.ratio"}
-    named = {flag for here in OTHER_NAMES.values() for flag in re.findall(r"--[a-z_.]+", here)}
-    assert len(named) > 12 and named <= known
-
-
 def test_nothing_heavy_is_imported_for_help() -> None:
     """--help and --help-all of every command, in one fresh interpreter. `time trp-scale COMMAND --help` shows why."""
     code = (
@@ -390,13 +369,6 @@ def test_printed_settings_are_a_recipe_of_the_very_run(
     (tmp_path / "printed.yaml").write_text(printed)
     assert dump(load_recipe(str(tmp_path / "printed.yaml"))) == printed
     assert "\n  lr: 0.00123\n" in printed
-
-
-def test_a_flag_that_the_command_has_is_no_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "--recipe", "pos_bert_base", "--gpus", "8", "--num_gpus", "8"])
-    said = capsys.readouterr().err
-    assert "--num_gpus of other trainers" in said and "--gpus of other trainers" not in said
 
 
 def test_the_list_of_studies_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

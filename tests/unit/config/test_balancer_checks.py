@@ -126,17 +126,6 @@ def test_a_setting_of_another_kind_is_refused_with_the_kinds_that_have_it(
         parse(["--recipe", "pos_bert_tiny", "--balancer.kind", kind, f"--balancer.{name}", str(value)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [("gradnorm", "gradnorm_lr", "lr"), ("dwa", "dwa_temperature", "temperature"), ("uniform", "uniform_form", "form")],
-)
-def test_a_setting_with_a_new_name_is_refused_with_it(kind: str, old: str, new: str) -> None:
-    with pytest.raises(RefusedError, match=rf"--balancer\.{old}: this setting is now balancer\.{new}"):
-        parse(["--recipe", "pos_bert_tiny", "--balancer.kind", kind, f"--balancer.{old}", "1"])
-    with pytest.raises(RefusedError, match=rf"a setting of kind {kind} \(as {new}\); this run's balancer.kind is min"):
-        parse(["--recipe", "pos_bert_tiny", f"--balancer.{old}=1"])
-
-
 def test_another_kind_keeps_what_both_have_from_one_class_and_starts_from_its_own_defaults() -> None:
     def parsed(*flags: str) -> Any:
         return parse(["--recipe", "pos_bert_tiny", *flags]).config.balancer

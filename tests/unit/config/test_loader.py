@@ -137,9 +137,6 @@ def test_every_recipe_can_be_run_once_it_has_data(name: str) -> None:
     check(config)
 
 
-@pytest.mark.parametrize("old", ["model", "objective"])
-def test_the_upstream_is_named_once(tmp_path: Path, old: str) -> None:
-    with pytest.raises(RefusedError, match=rf"{old}\.kind: this setting is now upstream"):
-        load_recipe(write(tmp_path, f"{old}: {{kind: mae}}\n"))
+def test_an_unknown_upstream_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"upstream is 'mea': no such upstream; did you mean mae\?"):
         load_recipe(write(tmp_path, "upstream: mea\n"))

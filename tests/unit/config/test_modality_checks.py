@@ -97,8 +97,6 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
         ({"modalities": {"outputs": ["semsegs"]}}, "has 'semsegs': no modality has such a task; did you mean semseg?"),
         ({"modalities": {"outputs": ["edges"]}}, "one of your own is registered by --module FILE.py"),
         ({"semseg": {"strid": 2}}, "semseg.strid: unknown key; did you mean semseg.stride?"),
-        ({"modalities": {"segmentation_stride": 2}}, "segmentation_stride: this setting is now semseg.stride"),
-        ({"modalities": {"class_embedding": 2}}, "class_embedding: this setting is now semseg.class_embedding"),
         ({"depth": {"stride": 2}}, "depth: unknown key"),
         ({"crops": {"count": 2}}, "crops.count: a setting of upstream mae; this run's is mm_mae"),
         ({"crops": {"from": "view"}}, "crops.from: a setting of upstream mae; this run's is mm_mae"),
@@ -142,8 +140,6 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
     assert "--semseg." not in words_of(capsys, "--help-all", *two)
     with pytest.raises(RefusedError, match=r"--semseg\.stride: .* --modalities\.inputs rgb depth semseg adds it"):
         parse([*tiny, *two, "--semseg.stride", "2"])
-    with pytest.raises(RefusedError, match=r"--modalities\.class_embedding: this setting is now semseg\.class_embed"):
-        parse([*tiny, "--modalities.class_embedding=2"])
     with pytest.raises(RefusedError, match=r"--crops\.count: a setting of upstream mae; this run's is mm_mae"):
         parse([*tiny, "--crops.count", "1"])
     with pytest.raises(RefusedError, match=r"--modalities\.inputs has 'dept': no such modality; did you mean depth"):

@@ -1,4 +1,4 @@
-"""The settings of learned masks: ranges, what does not go together, what has no effect, and what old names are now."""
+"""The settings of learned masks: ranges, what does not go together, and what has no effect."""
 
 from __future__ import annotations
 
@@ -273,36 +273,6 @@ def test_what_a_network_without_labels_reads_is_all_that_it_has() -> None:
     network = {"network", "hidden_size", "weights", "selection", "temperature", "final_ratio"}
     names = {field.name for field in fields(find("multilevel", "reconstruction").settings)}
     assert names == {"kind", "unroll", "every", "lr", "weight_decay", "eps"} | network
-
-
-@pytest.mark.parametrize(
-    ("old", "value", "now"),
-    [
-        ("masking.network", "none", "this is now multilevel.kind none"),
-        ("masking.network", "patchwise", "this setting is now multilevel.network"),
-        ("masking.hidden_size", 128, "this setting is now multilevel.hidden_size"),
-        ("masking.final_ratio", 0.9, "this setting is now multilevel.final_ratio"),
-        ("masking.weights", "normalised", "this setting is now multilevel.weights"),
-        ("masking.selection", "softsort", "this setting is now multilevel.selection"),
-        ("masking.temperature", 1.0, "this setting is now multilevel.temperature"),
-        ("multilevel.second_level", "joint", "this is now multilevel.kind joint"),
-        ("multilevel.second_level", "head", "this is now multilevel.kind head"),
-        ("multilevel.feedback", "downstream", "this is now multilevel.kind head"),
-        ("multilevel.feedback", "reconstruction", "this is now multilevel.kind reconstruction"),
-    ],
-)
-@pytest.mark.parametrize("recipe", ["mae_vit_b", "mlo_mae_tiny"])
-def test_an_old_name_is_refused_with_what_it_is_now(recipe: str, old: str, value: Any, now: str) -> None:
-    section, _, name = old.partition(".")
-    document = to_dict(load_recipe(recipe))
-    document[section][name] = value
-    with pytest.raises(RefusedError) as caught:
-        from_dict(document)
-    assert f"{old}: {now}" in str(caught.value)
-    for words in ([f"--{old}", str(value)], [f"--{old}={value}"]):
-        with pytest.raises(RefusedError) as caught:
-            parse(["--recipe", recipe, *words])
-        assert str(caught.value) == f"--{old}: {now}"
 
 
 def test_another_kind_on_the_command_line_keeps_what_both_have() -> None:

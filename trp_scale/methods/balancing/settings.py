@@ -93,7 +93,7 @@ class RatioSettings(LossReadingSettings):
 class UniformSettings(FixedSumSettings):
     """The same weight for every task (TRP eq. 4)."""
 
-    form: Literal["mean", "sum"] = setting("mean", was="uniform_form")
+    form: Literal["mean", "sum"] = setting("mean")
     """With total = paper: 1/T each (TRP eq. 4), or 1 each (MultiMAE)."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
@@ -148,9 +148,9 @@ class MinimaxSettings(GlobalLossSettings):
 class GroupDroSettings(GlobalLossSettings):
     """Exponentiated gradient ascent on the weights (Sagawa et al. 2020, Algorithm 1)."""
 
-    rate: float = setting(0.01, above=0, was="group_dro_rate")
+    rate: float = setting(0.01, above=0)
     """Step size of the weights' ascent, eta_q of Sagawa et al."""
-    adjustment: float = setting(0.0, at_least=0, was="group_dro_adjustment")
+    adjustment: float = setting(0.0, at_least=0)
     """C of the adjustment C / sqrt(n_t) that is added to each loss; n_t: size of the group."""
     group_sizes: Literal["data_set", "batch"] = "data_set"
     """n_t of the adjustment. data_set: elements of the task in the training rows, as Sagawa et al. have it; of more
@@ -162,10 +162,10 @@ class GroupDroSettings(GlobalLossSettings):
 class UncertaintySettings(RatioSettings):
     """A learned variance for each task (Kendall et al. 2018). The weights have no fixed sum."""
 
-    form: Literal["multimae", "kendall"] = setting("multimae", was="uncertainty_form")
+    form: Literal["multimae", "kendall"] = setting("multimae")
     """multimae: sum of exp(-s) L + s. kendall: L / (2 sigma^2) for regression, L / sigma^2 for classification, plus
     log sigma, where s = log sigma^2."""
-    lr: float = setting(1e-3, above=0, was="uncertainty_lr")
+    lr: float = setting(1e-3, above=0)
     """Learning rate of the s, by Adam without decay."""
 
 
@@ -174,12 +174,12 @@ class UncertaintySettings(RatioSettings):
 class GradNormSettings(FixedSumSettings, RatioSettings):
     """Gradients of equal training rates (Chen et al. 2018, Algorithm 1)."""
 
-    at: Literal["weights", "representation"] = setting("weights", was="gradnorm_at")
+    at: Literal["weights", "representation"] = setting("weights")
     """weights: norm of each task's gradient of the last shared layer's weights (Chen et al.). representation: of its
     gradient of the shared representation itself."""
-    alpha: float = setting(1.5, at_least=0, was="gradnorm_alpha")
+    alpha: float = setting(1.5, at_least=0)
     """Strength of the pull towards equal training rates (Chen et al.)."""
-    lr: float = setting(0.025, above=0, was="gradnorm_lr")
+    lr: float = setting(0.025, above=0)
     """Learning rate of the weights, by Adam without decay."""
 
 
@@ -188,9 +188,9 @@ class GradNormSettings(FixedSumSettings, RatioSettings):
 class DwaSettings(FixedSumSettings, RatioSettings):
     """Dynamic weight average: weights by how fast losses fall (Liu et al. 2019, section 3.2)."""
 
-    temperature: float = setting(2.0, above=0, was="dwa_temperature")
+    temperature: float = setting(2.0, above=0)
     """Temperature of the softmax over the ratios of losses (Liu et al.)."""
-    interval_steps: int = setting(0, at_least=0, was="dwa_interval_steps")
+    interval_steps: int = setting(0, at_least=0)
     """Steps over which losses are averaged; 0 = one epoch (paper)."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:

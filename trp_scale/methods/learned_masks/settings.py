@@ -33,7 +33,7 @@ class MultilevelSettings(Settings):
     joins_labelled = False
 
 
-@component("multilevel", "none", "trp_scale.methods.learned_masks.hook:random_masks", was=("masking.network none",))
+@component("multilevel", "none", "trp_scale.methods.learned_masks.hook:random_masks")
 @dataclass(kw_only=True)
 class RandomMasksSettings(MultilevelSettings):
     """Masks are drawn at random."""
@@ -46,19 +46,19 @@ class LearnedMasksSettings(MultilevelSettings):
 
     learns = True
 
-    network: Literal["flattened", "patchwise"] = setting("flattened", was="masking.network")
+    network: Literal["flattened", "patchwise"] = setting("flattened")
     """flattened: two linear layers over all patch embeddings at once (paper). patchwise: two layers for each patch,
     which sees itself, its position and the image's mean; under a million weights."""
-    hidden_size: int = setting(512, at_least=1, was="masking.hidden_size")
+    hidden_size: int = setting(512, at_least=1)
     """Width between the masking network's two layers (MLO-MAE, B.2)."""
-    weights: Literal["raw", "normalised"] = setting("raw", was="masking.weights")
+    weights: Literal["raw", "normalised"] = setting("raw")
     """A masked patch's error counts times its probability. raw: divided by the number of masked patches (eq. 1).
     normalised: by the sum of their probabilities, so that scaling all of them changes nothing."""
-    selection: Literal["hard", "straight_through", "softsort"] = setting("hard", was="masking.selection")
+    selection: Literal["hard", "straight_through", "softsort"] = setting("hard")
     """Derivative of the selection itself: none, the identity's, or SoftSort's (MLO-MAE, A.4)."""
-    temperature: float = setting(0.1, above=0, was="masking.temperature")
+    temperature: float = setting(0.1, above=0)
     """Temperature of SoftSort, in units of the probability."""
-    final_ratio: float = setting(0.0, was="masking.final_ratio")
+    final_ratio: float = setting(0.0)
     """masking.ratio grows to this linearly over the run (MLO-MAE, D.4: 0.5 to 0.9); 0 = it stays."""
     unroll: int = setting(2, at_least=1)
     """Inner steps for each head step (3.3: 2; Table 11: 1; Table 7: 1, 2, 5)."""
@@ -194,7 +194,6 @@ class LabelledSettings(LearnedMasksSettings):
     "multilevel",
     "head",
     "trp_scale.methods.learned_masks.hook:masks_from_a_head",
-    was=("multilevel.second_level head", "multilevel.feedback downstream"),
 )
 @dataclass(kw_only=True)
 class HeadSettings(LabelledSettings):
@@ -257,7 +256,6 @@ class HeadSettings(LabelledSettings):
     "multilevel",
     "joint",
     "trp_scale.methods.learned_masks.hook:masks_from_a_joint_step",
-    was=("multilevel.second_level joint",),
 )
 @dataclass(kw_only=True)
 class JointSettings(LabelledSettings):
@@ -286,7 +284,6 @@ class JointSettings(LabelledSettings):
     "multilevel",
     "fine_tuning",
     "trp_scale.methods.learned_masks.hook:masks_from_fine_tuning",
-    was=("multilevel.second_level fine_tuning",),
 )
 @dataclass(kw_only=True)
 class FineTuningSettings(LabelledSettings):
@@ -317,7 +314,6 @@ class FineTuningSettings(LabelledSettings):
     "multilevel",
     "reconstruction",
     "trp_scale.methods.learned_masks.hook:masks_that_raise_the_loss",
-    was=("multilevel.feedback reconstruction",),
 )
 @dataclass(kw_only=True)
 class ReconstructionSettings(LearnedMasksSettings):

@@ -33,7 +33,7 @@ class RgbSettings(Settings):
 class DepthFileSettings(Section):
     """What the numbers of depth maps from files mean."""
 
-    scale: float | None = setting(None, was="depth_scale", above=0)
+    scale: float | None = setting(None, above=0)
     """Metres per unit of what is stored, in 16 bits (0.001: millimetres, up to 65.5 m). PNG of 16 bits and .npy of
     whole numbers are in these units; .npy of floats are metres. None = relative depth, of an unknown unit."""
     relative: bool = False
@@ -54,16 +54,16 @@ class DepthFileSettings(Section):
 class DepthLabelSettings(LabelSettings):
     """A depth estimator (--depth.model), and what its output means."""
 
-    model: str = setting("", was="depth_model")
+    model: str = setting("")
     """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
     wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
-    scale: float | None = setting(None, was="depth_scale", above=0)
+    scale: float | None = setting(None, above=0)
     """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
     each image's output is stretched to 1..65535."""
-    larger_is: Literal["auto", "nearer", "farther"] = setting("auto", was="larger_is")
+    larger_is: Literal["auto", "nearer", "farther"] = setting("auto")
     """What a larger output means; auto: farther if it is in metres by --depth.scale or by the model's configuration,
     else nearer (DPT and Depth Anything estimate inverse depth)."""
-    directory: str = setting("", was="depth_directory")
+    directory: str = setting("")
     """Directory of the maps within the data set; empty = depth. Another model needs another one."""
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -87,9 +87,9 @@ class DepthSettings(Settings):
 class SemsegFileSettings(Section):
     """What the numbers of segmentation maps from files mean."""
 
-    classes: Path | None = setting(None, was="semseg_classes")
+    classes: Path | None = setting(None)
     """Text file with the name of each class, one a line from number 0 on; needed with such maps."""
-    void_label: int = setting(255, was="void_label", at_least=0, at_most=255)
+    void_label: int = setting(255, at_least=0, at_most=255)
     """Number that means no class; stored as 255."""
 
 
@@ -97,11 +97,11 @@ class SemsegFileSettings(Section):
 class SemsegLabelSettings(LabelSettings):
     """A model for semantic or panoptic segmentation (--semseg.model)."""
 
-    model: str = setting("", was="segmentation_model")
+    model: str = setting("")
     """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth.model
     is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is no
     choice: it knows things only, and would call sky, walls and ground a thing."""
-    directory: str = setting("", was="segmentation_directory")
+    directory: str = setting("")
     """Directory of the maps within the data set; empty = semseg. Another model needs another one."""
 
 
@@ -116,9 +116,9 @@ class SemsegLabelSettings(LabelSettings):
 class SemsegSettings(Settings):
     """The class of every pixel."""
 
-    stride: int = setting(4, was="modalities.segmentation_stride")
+    stride: int = setting(4)
     """Maps are read and predicted at 1/stride of the image's resolution; must divide vision.patch_size."""
-    class_embedding: int = setting(64, was="modalities.class_embedding", at_least=1)
+    class_embedding: int = setting(64, at_least=1)
     """Width of the vector that each class enters with."""
 
     def problems(self, config: Any) -> Iterator[str]:
