@@ -138,14 +138,14 @@ def index(argv: Sequence[str]) -> int:
 
 def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
     """Make a data set of the tars of others, or bring one up to date."""
-    from trp_scale.sharding.images.index_tars import IndexTars, index_tars, is_indexed, settings_of
+    from trp_scale.sharding.images.index_tars import IndexTars, index_tars, is_indexed, index_settings
 
     dataset = Path(arguments.tars)
     settings = {name: getattr(arguments, name) for name in (*_CHOICES, "max_skipped", "processes", "progress")}
     output = arguments.output
     if output is None and is_indexed(dataset):
         _refuse_of_tars(arguments, f"{dataset} has its settings from when it was made; to change them give the tars")
-        settings, output = {**settings, **settings_of(dataset)}, dataset
+        settings, output = {**settings, **index_settings(dataset)}, dataset
     elif output is None:
         if not dataset.is_dir():
             raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")

@@ -12,7 +12,7 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.images.index_tars import TARS, finish_tars
 from trp_scale.sharding.job.job import DataKind, finish_dataset
 from trp_scale.sharding.job.parts import all_parts, some
-from trp_scale.sharding.pseudo_labels.directory import Unfinished, complete, unfinished
+from trp_scale.sharding.pseudo_labels.directory import Unfinished, complete, find_unfinished
 from trp_scale.storage.locks import only_run
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
     """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
-    labels = unfinished(directory)
-    for each in labels:
-        _merge_labels(each, max_skipped)
+    labels = find_unfinished(directory)
+    for label in labels:
+        _merge_labels(label, max_skipped)
     if not labels:
         _merge_shards(directory, max_skipped)
 
@@ -40,8 +40,8 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
 def _merge_labels(labels: Unfinished, max_skipped: float | None) -> None:
     directory = labels.directory
     document = read_json(directory.dataset / "dataset.json")
-    given = labels.max_skipped if max_skipped is None else max_skipped
-    if not complete(directory, document, max_skipped=given, replace=labels.replace, alone=False):
+    limit = labels.max_skipped if max_skipped is None else max_skipped
+    if not complete(directory, document, max_skipped=limit, replace=labels.replace, alone=False):
         missing = [shard for shard in document["shards"] if directory.report(shard) is None]
         raise DataError(
             f"{directory.path}: the labels of {len(missing)} of {len(document['shards'])} shards are missing, "

@@ -15,14 +15,14 @@ from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
 from trp_scale.data.stores.external import find_places
 from trp_scale.errors import DataError, quoted, said_by, shortened
 from trp_scale.sharding.images import verify as images
-from trp_scale.sharding.images.index_tars import choice_of, verify_tar
+from trp_scale.sharding.images.index_tars import member_choice, verify_tar
 from trp_scale.sharding.text import stored as text
 
 _TAR_UNIT = 512
 
 
 class Kind(Protocol):
-    """What is particular to one kind of data set: a module with these two functions, which raise DataError."""
+    """Checks of one kind of data set: a module with these two functions, which raise DataError."""
 
     def check_members(self, shard: Path, block: Block, dataset: dict[str, Any]) -> None: ...
 
@@ -37,7 +37,7 @@ KINDS: dict[str, Kind] = {"text": text, "image": images}
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was found to be whole. `bytes`: of all tars, also of those of maps beside the images'."""
+    """Counts of verified data. `bytes`: of all tars, also of those of maps beside the images'."""
 
     shards: int
     blocks: int
@@ -55,8 +55,8 @@ def verify_dataset(directory: Path) -> Verified:
     kind, dataset = KINDS[fields.take("kind", Literal["text", "image"])], kind_fields(fields)
     second = second_directories(directory / "dataset.json", dataset)
     _refuse_unlisted(directory / "shards", dataset)
-    for place in ("shards", *second):
-        if (binary := find_index(directory / place)) is not None:
+    for folder in ("shards", *second):
+        if (binary := find_index(directory / folder)) is not None:
             binary.verify()
     entries = blocks = rows = size = 0
     seen: set[str] = set()
@@ -67,7 +67,7 @@ def verify_dataset(directory: Path) -> Verified:
         if places is None:
             _verify_shard(shard, index, dataset, kind)
         else:
-            verify_tar(shard, places.where(shard), choice_of(shard), images.check_decodes)
+            verify_tar(shard, places.where(shard), member_choice(shard), images.check_decodes)
         for block in index.blocks:
             if places is None and block.key in seen:  # tars of others may each count from 0
                 raise DataError(f"{shard}: block {shortened(block.key)}: the key is used twice in the data set")
@@ -76,10 +76,10 @@ def verify_dataset(directory: Path) -> Verified:
         blocks += -(-len(index.blocks) // dataset.get("rows_per_block", 1)) if kind is images else len(index.blocks)
         rows += sum(block.rows for block in index.blocks)
         size += index.size
-    for what, found in (("blocks", entries), ("rows", rows)):
-        if dataset.get(what, found) != found:
+    for what, count in (("blocks", entries), ("rows", rows)):
+        if dataset.get(what, count) != count:
             raise DataError(
-                f"{directory / 'dataset.json'}: {quoted(dataset[what])} {what} written there, {found} found"
+                f"{directory / 'dataset.json'}: {quoted(dataset[what])} {what} written there, {count} found"
             )
     for name, modality in second.items():
         _refuse_unlisted(directory / name, dataset)
@@ -153,17 +153,17 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
 
 def _verify_header(where: str, header: bytes, position: int, block: Block, suffix: str) -> None:
     """The tar header (with its own checksum) must name the member and its length."""
-    place = f"{where}, bytes {position}-{position + _TAR_UNIT - 1}"
+    location = f"{where}, bytes {position}-{position + _TAR_UNIT - 1}"
     try:
         entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
     except (tarfile.HeaderError, UnicodeDecodeError) as error:
-        raise DataError(f"{place}: damaged tar header ({said_by(error)})") from error
+        raise DataError(f"{location}: damaged tar header ({said_by(error)})") from error
     if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
-        raise DataError(f"{place}: damaged tar header (checksum field)")
+        raise DataError(f"{location}: damaged tar header (checksum field)")
     length = block.members[suffix].length
     if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
         raise DataError(
-            f"{place}: the tar holds {shortened(entry.name)} of {entry.size} bytes there, the index says {length} bytes"
+            f"{location}: the tar holds {shortened(entry.name)} of {entry.size} bytes, the index says {length} bytes"
         )
 
 
@@ -171,12 +171,12 @@ def _verify_content(where: str, stream: IO[bytes], block: Block, suffix: str) ->
     """The place of a member, for messages, and its content."""
     member = block.members[suffix]
     content = stream.read(member.length)
-    place = f"{where}, bytes {member.offset}-{member.offset + member.length - 1}"
-    found = zlib.crc32(content)
-    if len(content) != member.length or found != member.crc32:
-        raise DataError(f"{place}: checksum {found:08x} found, {member.crc32:08x} expected; make the shard again")
+    location = f"{where}, bytes {member.offset}-{member.offset + member.length - 1}"
+    checksum = zlib.crc32(content)
+    if len(content) != member.length or checksum != member.crc32:
+        raise DataError(f"{location}: checksum {checksum:08x} found, {member.crc32:08x} expected; make the shard again")
     _verify_zeros(where, stream.read(-member.length % _TAR_UNIT), member.offset + member.length)
-    return place, content
+    return location, content
 
 
 def _verify_zeros(where: str, padding: bytes, position: int) -> None:

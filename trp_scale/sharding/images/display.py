@@ -39,7 +39,7 @@ class Shown:
         parts = [f"class {self.label}"] if self.label else []
         for suffix, content in self.members.items():
             if suffix != CLASS:
-                image = _opened(suffix, content)
+                image = _open_stored(suffix, content)
                 parts.append(f"{suffix} {image.width} x {image.height} {image.mode}, {len(content):,} bytes")
             if suffix in self.maps:
                 meaning = modality(self.maps[suffix].name).meaning(self.maps[suffix])
@@ -48,16 +48,16 @@ class Shown:
 
     def pictures(self) -> list[Image.Image]:
         """The image and its maps as RGB."""
-        found = []
+        lines = []
         for suffix, content in self.members.items():
             if suffix in self.maps:
                 form = map_formats()[self.maps[suffix].name]
                 numbers = form.decode(content, png_size(content) if form.fits(content) else None)
-                found.append(Image.fromarray(modality(self.maps[suffix].name).colours(numbers)))
+                lines.append(Image.fromarray(modality(self.maps[suffix].name).colours(numbers)))
             elif suffix != CLASS:
                 pixels = decode_image(bytearray(content)).permute(1, 2, 0)  # [H, W, 3]
-                found.append(Image.fromarray(pixels.numpy()))
-        return found
+                lines.append(Image.fromarray(pixels.numpy()))
+        return lines
 
 
 def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
@@ -75,9 +75,9 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     index = read_index(shard)
     blocks = index.blocks
     described, classes = stored_maps(path, dataset), class_names(path, "classes", dataset.get("classes"))
-    of_suffix = {each.suffix: each for each in described.values()}
-    second = [each for each in described.values() if each.directory != OWN_TAR]
-    maps = [_Maps(directory / each.directory / shard.name, each.suffix) for each in second]
+    of_suffix = {entry.suffix: entry for entry in described.values()}
+    second = [entry for entry in described.values() if entry.directory != OWN_TAR]
+    maps = [_Maps(directory / entry.directory / shard.name, entry.suffix) for entry in second]
     keys = [block.key for block in blocks]
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
@@ -90,12 +90,12 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
                 member = block.members[suffix]
                 stream.seek(min(member.offset, index.size))
                 members[suffix] = stream.read(min(member.length, index.size))
-            members |= {each.suffix: each.read(block.key) for each in maps}
+            members |= {entry.suffix: entry.read(block.key) for entry in maps}
             label = _label(block.label, classes)
             yield Shown(key=block.key, label=label, members=members, maps=of_suffix)
 
 
-def _opened(suffix: str, content: bytes) -> Image.Image:
+def _open_stored(suffix: str, content: bytes) -> Image.Image:
     """An image or a map whose header can be read; nothing else than the formats that are stored is opened."""
     try:
         return Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS))
@@ -143,8 +143,8 @@ def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * across * side, rows * (side + CAPTION)), "white")
     draw = ImageDraw.Draw(sheet)
-    for place, shown in enumerate(images):
-        top, left = place // columns * (side + CAPTION), place % columns * across * side
+    for position, shown in enumerate(images):
+        top, left = position // columns * (side + CAPTION), position % columns * across * side
         for number, picture in enumerate(shown.pictures()):
             picture.thumbnail((side - 2, side - 2))
             sheet.paste(picture, (left + number * side, top + side - picture.height))

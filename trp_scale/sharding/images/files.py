@@ -104,15 +104,18 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
             log.warning("%d maps (.%s) are of no image, such as %s", len(unused), suffix, paths[min(unused)])
     for name, _ in images:
         path = f"{folder}/{name}"
-        place = escape_name(path)
+        sample = escape_name(path)
         stem = name.rpartition(".")[0]
-        missing = [suffix for suffix, found in maps.items() if stem not in found]
+        missing = [suffix for suffix, path_of_stem in maps.items() if stem not in path_of_stem]
         if missing:
-            skipped.append(("no_map", place))
+            skipped.append(("no_map", sample))
             continue
-        parts = [("jpg", Part(path, 0, -1)), *((suffix, Part(found[stem], 0, -1)) for suffix, found in maps.items())]
+        parts = [
+            ("jpg", Part(path, 0, -1)),
+            *((suffix, Part(path_of_stem[stem], 0, -1)) for suffix, path_of_stem in maps.items()),
+        ]
         label = numbers[name.partition("/")[0]] if classes else None
-        samples.append(Sample(plain_key(stem), place, label, parts=tuple(parts)))
+        samples.append(Sample(plain_key(stem), sample, label, parts=tuple(parts)))
     samples, twice = without_duplicates(samples)
     return Listing(
         source=FileSource(),
@@ -130,7 +133,7 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
     Raises:
         DataError: two files for one image.
     """
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     left_out: Counter[str] = Counter()
     for name, size in sorted(walk_files(folder, left_out)):
         if not name.lower().endswith(known_modalities()[modality].file_suffixes):
@@ -138,15 +141,15 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
         else:
             digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
             stem = name.rpartition(".")[0]
-            if stem in found:
+            if stem in paths:
                 raise DataError(
-                    f"--modality {modality}={folder}: {found[stem]} and {folder}/{name} are maps of one image; "
+                    f"--modality {modality}={folder}: {paths[stem]} and {folder}/{name} are maps of one image; "
                     "leave one of them"
                 )
-            found[stem] = f"{folder}/{name}"
+            paths[stem] = f"{folder}/{name}"
     if left_out:
         log.warning("--modality %s=%s: left out: %s", modality, folder, list_counts(left_out))
-    return found
+    return paths
 
 
 STORED_AS = {"jpeg": IMAGE, "png": IMAGE}
@@ -162,15 +165,15 @@ def tars_on_disk(inputs: list[str]) -> list[Path]:
     Raises:
         DataError: an input is none, or a URL.
     """
-    found: list[str] = []
+    tars: list[str] = []
     for item in inputs:
         if is_url(item):
             raise DataError(f"--inputs {item}: files are read here; trp-scale index takes tars under a URL as they are")
         try:
-            found += find_tars(item)
+            tars += find_tars(item)
         except DataError as error:
             raise DataError(f"--inputs {error}; several inputs may only be tars") from error
-    return [Path(tar) for tar in dict.fromkeys(found)]
+    return [Path(tar) for tar in dict.fromkeys(tars)]
 
 
 def list_tars(tars: list[Path], class_names: str) -> Listing:
@@ -198,13 +201,13 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     repeated = len({key for _, key in groups}) < len(groups)
     samples = []
     for (tar, key), parts in groups.items():
-        place = escape_name(f"{tar}:{key}")
+        name = escape_name(f"{tar}:{key}")
         reason = _lacking(parts, suffixes)
         if reason:
-            skipped.append((reason, place))
+            skipped.append((reason, name))
             continue
         ordered = tuple((suffix, parts[suffix]) for suffix in suffixes)
-        samples.append(Sample(plain_key(f"{tar.stem}/{key}" if repeated else key), place, None, parts=ordered))
+        samples.append(Sample(plain_key(f"{tar.stem}/{key}" if repeated else key), name, None, parts=ordered))
     samples, twice = without_duplicates(samples)
     classes = None
     if class_names:
@@ -253,7 +256,7 @@ def _read_headers(
 
 
 def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:
-    """Why a sample is skipped for what it lacks; "" if it has everything."""
+    """Return the reason to skip a sample with missing members, or ""."""
     if IMAGE not in parts:
         return "no_image"
     if CLASS in suffixes and CLASS not in parts:

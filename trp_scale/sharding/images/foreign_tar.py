@@ -1,4 +1,4 @@
-"""What the index of a tar that others made says: its images, their classes, and what is left out.
+"""Index an external tar: its images, their classes, and the skipped members.
 
 One sample is the members of one key. Of those one is the image (JPEG, PNG or WebP) and one may hold its class, as text
 or as a field of JSON; the others are counted and never read.
@@ -42,7 +42,7 @@ REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemberChoice:
-    """Which members of a sample are read.
+    """Members of a sample to read.
 
     Attributes:
         image: suffix of the image; "auto": the one of IMAGE_MEMBERS that a sample has.
@@ -55,14 +55,14 @@ class MemberChoice:
     max_pixels: int
 
     def part(self, suffix: str) -> str:
-        """What members with this suffix are: the image, the class, or "" for what is not read."""
+        """Return the part that a suffix stores: image, class, or "" for an ignored member."""
         if suffix == self.image or (self.image == AUTO and suffix in IMAGE_MEMBERS):
             return IMAGE
         return CLASS if suffix == self.label_suffix else ""
 
     @property
     def label_suffix(self) -> str:
-        """Of the member that holds the class; "" if there are no classes."""
+        """Suffix of the member that stores the class; "" without classes."""
         return "" if self.label == NONE else self.label.partition(":")[0]
 
     @property
@@ -73,7 +73,7 @@ class MemberChoice:
 
 @dataclass(kw_only=True)
 class ReadTar:
-    """What was found in a tar.
+    """Contents of a tar.
 
     Attributes:
         blocks: its images in the order of their first members; the image is the member "jpg" whatever its format, what
@@ -91,7 +91,7 @@ class ReadTar:
 
 @dataclass(kw_only=True)
 class _Sample:
-    """What is known of a key so far."""
+    """Members of one key, read so far."""
 
     members: dict[str, TarMember] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def read_tar(
         DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, or a class that
             is no number; or what `check` raises.
     """
-    found = ReadTar()
+    contents = ReadTar()
     samples: dict[str, _Sample] = {}
     for member in tar_members(where, stream):
         if member.kind == "folder":
@@ -127,30 +127,30 @@ def read_tar(
         part = choice.part(suffix) if suffix else ""
         sample = samples.setdefault(member.key, _Sample()) if suffix else _Sample()
         if not part:
-            found.ignored[escape_name(suffix)] += 1
+            contents.ignored[escape_name(suffix)] += 1
             continue
-        place = f"{where}: {shortened(member.name)}"
+        name = f"{where}: {shortened(member.name)}"
         _refuse_second(where, member, sample.members.get(part))
         if not member.plain:
             sample.unusable = UnusableError("not_a_file", member.kind)
             continue
-        content = _content(place, stream, member)
+        content = _content(name, stream, member)
         sample.members[part], sample.checksums[part] = member, zlib.crc32(content)
         if part == CLASS:
-            sample.label = read_label(place, content, choice.label)
+            sample.label = read_label(name, content, choice.label)
         else:
             try:
-                if not begun(place):
+                if not begun(name):
                     raise UnusableError("damaged", "it ends the process that reads it")
-                found.pixels += _pixels(content, choice.max_pixels)
+                contents.pixels += _pixels(content, choice.max_pixels)
             except UnusableError as error:
                 sample.unusable = error
             else:
-                check(place, content)
+                check(name, content)
             advance(1, len(content))
     for key, sample in samples.items():
-        _add(found, f"{where}: {shortened(key)}", key, sample, choice)
-    return found
+        _add(contents, f"{where}: {shortened(key)}", key, sample, choice)
+    return contents
 
 
 def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> None:
@@ -167,22 +167,20 @@ def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> N
     )
 
 
-def _content(place: str, stream: BinaryIO, member: TarMember) -> bytes:
+def _content(name: str, stream: BinaryIO, member: TarMember) -> bytes:
     if member.length > LARGEST_MEMBER:
-        raise DataError(f"{place}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
+        raise DataError(f"{name}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
     try:
         stream.seek(member.offset)
         content = stream.read(member.length)
     except OSError as error:
-        raise DataError(f"{place}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
     if len(content) != member.length:
-        raise DataError(
-            f"{place}: the tar ends after {len(content)} of its {member.length} bytes; make or copy it anew"
-        )
+        raise DataError(f"{name}: the tar ends after {len(content)} of its {member.length} bytes; make or copy it anew")
     return content
 
 
-def read_label(place: str, content: bytes, label: str) -> int:
+def read_label(location: str, content: bytes, label: str) -> int:
     """The class that a member holds.
 
     Args:
@@ -195,26 +193,26 @@ def read_label(place: str, content: bytes, label: str) -> int:
     value: Any
     if name:
         try:
-            document = parse_json(content, place, DataError)
+            document = parse_json(content, location, DataError)
         except DataError as error:
             raise DataError(f"{error}, as --label {label} expects") from error
         if not isinstance(document, dict) or name not in document:
             fields = ", ".join(sorted(document)) if isinstance(document, dict) else f"a {type(document).__name__}"
-            raise DataError(f"{place}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
+            raise DataError(f"{location}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
         value = document[name]
     else:
         text = content.strip()
         value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise DataError(
-            f"{place}: class {quoted(value)} found, a whole number from 0 expected; --label chooses another member "
+            f"{location}: class {quoted(value)} found, a whole number from 0 expected; --label chooses another member "
             f"than {suffix!r}, --label none reads none"
         )
     return value
 
 
 def _pixels(content: bytes, max_pixels: int) -> int:
-    """Of an image that a run can decode, as far as its header says."""
+    """Return the pixels of an image, from its header; raise UnusableError if a run could not decode it."""
     if not content:
         raise UnusableError("empty")
     image = open_image(content, max_pixels)
@@ -223,21 +221,21 @@ def _pixels(content: bytes, max_pixels: int) -> int:
     return int(image.width * image.height)
 
 
-def _add(found: ReadTar, place: str, key: str, sample: _Sample, choice: MemberChoice) -> None:
+def _add(contents: ReadTar, name: str, key: str, sample: _Sample, choice: MemberChoice) -> None:
     """Add a sample to the blocks, or to what is left out."""
     reason = ""
     if sample.unusable is not None:
         reason = sample.unusable.reason
-        place = f"{place} ({sample.unusable.detail})" if sample.unusable.detail else place
+        name = f"{name} ({sample.unusable.detail})" if sample.unusable.detail else name
     elif IMAGE not in sample.members:
         reason = "no_image"
     elif CLASS in choice.suffixes and CLASS not in sample.members:
         reason = "no_class"
     if reason:
-        found.skipped.append((reason, place))
+        contents.skipped.append((reason, name))
         return
     members = {
-        suffix: Member(offset=each.offset, length=each.length, crc32=sample.checksums[suffix])
-        for suffix, each in ((suffix, sample.members[suffix]) for suffix in choice.suffixes)
+        suffix: Member(offset=member.offset, length=member.length, crc32=sample.checksums[suffix])
+        for suffix, member in ((suffix, sample.members[suffix]) for suffix in choice.suffixes)
     }
-    found.blocks.append(Block(key=plain_key(key), rows=1, members=members, label=sample.label))
+    contents.blocks.append(Block(key=plain_key(key), rows=1, members=members, label=sample.label))

@@ -39,9 +39,9 @@ from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.images.foreign_tar import AUTO, IMAGE_MEMBERS, NONE, REASONS, MemberChoice, ReadTar, read_tar
 from trp_scale.sharding.images.samples import list_members
 from trp_scale.sharding.images.tar_members import tar_members
-from trp_scale.sharding.images.tar_places import find_tars, names_of
+from trp_scale.sharding.images.tar_places import find_tars, unique_names
 from trp_scale.sharding.job.job import MAX_LISTED, PortionReport, check_ranges, check_skipped, refuse_differences
-from trp_scale.sharding.job.parts import Part, begun_parts, missing_parts, unfinished
+from trp_scale.sharding.job.parts import Part, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Progressed, run_portions
 from trp_scale.storage.locks import only_run
 from trp_scale.storage.temporary import remove_leftovers
@@ -60,7 +60,7 @@ _IDENTITY = ("tars", "image", "label", "class_names", "split", "rows_per_block",
 
 @dataclass(frozen=True, kw_only=True)
 class IndexTars:
-    """What is asked for; the flags of `trp-scale index` explain each."""
+    """Settings of `trp-scale index`, whose flags explain them."""
 
     tars: str
     output: Path
@@ -77,7 +77,7 @@ class IndexTars:
     part: Part = ALL
 
     def identity(self) -> dict[str, Any]:
-        """What all parts have alike."""
+        """Settings that all parts share."""
         return {name: getattr(self, name) for name in _IDENTITY}
 
     def check(self) -> None:
@@ -105,8 +105,8 @@ def is_indexed(directory: Path) -> bool:
     return (directory / OWN_TAR / PLACES).exists()
 
 
-def settings_of(directory: Path) -> dict[str, Any]:
-    """What was asked for when a data set was made.
+def index_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings that a data set was indexed with.
 
     Raises:
         DataError: dataset.json is missing or says nothing of it.
@@ -127,7 +127,7 @@ def _identity(settings: Fields, advice: str) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class TarReport(PortionReport):
-    """What was found in tars.
+    """Counts of indexed tars.
 
     Attributes:
         images: indexed.
@@ -148,7 +148,7 @@ class TarReport(PortionReport):
 class _Tar:
     number: int
     name: str
-    place: Place
+    source: Place
 
 
 def index_tars(config: IndexTars) -> Path:
@@ -164,7 +164,7 @@ def index_tars(config: IndexTars) -> Path:
     path = config.output / "dataset.json"
     if path.exists() and not is_indexed(config.output):
         raise DataError(f"{path}: a data set that was not made of tars of others is there; choose another --output")
-    tars, choice = _found(config)
+    tars, choice = _look_up_tars(config)
     part = config.part
     try:
         (config.output / OWN_TAR).mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def index_tars(config: IndexTars) -> Path:
             _Indexer,
             (config.output, choice),
             processes=config.processes,
-            progressed=_progressed(config, left),
+            progressed=_progress_bar(config, left),
             executor=config.executor,
         )
         if part.count > 1:
@@ -198,13 +198,13 @@ def index_tars(config: IndexTars) -> Path:
     return config.output
 
 
-def _found(config: IndexTars) -> tuple[list[_Tar], MemberChoice]:
+def _look_up_tars(config: IndexTars) -> tuple[list[_Tar], MemberChoice]:
     """All tars as they are now, and which of their members are read."""
     places = find_tars(config.tars)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looked = list(pool.map(look_at, places))
-    tars = [_Tar(number=n, name=name, place=looked[n]) for n, name in enumerate(names_of(places))]
-    choice = MemberChoice(image=config.image, label=_label(config, tars[0].place), max_pixels=config.max_pixels)
+    tars = [_Tar(number=n, name=name, source=looked[n]) for n, name in enumerate(unique_names(places))]
+    choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
     return tars, choice
 
 
@@ -215,9 +215,11 @@ def _begin(config: IndexTars) -> None:
         DataError: another part was asked for something else.
     """
     document = {"kind": TARS, "settings": config.identity(), "max_skipped": config.max_skipped}
-    for part, said in begun_parts(config.output).items():
+    for part, stored in begun_parts(config.output).items():
         asked = {**document, "parts": config.part.count}
-        refuse_differences(part.path(config.output), {**said, "parts": part.count}, asked, f"{part} is of another run")
+        refuse_differences(
+            part.path(config.output), {**stored, "parts": part.count}, asked, f"{part} is of another run"
+        )
     config.part.write(config.output, document)
 
 
@@ -227,31 +229,33 @@ def finish_tars(directory: Path, parts: Mapping[Part, Mapping[str, Any]], max_sk
     Raises:
         DataError: tars are not indexed, or have changed since; or as `index_tars`.
     """
-    first, said = next(iter(parts.items()))
-    limit = said["max_skipped"] if max_skipped is None else max_skipped
-    asked = _identity(Fields(said["settings"], f"{first.path(directory)}: settings", DataError), "run the parts again")
+    first, stored = next(iter(parts.items()))
+    limit = stored["max_skipped"] if max_skipped is None else max_skipped
+    asked = _identity(
+        Fields(stored["settings"], f"{first.path(directory)}: settings", DataError), "run the parts again"
+    )
     config = IndexTars(output=directory, max_skipped=limit, **asked)
     config.check()
-    tars, choice = _found(config)
+    tars, choice = _look_up_tars(config)
     missing: dict[Part, list[str]] = {}
     for tar in tars:
         if _report(directory, tar, choice) is None:
             missing.setdefault(Part(count=first.count, index=tar.number % first.count), []).append(tar.name)
     if missing:
         raise missing_parts(
-            directory, [unfinished(part, names) for part, names in sorted(missing.items())], first.count
+            directory, [unfinished_line(part, names) for part, names in sorted(missing.items())], first.count
         )
     return _finish(config, tars, choice)
 
 
-def _label(config: IndexTars, place: Place) -> str:
-    """What --label auto means: .cls if the first images have one."""
+def _label(config: IndexTars, source: Place) -> str:
+    """Resolve `--label auto`: `.cls` if the first images have one."""
     if config.label != AUTO:
         return config.label
     suffixes: set[str] = set()
     key = None
-    with _opened(place) as stream:
-        for member in tar_members(place.place, stream):
+    with _open_tar(source) as stream:
+        for member in tar_members(source.place, stream):
             if member.hidden:
                 continue
             if key is not None and member.key != key:
@@ -266,16 +270,16 @@ def _label(config: IndexTars, place: Place) -> str:
     return NONE
 
 
-def _opened(place: Place) -> Any:
+def _open_tar(source: Place) -> Any:
     try:
-        return open_stream(place)
+        return open_stream(source)
     except OSError as error:
-        raise DataError(f"{place.place}: cannot be opened ({error.strerror})") from error
+        raise DataError(f"{source.place}: cannot be opened ({error.strerror})") from error
 
 
 def _source(tar: _Tar, choice: MemberChoice) -> dict[str, object]:
-    """What an index is made of."""
-    return {"place": asdict(tar.place), "choice": asdict(choice)}
+    """Identify the source of an index."""
+    return {"place": asdict(tar.source), "choice": asdict(choice)}
 
 
 def _report(output: Path, tar: _Tar, choice: MemberChoice) -> TarReport | None:
@@ -290,35 +294,35 @@ def _report(output: Path, tar: _Tar, choice: MemberChoice) -> TarReport | None:
 
 
 class _Indexer:
-    """What a process keeps between tars. Called with one, it writes its index."""
+    """Write the index of a tar when called with it."""
 
     def __init__(self, output: Path, choice: MemberChoice, advance: Advance) -> None:
         self._output, self._choice, self._advance = output, choice, advance
 
     def __call__(self, tar: _Tar) -> None:
-        with _opened(tar.place) as stream:
-            found = read_tar(tar.place.place, stream, self._choice, advance=self._advance)
-        report = _counted(found)
-        index = ShardIndex(shard=tar.name, size=tar.place.size, blocks=found.blocks)
+        with _open_tar(tar.source) as stream:
+            contents = read_tar(tar.source.place, stream, self._choice, advance=self._advance)
+        report = _count_rows(contents)
+        index = ShardIndex(shard=tar.name, size=tar.source.size, blocks=contents.blocks)
         document = {"format": INDEX_FORMAT, **asdict(index), "source": _source(tar, self._choice)}
         write_json(index_path(self._output / OWN_TAR / tar.name), {**document, "report": vars(report)})
 
 
-def _counted(found: ReadTar) -> TarReport:
-    report = TarReport(images=len(found.blocks), pixels=found.pixels, ignored=dict(found.ignored))
-    for reason, place in found.skipped:
-        report.skip(reason, place)
-    report.bytes = sum(block.members["jpg"].length for block in found.blocks)
-    report.per_class = {str(n): c for n, c in Counter(b.label for b in found.blocks if b.label is not None).items()}
+def _count_rows(contents: ReadTar) -> TarReport:
+    report = TarReport(images=len(contents.blocks), pixels=contents.pixels, ignored=dict(contents.ignored))
+    for reason, name in contents.skipped:
+        report.skip(reason, name)
+    report.bytes = sum(block.members["jpg"].length for block in contents.blocks)
+    report.per_class = {str(n): c for n, c in Counter(b.label for b in contents.blocks if b.label is not None).items()}
     return report
 
 
-def _progressed(config: IndexTars, tars: Sequence[_Tar]) -> Progressed:
+def _progress_bar(config: IndexTars, tars: Sequence[_Tar]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         images, size = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {size / seconds / 1e6:,.1f} MB/s"
 
-    total = sum(tar.place.size for tar in tars)
+    total = sum(tar.source.size for tar in tars)
     return Progressed(counters=2, total=total, text=text, shown=config.progress, title="indexing")
 
 
@@ -338,7 +342,7 @@ def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> li
     if not total.images:
         raise DataError(f"{config.tars}: no image in {len(tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for")
     names = _class_names(config, total)
-    write_places(config.output / OWN_TAR, {tar.name: tar.place for tar in used})
+    write_places(config.output / OWN_TAR, {tar.name: tar.source for tar in used})
     document: dict[str, object] = {
         "format": FORMAT,
         "kind": "image",
@@ -404,21 +408,21 @@ def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int
     """
     index = read_index(shard)
     with open_tar(shard, index.size) as stream:
-        found = read_tar(where, stream, choice, check=check)  # type: ignore[arg-type]  # raw, as a tar needs
+        contents = read_tar(where, stream, choice, check=check)  # type: ignore[arg-type]  # raw, as a tar needs
     advice = f"index the tars again: trp-scale index {shard.parent.parent}"
-    for ours, theirs in zip(index.blocks, found.blocks, strict=False):
+    for ours, theirs in zip(index.blocks, contents.blocks, strict=False):
         if ours != theirs:
             raise DataError(
                 f"{where}: image {shortened(theirs.key)}: {quoted(theirs)} found, the index says "
                 f"{quoted(ours)}; {advice}"
             )
-    if len(index.blocks) != len(found.blocks):
-        raise DataError(f"{where}: {len(found.blocks)} images found, the index has {len(index.blocks)}; {advice}")
+    if len(index.blocks) != len(contents.blocks):
+        raise DataError(f"{where}: {len(contents.blocks)} images found, the index has {len(index.blocks)}; {advice}")
     return index.size
 
 
-def choice_of(shard: Path) -> MemberChoice:
-    """Which members were read when a tar was indexed.
+def member_choice(shard: Path) -> MemberChoice:
+    """Return the members that were read when a tar was indexed.
 
     Raises:
         DataError: its index does not say.

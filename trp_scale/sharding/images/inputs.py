@@ -1,6 +1,7 @@
-"""Which kind of input was given, and its listing: files are in files.py, the rest is here. A Hugging Face dataset
-directory and a torchvision dataset are opened by their libraries, imported only when asked for; rendered scenes are
-made when they are read."""
+"""Listings of Hugging Face and torchvision datasets and of rendered scenes (files.py lists files).
+
+Libraries are imported only when needed; scenes are rendered when they are read.
+"""
 
 from __future__ import annotations
 
@@ -81,18 +82,18 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
     Raises:
         DataError: a setting for maps that there are none of, or one that is missing.
     """
-    said = config.of_maps()
+    flags = config.of_maps()
     for name, kind in modalities().items():
         if kind.format is None:
             continue
-        there = kind.format.suffix in listing.suffixes and name not in listing.maps
-        setting = next((each for each in said if each.startswith(f"{name}.")), None)
-        if setting is not None and not there:
+        is_stored = kind.format.suffix in listing.suffixes and name not in listing.maps
+        setting = next((flag for flag in flags if flag.startswith(f"{name}.")), None)
+        if setting is not None and not is_stored:
             raise DataError(
-                f"--{setting} {said[setting]}: goes with {name} maps from files, --modality {name}=FOLDER of an image "
+                f"--{setting} {flags[setting]}: goes with {name} maps from files, --modality {name}=FOLDER of an image "
                 f"folder or .{kind.format.suffix} members of tars; there are none"
             )
-        if there:
+        if is_stored:
             files = listing.maps[name] = kind.from_files(config.section(name))
             _refuse_first(listing, files)
             if files.content:
@@ -106,7 +107,7 @@ def _refuse_first(listing: Listing, files: MapFiles) -> None:
             content = listing.source.read(sample).maps[files.format.suffix]
         except UnusableError:
             continue
-        files.refuse(content, sample.place)
+        files.refuse(content, sample.origin)
         return
 
 
@@ -124,8 +125,8 @@ class SceneSource:
 
     def read(self, sample: Sample) -> Loaded:
         scene = render_scene(self._seed, sample.row, self._size)
-        found = {suffix: kind.of_scene(scene) for suffix, kind in self._maps.items()}
-        maps = {suffix: write_png(one.numbers) for suffix, one in found.items() if one is not None}
+        maps_by_suffix = {suffix: kind.of_scene(scene) for suffix, kind in self._maps.items()}
+        maps = {suffix: write_png(map_.numbers) for suffix, map_ in maps_by_suffix.items() if map_ is not None}
         return Loaded(image=Image.fromarray(scene.image), label=scene.label, maps=maps)
 
 
@@ -135,10 +136,10 @@ def list_scenes(seed: int, count: int, size: int) -> Listing:
     kinds: dict[str, type[Modality]] = {}
     maps: dict[str, MapFiles] = {}
     for name, kind in modalities().items():
-        found = kind.of_scene(scene)
-        if found is not None and kind.format is not None:
+        map_ = kind.of_scene(scene)
+        if map_ is not None and kind.format is not None:
             kinds[kind.format.suffix] = kind
-            maps[name] = MapFiles(name=name, format=kind.format, description={**found.description, "exact": True})
+            maps[name] = MapFiles(name=name, format=kind.format, description={**map_.description, "exact": True})
     source = SceneSource(seed, size, kinds)
     samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
     # Another renderer, or another numpy that rounds otherwise, is another input, and so is one with other maps.
@@ -249,7 +250,11 @@ def open_torchvision(name: str, root: str, split: str) -> Any:
     """
     import torchvision.datasets
 
-    known = [each for each in torchvision.datasets.__all__ if inspect.isclass(getattr(torchvision.datasets, each))]
+    known = [
+        kind_name
+        for kind_name in torchvision.datasets.__all__
+        if inspect.isclass(getattr(torchvision.datasets, kind_name))
+    ]
     if name not in known:
         raise DataError(f"--inputs {TORCHVISION}{name}: no such dataset in torchvision; there are {', '.join(known)}")
     make = getattr(torchvision.datasets, name)
@@ -275,22 +280,22 @@ def list_torchvision(item: str, split: str) -> Listing:
     Raises:
         DataError: it cannot be opened, or does not give an image with a class number.
     """
-    name, given, root = item.removeprefix(TORCHVISION).partition("=")
-    if not given:
+    name, arguments, root = item.removeprefix(TORCHVISION).partition("=")
+    if not arguments:
         raise DataError(f"--inputs {item}: {TORCHVISION}NAME=ROOT expected, e.g. {TORCHVISION}CIFAR10=data/cifar10")
     dataset = open_torchvision(name, root, split)
     digest = hashlib.sha256(f"{name} {split} {len(dataset)}".encode())
     for row in sorted({0, len(dataset) // 2, len(dataset) - 1}):
         image, label = dataset[row]
         if not isinstance(image, Image.Image) or not isinstance(label, int | np.integer):
-            found = f"{type(image).__name__} and {type(label).__name__}"
-            raise DataError(f"--inputs {item}: an image and a class number expected of each sample, {found} found")
+            types = f"{type(image).__name__} and {type(label).__name__}"
+            raise DataError(f"--inputs {item}: an image and a class number expected of each sample, {types} found")
         digest.update(f"{label} {image.size} ".encode() + image.tobytes())
     classes = getattr(dataset, "classes", None)
     return Listing(
         source=TorchvisionSource(name, root, split),
         samples=[Sample(f"{split}-{row:08d}", f"{item}:{row}", None, row) for row in range(len(dataset))],
         suffixes=("jpg", "cls"),
-        classes=None if classes is None else [str(each) for each in classes],
+        classes=None if classes is None else [str(class_name) for class_name in classes],
         fingerprint=digest.hexdigest(),
     )

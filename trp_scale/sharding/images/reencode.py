@@ -184,14 +184,14 @@ def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[
     if (width, height) != upright:
         raise UnusableError("map_size", f"{suffix}: {(width, height)}, the image {upright}")
     try:
-        found = files.decode(content)
+        decoded = files.decode(content)
     except Exception as error:  # as in _damage_named
         raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
     try:
-        numbers = files.numbers(found)
+        numbers = files.numbers(decoded)
         files.check(numbers)
     except DataError as error:
         raise UnusableError("bad_map_number", f"{suffix}: {error}") from error
-    if size == upright and numbers is found and files.format.fits(content):
+    if size == upright and numbers is decoded and files.format.fits(content):
         return content
     return write_png(numbers if size == upright else pick_centres(numbers, size[1], size[0]))

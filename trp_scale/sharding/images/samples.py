@@ -1,4 +1,4 @@
-"""What the input holds: one entry for each image, found before anything is decoded."""
+"""Samples of the input, listed before anything is decoded."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Sample(NamedTuple):
 
     Attributes:
         key: its key in the data set.
-        place: where it lies, for messages.
+        origin: path or address, for messages.
         label: class number; None if there is none, or if it is read with the image.
         row: number in its source; -1 for files.
         parts: files of the sample as (suffix, part), the image under "jpg" whatever its format.
     """
 
     key: str
-    place: str
+    origin: str
     label: int | None
     row: int = -1
     parts: tuple[tuple[str, Part], ...] = ()
@@ -117,7 +117,7 @@ class Listing:
 
 def plain_key(name: str) -> str:
     """A key without dots (WebDataset's suffix begins at the first) and within LONGEST_KEY bytes, unique to the name."""
-    key = _NOT_PLAIN.sub(lambda found: "".join(f"%{byte:02X}" for byte in os.fsencode(found[0])), name)
+    key = _NOT_PLAIN.sub(lambda match: "".join(f"%{byte:02X}" for byte in os.fsencode(match[0])), name)
     if len(key) > LONGEST_KEY:
         key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()}"
     return key
@@ -157,7 +157,7 @@ def without_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[
     seen: Counter[str] = Counter()
     for sample in samples:
         if seen[sample.key]:
-            skipped.append(("duplicate_key", sample.place))
+            skipped.append(("duplicate_key", sample.origin))
         else:
             kept.append(sample)
         seen[sample.key] += 1

@@ -102,8 +102,8 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
         known = map_formats()
         folders: dict[str, Path] = {}
         for item in self.modality:
-            name, given, folder = item.partition("=")
-            if name not in known or not given or name in folders:
+            name, paths, folder = item.partition("=")
+            if name not in known or not paths or name in folders:
                 raise DataError(f"--modality {item}: once each, {' or '.join(f'{m}=FOLDER' for m in known)}")
             if not Path(folder).is_dir():
                 raise DataError(f"--modality {item}: {folder} is not a folder")

@@ -59,12 +59,12 @@ def shard_images(config: ShardImagesConfig) -> Path:
     with job.only_run():
         portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
         skipped = PortionReport()
-        for reason, place in listing.skipped:
-            skipped.skip(reason, place)
+        for reason, sample in listing.skipped:
+            skipped.skip(reason, sample)
         if not job.begin(listing.fingerprint, portions, skipped):
             return config.output
         arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
-        job.make(portions, _PortionWriter, arguments, _progressed(config, job.mine(portions)))
+        job.make(portions, _PortionWriter, arguments, _progress_bar(config, job.mine(portions)))
         finished = job.finish(_description(config, listing))
     if finished is not None:
         total, shards = finished.total, len(finished.shards)
@@ -84,7 +84,7 @@ PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "test
 
 
 def _listed_classes(classes: Sequence[str] | None) -> str:
-    """How many there are, and the first; with a warning where they look like parts of a data set."""
+    """Format the class names; log a warning if they look like splits of a data set."""
     if not classes:
         return ""
     if len(classes) > 1 and {name.lower() for name in classes} <= PARTS:
@@ -106,7 +106,7 @@ def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSetti
     )
 
 
-def _progressed(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progressed:
+def _progress_bar(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         stored, images = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
@@ -116,7 +116,7 @@ def _progressed(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progr
 
 
 def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
-    """What dataset.json says of images, beside counts."""
+    """Return the fields of dataset.json that describe images, without counts."""
     return {
         "synthetic": config.embedded,
         "suffixes": list(listing.suffixes),
@@ -128,7 +128,7 @@ def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, objec
 
 @dataclass(kw_only=True)
 class ImageReport(PortionReport):
-    """What was made of a portion of images.
+    """Counts of a portion of images.
 
     Attributes:
         images: stored.
@@ -148,7 +148,7 @@ class ImageReport(PortionReport):
     odd: int = 0
     first_odd: str = ""
 
-    def count(self, place: str, label: int | None, encoded: Encoded) -> None:
+    def count(self, name: str, label: int | None, encoded: Encoded) -> None:
         """Count a stored image."""
         self.images += 1
         self.unchanged += encoded.unchanged
@@ -159,7 +159,7 @@ class ImageReport(PortionReport):
         short, long = sorted(encoded.size)
         if short < SMALLEST_SIDE or long > LONGEST_SHAPE * short:
             self.odd += 1
-            self.first_odd = self.first_odd or f"{place} ({encoded.size[0]} x {encoded.size[1]})"
+            self.first_odd = self.first_odd or f"{name} ({encoded.size[0]} x {encoded.size[1]})"
 
     def add(self, other: PortionReport) -> None:
         """Add the counts of another portion."""
@@ -168,8 +168,8 @@ class ImageReport(PortionReport):
             self.first_odd = self.first_odd or other.first_odd
 
 
-def _counted(total: ImageReport) -> dict[str, object]:
-    """What dataset.json counts of images."""
+def _count_rows(total: ImageReport) -> dict[str, object]:
+    """Return the counts in dataset.json."""
     counts = ("images", "unchanged", "bytes", "pixels", "per_class")
     return {"rows": total.images, "counts": {name: getattr(total, name) for name in counts}}
 
@@ -183,11 +183,13 @@ def _warn(total: ImageReport) -> None:
         )
 
 
-IMAGES = DataKind(name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_counted, warn=_warn)
+IMAGES = DataKind(
+    name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_count_rows, warn=_warn
+)
 
 
 class _PortionWriter:
-    """What a process keeps between portions. Called with one, it fills the shard.
+    """Fill the shard of a portion when called with it.
 
     Args:
         suffixes: members of every stored sample.
@@ -210,11 +212,11 @@ class _PortionWriter:
         report = ImageReport()
         for sample in portion.samples:
             try:
-                if not begun(sample.place):
+                if not begun(sample.origin):
                     raise UnusableError("damaged", "it ends the process that decodes it")
                 members, label = self._sample(sample, report)
             except UnusableError as error:
-                report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)
+                report.skip(error.reason, f"{sample.origin} ({error.detail})" if error.detail else sample.origin)
                 members = {}
             else:
                 shard.add(sample.key, 1, members, label)
@@ -226,7 +228,7 @@ class _PortionWriter:
         loaded = self._source.read(sample)
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
-        report.count(sample.place, loaded.label, encoded)
+        report.count(sample.origin, loaded.label, encoded)
         members = {IMAGE: encoded.image, **encoded.maps}
         if loaded.label is not None:
             members[CLASS] = str(loaded.label).encode()

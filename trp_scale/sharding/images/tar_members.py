@@ -123,7 +123,7 @@ def _resolve_links(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iter
 
 
 class _Headers:
-    """What tarfile reads of a tar, between the contents of its members."""
+    """Headers of a tar for `tarfile`, without the contents of members."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Which tars are meant: by paths, globs, braces, URLs, folders of them, and text files that list them."""
+"""Find tars by paths, globs, braces, URLs, folders, and text files that list them."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ def expand_braces(text: str) -> list[str]:
         raise DataError(f"{shortened(text)}: {len(text)} characters, a pattern has at most {LONGEST_PATTERN}")
     if text.count("{") > MOST_BRACES:
         raise DataError(f"{shortened(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} are expanded")
-    found = []
-    for each in itertools.islice(_expanded(text, 0), MOST + 1):
-        if len(each) > LONGEST:
-            raise DataError(f"{shortened(each)}: {len(each)} characters, a path or a URL has at most {LONGEST}")
-        found.append(each)
-    if len(found) > MOST:
+    names = []
+    for name in itertools.islice(_expand(text, 0), MOST + 1):
+        if len(name) > LONGEST:
+            raise DataError(f"{shortened(name)}: {len(name)} characters, a path or a URL has at most {LONGEST}")
+        names.append(name)
+    if len(names) > MOST:
         raise DataError(f"{shortened(text)}: more than {MOST} tars; give a text file that lists them")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
-def _expanded(text: str, start: int) -> Iterator[str]:
+def _expand(text: str, start: int) -> Iterator[str]:
     match = _BRACES.search(text, start)
     if match is None:
         yield text
         return
     choices = _choices(match[1])
     if choices is None:  # as a shell leaves it
-        yield from _expanded(text, match.end())
+        yield from _expand(text, match.end())
         return
     for choice in choices:  # what is around an inner pair is met again
-        yield from _expanded(text[: match.start()] + choice + text[match.end() :], start)
+        yield from _expand(text[: match.start()] + choice + text[match.end() :], start)
 
 
 def _choices(inner: str) -> Iterator[str] | None:
-    """What a pair of braces stands for; None: itself."""
+    """Expand the inside of braces; `None` if it is literal."""
     if "," in inner:
         return iter(inner.split(","))
     match = _RANGE.fullmatch(inner)
@@ -86,34 +86,34 @@ def find_tars(item: str) -> list[str]:
         RemoteError: a URL cannot be listed.
     """
     names = [item] if os.path.exists(item) else expand_braces(item)  # noqa: PTH110 - any text
-    found = list(dict.fromkeys(tar for each in names for tar in _of(each, item)))
-    for tar in found:
+    tars = list(dict.fromkeys(tar for name in names for tar in _expand_name(name, item)))
+    for tar in tars:
         if escape_name(tar) != tar:
             raise DataError(f"{escape_name(tar)}: a name that is not UTF-8 cannot be stored; rename it")
-    return found
+    return tars
 
 
-def _of(each: str, item: str) -> list[str]:
-    if each.startswith("pipe:"):
-        raise DataError(f"{each}: starts a program; give the path or the URL that it reads")
-    if is_url(each):
-        return [each] if each.endswith(".tar") else _of_remote_folder(each.rstrip("/"))
-    path = Path(each)
+def _expand_name(tar_name: str, item: str) -> list[str]:
+    if tar_name.startswith("pipe:"):
+        raise DataError(f"{tar_name}: starts a program; give the path or the URL that it reads")
+    if is_url(tar_name):
+        return [tar_name] if tar_name.endswith(".tar") else _of_remote_folder(tar_name.rstrip("/"))
+    path = Path(tar_name)
     if path.is_dir():
         tars = [str(tar.absolute()) for tar in sorted(path.glob("*.tar")) if not tar.name.startswith(".")]
         if not tars:
-            raise DataError(f"{each}: no .tar in it; compressed ones are not read, as no image could be read alone")
+            raise DataError(f"{tar_name}: no .tar in it; compressed ones are not read, as no image could be read alone")
         return tars
-    if path.suffix == ".tar" and (path.is_file() or not glob.has_magic(each)):
+    if path.suffix == ".tar" and (path.is_file() or not glob.has_magic(tar_name)):
         return [str(path.absolute())]  # looked for when it is read: a tar of the braces that is missing is named
     if path.is_file():
         return _of_list(path)
-    tars = [str(Path(name).absolute()) for name in sorted(glob.glob(each, recursive=True))]  # noqa: PTH207
+    tars = [str(Path(name).absolute()) for name in sorted(glob.glob(tar_name, recursive=True))]  # noqa: PTH207
     wrong = next((tar for tar in tars if not tar.endswith(".tar")), None)
     if wrong is not None:
         raise DataError(f"{wrong}: an uncompressed .tar expected of {item}")
     if not tars:
-        raise DataError(f"{each}: no such file, and no file matches it as a pattern")
+        raise DataError(f"{tar_name}: no such file, and no file matches it as a pattern")
     return tars
 
 
@@ -132,37 +132,37 @@ def _of_list(path: Path) -> list[str]:
     if path.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")):
         raise DataError(f"{path}: an uncompressed .tar expected, as no image of a compressed one could be read alone")
     lines = read_lines(path, DataError, what="a .tar, nor a text file that lists tars")
-    found: list[str] = []
+    names: list[str] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        for each in expand_braces(text):
-            if not each.endswith(".tar") or each.startswith("pipe:") or "\0" in each:
-                raise DataError(f"{path}, line {number}: {quoted(each)} found, the path or URL of a .tar expected")
-            found += [each] if is_url(each) else [str((path.parent / each).absolute())]
-        if len(found) > MOST:
+        for name in expand_braces(text):
+            if not name.endswith(".tar") or name.startswith("pipe:") or "\0" in name:
+                raise DataError(f"{path}, line {number}: {quoted(name)} found, the path or URL of a .tar expected")
+            names += [name] if is_url(name) else [str((path.parent / name).absolute())]
+        if len(names) > MOST:
             raise DataError(
                 f"{path}, line {number}: more than {MOST} tars up to here; give several lists, one at a time"
             )
-    if not found:
+    if not names:
         raise DataError(f"{path}: lists no tar; the path or URL of one a line expected")
-    return found
+    return names
 
 
-def names_of(tars: list[str]) -> list[str]:
-    """A name for each tar in a data set: its own, or where several have the same one, with the folders before it.
+def unique_names(tars: list[str]) -> list[str]:
+    """Return a unique name for each tar in a data set: its own, with folders before it where names repeat.
 
     Raises:
         DataError: two tars that no folder tells apart.
     """
     parts = [PurePosixPath(tar.partition("://")[2] if is_url(tar) else tar).parts for tar in tars]
-    repeated = {name for name, count in Counter(each[-1] for each in parts).items() if count > 1}
-    shared = [each for each in parts if each[-1] in repeated]
+    repeated = {name for name, count in Counter(part[-1] for part in parts).items() if count > 1}
+    shared = [part for part in parts if part[-1] in repeated]
     depth = 0
-    while shared and all(len(each) > depth + 1 for each in shared) and len({each[depth] for each in shared}) == 1:
+    while shared and all(len(part) > depth + 1 for part in shared) and len({part[depth] for part in shared}) == 1:
         depth += 1
-    names = ["-".join(each[depth:]) if each[-1] in repeated else each[-1] for each in parts]
+    names = ["-".join(part[depth:]) if part[-1] in repeated else part[-1] for part in parts]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         ours = [tar for tar, name in zip(tars, names, strict=True) if name == twice]

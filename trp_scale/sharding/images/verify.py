@@ -1,4 +1,4 @@
-"""What the members of an image sample must hold."""
+"""Check the members of image samples."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_contents(
             raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, the index says {block.label}")
 
 
-def check_decodes(place: str, content: bytes) -> None:
+def check_decodes(name: str, content: bytes) -> None:
     """An image of a tar that others made: a JPEG, PNG or WebP that decodes.
 
     Raises:
@@ -87,7 +87,7 @@ def check_decodes(place: str, content: bytes) -> None:
             image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
             image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{place}: not an image that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not an image that can be decoded ({said_by(error)})") from error
 
 
 def check_aligned(images: Path, maps: Path, suffix: str) -> None:
@@ -108,9 +108,9 @@ def check_aligned(images: Path, maps: Path, suffix: str) -> None:
         for image, map_ in blocks:
             where = f"{maps}: block {map_.key}, member {suffix}"
             width, height = _open_image(where, _content(image_stream, image.members[IMAGE])).size
-            found = png_size(_content(map_stream, map_.members[suffix]).ljust(24, b"\0"))
-            if found != (height, width):
-                raise DataError(f"{where}: {found[1]} x {found[0]} pixels, the image has {width} x {height}")
+            size = png_size(_content(map_stream, map_.members[suffix]).ljust(24, b"\0"))
+            if size != (height, width):
+                raise DataError(f"{where}: {size[1]} x {size[0]} pixels, the image has {width} x {height}")
 
 
 def _content(stream: IO[bytes], member: Member) -> bytes:
@@ -118,17 +118,17 @@ def _content(stream: IO[bytes], member: Member) -> bytes:
     return stream.read(member.length)
 
 
-def _open_image(place: str, content: bytes) -> Image.Image:
+def _open_image(name: str, content: bytes) -> Image.Image:
     """An image whose header can be read."""
     try:
         return Image.open(io.BytesIO(content), formats=("JPEG",))
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"{place}: not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not a JPEG that can be decoded ({said_by(error)})") from error
 
 
-def _check_image(place: str, content: bytes) -> tuple[int, int]:
+def _check_image(name: str, content: bytes) -> tuple[int, int]:
     """(H, W) of an image that decodes."""
-    image = _open_image(place, content)
+    image = _open_image(name, content)
     width, height = image.size
     try:
         refuse_too_many_pixels(height, width)
@@ -136,7 +136,7 @@ def _check_image(place: str, content: bytes) -> tuple[int, int]:
         image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
         image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{place}: not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not a JPEG that can be decoded ({said_by(error)})") from error
     if image.mode not in IMAGE_MODES:
-        raise DataError(f"{place}: mode {image.mode} found, {' or '.join(IMAGE_MODES)} expected")
+        raise DataError(f"{name}: mode {image.mode} found, {' or '.join(IMAGE_MODES)} expected")
     return height, width

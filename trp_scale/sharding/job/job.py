@@ -28,7 +28,7 @@ from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
 from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quoted, shortened
 from trp_scale.sharding.binary_index import write_dataset_index
-from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
+from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path
 from trp_scale.storage.locks import only_run
@@ -87,14 +87,14 @@ def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
 
 def check_sections(settings: object) -> None:
     """Raise DataError for what a section of a command says that no run of it can have, naming its flag."""
-    own = [each.problems(settings) for each in sections(settings).values() if isinstance(each, Section)]
-    if problem := next((line for lines in (range_problems(settings), *own) for line in lines), None):
+    problems = [section.problems(settings) for section in sections(settings).values() if isinstance(section, Section)]
+    if problem := next((line for lines in (range_problems(settings), *problems) for line in lines), None):
         raise DataError(problem)
 
 
 @dataclass(kw_only=True)
 class PortionReport:
-    """What was made of a portion. Each kind of data set adds its counts; those of all portions go into dataset.json.
+    """Counts of a portion. Each kind of data set adds its own; dataset.json stores the sums.
 
     Attributes:
         skipped: how many could not be used, by reason.
@@ -104,11 +104,11 @@ class PortionReport:
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: list[tuple[str, str]] = field(default_factory=list)
 
-    def skip(self, reason: str, place: str, why: str = "") -> None:
+    def skip(self, reason: str, sample: str, why: str = "") -> None:
         """Count what cannot be used, and list it while there is room."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if len(self.skipped_places) < MAX_LISTED:
-            self.skipped_places.append((why or reason, escape_name(place)))
+            self.skipped_places.append((why or reason, escape_name(sample)))
 
     def add(self, other: PortionReport) -> None:
         """Add the counts of another portion."""
@@ -140,7 +140,7 @@ def shard_stem(kind: str, number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataKind(Generic[ReportT]):
-    """What there is to know of a kind of data set, beside its settings.
+    """Description of a kind of data set, without its settings.
 
     Attributes:
         name: "text" or "image".
@@ -275,7 +275,7 @@ class ShardingJob(Generic[ReportT]):
     def _forget_failed(self) -> None:
         """Take away what a run of other settings has left that failed."""
         documents = begun_parts(self.output).values()
-        if any(each["settings"] != self.identity for each in documents if self._may_begin_anew(each)):
+        if any(document["settings"] != self.identity for document in documents if self._may_begin_anew(document)):
             log.info(
                 "%s: what an attempt with other settings or input has left, which failed, is taken away", self.output
             )
@@ -358,15 +358,15 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
             nothing is left.
     """
     parts = all_parts(output)
-    said = next(iter(parts.values()))
-    shards, blocks, total = _joined(output, kind, parts)
+    first = next(iter(parts.values()))
+    shards, blocks, total = _join_parts(output, kind, parts)
     if max_skipped is None:
-        max_skipped = said["max_skipped"]
+        max_skipped = first["max_skipped"]
     stored = getattr(total, kind.items)
     check_skipped(kind.items, stored, total, kind.reasons, max_skipped)
     if stored == 0:
         raise DataError(f"{output}: the input holds no {kind.items} that can be used")
-    places = [{"reason": reason, "place": place} for reason, place in total.skipped_places]
+    places = [{"reason": reason, "place": sample} for reason, sample in total.skipped_places]
     document = {
         "format": DATASET_FORMAT,
         "kind": kind.name,
@@ -375,9 +375,9 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
         "skipped": total.skipped,
         "skipped_places": places,
         "skipped_places_limit": MAX_LISTED,
-        "settings": said["settings"],
+        "settings": first["settings"],
     }
-    complete = {**document, **said["description"], **kind.counted(total)}
+    complete = {**document, **first["description"], **kind.counted(total)}
     write_dataset_index(output, complete)
     write_json(output / "dataset.json", complete)
     _clear(output)
@@ -385,11 +385,11 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
     return Finished(shards=shards, total=total)
 
 
-def _joined(
+def _join_parts(
     output: Path, kind: DataKind[ReportT], parts: Mapping[Part, Mapping[str, Any]]
 ) -> tuple[list[str], int, ReportT]:
     """The shards that hold rows, the number of their blocks, and the sum of all reports."""
-    first, said = next(iter(parts.items()))
+    first, stored = next(iter(parts.items()))
     for part, document in parts.items():
         path = part.path(output)
         fields = Fields(document, str(path), DataError, "run the command of the part again")
@@ -397,15 +397,15 @@ def _joined(
         fields.take("listing", dict)
         fields.take("description", dict, {})
         holds, advice = f"{part} has other settings than {first}", "and make this part again"
-        refuse_differences(path, document["settings"], said["settings"], holds, advice)
-        both = {name: said[name] for name in ("kind", "shards", "listing", "max_skipped")}
+        refuse_differences(path, document["settings"], stored["settings"], holds, advice)
+        both = {name: stored[name] for name in ("kind", "shards", "listing", "max_skipped")}
         refuse_differences(path, document, both, holds, advice)
-        if "description" in document and "description" in said:
-            refuse_differences(path, document["description"], said["description"], holds, advice)
-    total = record(kind.report, said["listing"], f"{first.path(output)}: listing", DataError)
+        if "description" in document and "description" in stored:
+            refuse_differences(path, document["description"], stored["description"], holds, advice)
+    total = record(kind.report, stored["listing"], f"{first.path(output)}: listing", DataError)
     missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
     shards, blocks = [], 0
-    for number in range(said["shards"]):
+    for number in range(stored["shards"]):
         stem = shard_stem(kind.name, number)
         finished = _finished_shard(output, kind, stem)
         if finished is None:
@@ -416,7 +416,7 @@ def _joined(
             shards.append(f"{stem}.tar")
             blocks += finished.blocks
     if missing:
-        lines = [unfinished(part, stems) for part, stems in sorted(missing.items())]
+        lines = [unfinished_line(part, stems) for part, stems in sorted(missing.items())]
         raise missing_parts(output, lines, first.count)
     return shards, blocks, total
 
@@ -455,7 +455,7 @@ def _clear(output: Path) -> None:
 
 
 class _ShardMaker(Generic[PortionT, ReportT]):
-    """What a process keeps between portions. Called with one, it makes the shard."""
+    """Make the shard of a portion when called with it."""
 
     def __init__(
         self,
@@ -478,23 +478,23 @@ class _ShardMaker(Generic[PortionT, ReportT]):
 
 def refuse_differences(
     path: Path,
-    found: Mapping[str, object],
+    stored: Mapping[str, object],
     wanted: Mapping[str, object],
     holds: str = "a data set with other settings or input",
     advice: str = "choose another --output, or remove the directory",
 ) -> None:
     """Raise DataError naming each setting of `wanted` that `found`, from the file `path`, has otherwise."""
     differences = [
-        _difference(name, found.get(name), value) for name, value in wanted.items() if found.get(name) != value
+        _difference(name, stored.get(name), value) for name, value in wanted.items() if stored.get(name) != value
     ]
     if differences:
         raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
 
 
-def _difference(name: str, there: object, asked: object) -> str:
-    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (there, asked)):
+def _difference(name: str, stored: object, asked: object) -> str:
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (stored, asked)):
         return _DIGEST_OF.get(name, f"another {name}")
-    return f"{name} {quoted(there)} there, {quoted(asked)} asked for"
+    return f"{name} {quoted(stored)} there, {quoted(asked)} asked for"
 
 
 def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
@@ -511,17 +511,17 @@ def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping
         DataError: more were skipped than `max_skipped` allows.
     """
     count = sum(report.skipped.values())
-    found = used + count
+    total = used + count
     # Reasons come from files, too.
     named = "; ".join(
         f"{number} {shortened(reason)} ({reasons.get(reason, 'not a reason known here')})"
         for reason, number in sorted(report.skipped.items())
     )
-    if count > max_skipped * found:
-        first = "\n".join(f"  {place} ({why})" for why, place in report.skipped_places[:MOST_SHOWN])
+    if count > max_skipped * total:
+        first = "\n".join(f"  {sample} ({why})" for why, sample in report.skipped_places[:MOST_SHOWN])
         raise DataError(
-            f"{count} of {found} {items} were skipped, more than --max_skipped {max_skipped} allows: "
+            f"{count} of {total} {items} were skipped, more than --max_skipped {max_skipped} allows: "
             f"{named}. The first ones:\n{first}"
         )
     if count:
-        log.warning("%d of %d %s were skipped: %s", count, found, items, named)
+        log.warning("%d of %d %s were skipped: %s", count, total, items, named)

@@ -30,7 +30,7 @@ _PASSED_ON = ("NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE", "TRP_SCALE_CACHE", "TRP_
 
 
 @contextmanager
-def connected() -> Iterator[Any]:
+def ray_cluster() -> Iterator[Any]:
     """Context with a cluster; gives the module ray.
 
     Raises:
@@ -41,8 +41,8 @@ def connected() -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise DataError(f"--executor ray: ray is not installed ({error}): pip install 'trp-scale[ray]'") from error
-    own = not ray.is_initialized()
-    if own:
+    starts_cluster = not ray.is_initialized()
+    if starts_cluster:
         try:
             ray.init(logging_level=logging.WARNING)
         except (ConnectionError, ValueError) as error:
@@ -54,21 +54,21 @@ def connected() -> Iterator[Any]:
     try:
         yield ray
     finally:
-        if own:
+        if starts_cluster:
             ray.shutdown()
 
 
 def cluster_gpus() -> int:
     """GPUs of the cluster."""
-    with connected() as ray:
+    with ray_cluster() as ray:
         return int(ray.cluster_resources().get("GPU", 0))
 
 
 def cpus_of_task(gpus: int) -> int:
     """CPUs of a task: one, or a GPU's share of them."""
-    with connected() as ray:
-        found = ray.cluster_resources()
-    return max(1, int(found.get("CPU", 0) * gpus / max(1, found.get("GPU", 0)))) if gpus else 1
+    with ray_cluster() as ray:
+        resources = ray.cluster_resources()
+    return max(1, int(resources.get("CPU", 0) * gpus / max(1, resources.get("GPU", 0)))) if gpus else 1
 
 
 def _slots(ray: Any, needs: Mapping[str, int]) -> int:
@@ -79,7 +79,7 @@ def _slots(ray: Any, needs: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the processes of the cluster are told.
+    """Work that the processes of the cluster receive.
 
     Attributes:
         name: of the run: a process makes a worker for each once.
@@ -107,8 +107,8 @@ class _Worker:
         self._worker = work.make(*work.arguments, self._advance)
 
     def _advance(self, *steps: int) -> None:
-        for place, step in enumerate(steps):
-            self._counts[place] += step
+        for number, step in enumerate(steps):
+            self._counts[number] += step
 
     def __call__(self, portion: Any) -> tuple[Any, list[int]]:
         self._counts[:] = [0] * len(self._counts)
@@ -119,7 +119,7 @@ _workers: dict[str, _Worker] = {}
 
 
 def _portion(work: _Work, portion: Any) -> tuple[Any, list[int]]:
-    """In a process of the cluster."""
+    """Run one portion in a process of the cluster."""
     if work.name not in _workers:
         _workers.clear()
         _workers[work.name] = _Worker(work)
@@ -149,7 +149,7 @@ def run_on_ray(
     Raises:
         DataError: the cluster has no CPU or GPU, or a portion's processes died again and again.
     """
-    with connected() as ray:
+    with ray_cluster() as ray:
         needs = {"CPU": cpus_of_task(gpus), "GPU": gpus}
         has = ray.cluster_resources()
         if lacking := [f"{has.get(name, 0):g} {name}s" for name, count in needs.items() if has.get(name, 0) < count]:

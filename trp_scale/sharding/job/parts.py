@@ -47,7 +47,7 @@ class SpreadSettings:
         Raises:
             DataError: there is no such part.
         """
-        return part_of(self.shard_index, self.num_shards)
+        return find_part(self.shard_index, self.num_shards)
 
 
 @dataclass(frozen=True, order=True)
@@ -72,11 +72,11 @@ class Part:
 
     @property
     def flags(self) -> str:
-        """As they are given."""
+        """Flags of the command line that select this part."""
         return f"--shard_index {self.index} --num_shards {self.count}"
 
     def path(self, directory: Path) -> Path:
-        """Its file, in the directory of a data set."""
+        """Return the file of this part in the directory of a data set."""
         return directory / "progress" / f"{self.name}.json"
 
     def write(self, directory: Path, document: dict[str, object]) -> None:
@@ -85,7 +85,7 @@ class Part:
         write_json(self.path(directory), document)
 
 
-def part_of(shard_index: int, num_shards: int) -> Part:
+def find_part(shard_index: int, num_shards: int) -> Part:
     """The part that the flags name.
 
     Raises:
@@ -99,20 +99,20 @@ def part_of(shard_index: int, num_shards: int) -> Part:
 
 
 def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
-    """What is written of each part of a data set that has begun, in order."""
-    found = {}
+    """Return the documents of all parts that have started, in order."""
+    documents = {}
     for path in (directory / "progress").glob("part-*.json"):
         if match := _NAME.fullmatch(path.name):
             fields = read_fields(path, "remove it, and run the command of the part again")
             fields.text("kind")
             fields.take("settings", dict)
             fields.take("max_skipped", float)
-            found[Part(count=int(match[2]), index=int(match[1]))] = dict(fields.document)
-    return dict(sorted(found.items()))
+            documents[Part(count=int(match[2]), index=int(match[1]))] = dict(fields.document)
+    return dict(sorted(documents.items()))
 
 
 def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
-    """As `begun_parts`, of a data set whose parts have all begun.
+    """Return `begun_parts` of a data set if all parts have started.
 
     Raises:
         DataError: parts are missing (they are named), or there are none.
@@ -130,7 +130,7 @@ def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
     return parts
 
 
-def unfinished(part: Part, names: list[str]) -> str:
+def unfinished_line(part: Part, names: list[str]) -> str:
     """A line of what a part lacks."""
     return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{some(names)})"
 

@@ -32,11 +32,11 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
             "found; allowed: 2 parts or more, each of which is a job, and no --shard_index"
         )
     program = shlex.join([sys.executable, "-m", "trp_scale"])
-    own = '--executor local --sbatch "" --no-progress --shard_index "$SLURM_ARRAY_TASK_ID"'
+    array_flags = '--executor local --sbatch "" --no-progress --shard_index "$SLURM_ARRAY_TASK_ID"'
     array = submit_job(
         f"--job-name=trp-scale-{command} --requeue --array=0-{settings.num_shards - 1}",
         settings.sbatch,
-        f"exec {program} {command} {shlex.join(argv)} {own}",
+        f"exec {program} {command} {shlex.join(argv)} {array_flags}",
     )
     # After any: where parts are missing it names them.
     merge = submit_job(
@@ -50,7 +50,7 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
     )
 
 
-def submit_job(own: str, given: str, script: str) -> str:
+def submit_job(array_flags: str, flags: str, script: str) -> str:
     """Submit a job, and give its number.
 
     Args:
@@ -59,7 +59,7 @@ def submit_job(own: str, given: str, script: str) -> str:
     Raises:
         DataError: SLURM refuses it, or there is none.
     """
-    words = ["sbatch", "--parsable", *shlex.split(own), *shlex.split(given), "--wrap", script]
+    words = ["sbatch", "--parsable", *shlex.split(array_flags), *shlex.split(flags), "--wrap", script]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

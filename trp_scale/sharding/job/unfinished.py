@@ -1,4 +1,4 @@
-"""What there is of a data set whose sharding has not come to its end, for who looks at it."""
+"""Read a data set whose sharding is not finished."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def refuse_unfinished(directory: Path) -> None:
     if (directory / "dataset.json").exists() or not (parts := begun_parts(directory)):
         return
     kind = next(iter(parts.values()))["kind"]
-    made = sorted((directory / "shards").glob("*.tar"))
-    done = [shard for shard in made if index_path(shard).is_file()]
+    tars = sorted((directory / "shards").glob("*.tar"))
+    done = [shard for shard in tars if index_path(shard).is_file()]
     blocks = {shard: len(read_index(shard).blocks) for shard in done}
     skipped: Counter[str] = Counter()
     for shard in done:

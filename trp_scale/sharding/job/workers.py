@@ -50,7 +50,7 @@ Advance = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed:
-    """What the progress bar shows.
+    """Contents of the progress bar.
 
     Attributes:
         counters: numbers that workers count up together; the last one fills the bar.
@@ -75,20 +75,20 @@ MOST_LETHAL = 100
 
 _worker: Callable[[Any], Any] | None = None
 _number = 0
-_place: _Place | None = None
+_place: _Slots | None = None
 _lethal: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What each of some processes is at, in memory that outlives them. Attributes: portions: number of each one's and
-    1, or 0; names: what of it, LONGEST_NAME bytes each."""
+class _Slots:
+    """Current sample of each worker process, in shared memory. Attributes: portions: number of the portion + 1, or 0;
+    names: of samples, LONGEST_NAME bytes each."""
 
     portions: Any
     names: Any
 
     @classmethod
-    def of(cls, context: Any, processes: int) -> _Place:
+    def allocate(cls, context: Any, processes: int) -> _Slots:
         return cls(context.RawArray("q", processes), context.RawArray("c", LONGEST_NAME * processes))
 
     def write(self, number: int, name: str) -> None:
@@ -112,7 +112,7 @@ def begun(name: str) -> bool:
 
 
 def process_number() -> int:
-    """Of this process among those of its machine that are at work, from 0; under Ray 0."""
+    """Return the index of this process among the workers of its machine; 0 under Ray."""
     return _number
 
 
@@ -122,12 +122,12 @@ def _start(
     counters: Any,
     started: Any,
     modules: list[str],
-    place: _Place,
+    slot: _Slots,
     lethal: frozenset[str],
 ) -> None:
     """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
     global _worker, _number, _place, _lethal
-    _place, _lethal = place, lethal
+    _place, _lethal = slot, lethal
     with started.get_lock():
         _number = started.value
         started.value += 1
@@ -147,8 +147,8 @@ def _end_with_parent() -> None:
 def _advance(counters: Any) -> Advance:
     def advance(*steps: int) -> None:
         with counters.get_lock():
-            for place, step in enumerate(steps):
-                counters[place] += step
+            for number, step in enumerate(steps):
+                counters[number] += step
 
     return advance
 
@@ -206,19 +206,19 @@ def run_portions(
         if processes == 1:
             worker = make(*arguments, _advance(counters))
             return {portion.number: worker(portion) for portion in portions}
-        return _made(portions, (make, arguments, counters), context, processes, progressed.title)
+        return _run_processes(portions, (make, arguments, counters), context, processes, progressed.title)
 
 
-def _made(
+def _run_processes(
     portions: Sequence[Any], initial: tuple[Any, ...], context: Any, processes: int, title: str
 ) -> dict[int, Any]:
-    """As `run_portions`, in several processes of this machine."""
+    """Run portions in several processes of this machine."""
     reports: dict[int, Any] = {}
     while left := [portion for portion in portions if portion.number not in reports]:
-        place = _Place.of(context, processes)
-        if _run(left, initial, context, processes, place, frozenset(), reports):
+        slot = _Slots.allocate(context, processes)
+        if _run(left, initial, context, processes, slot, frozenset(), reports):
             break
-        lost = {number - 1 for number in place.portions if number} - reports.keys()
+        lost = {number - 1 for number in slot.portions if number} - reports.keys()
         if not lost:  # before any had begun
             raise process_died(title)
         log.warning("a %s process was lost; what was under way is made again, one by one", title)
@@ -232,10 +232,10 @@ def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[i
     """Make one portion, without what ends the process that makes it."""
     lethal: frozenset[str] = frozenset()
     while True:
-        place = _Place.of(context, 1)
-        if _run([portion], initial, context, 1, place, lethal, reports):
+        slot = _Slots.allocate(context, 1)
+        if _run([portion], initial, context, 1, slot, lethal, reports):
             return
-        name = place.read(0)
+        name = slot.read(0)
         if not name or name in lethal or len(lethal) == MOST_LETHAL:
             raise process_died(title)
         log.warning("%s is left out: it ends the process that reads it", name)
@@ -247,14 +247,14 @@ def _run(
     initial: tuple[Any, ...],
     context: Any,
     processes: int,
-    place: _Place,
+    slot: _Slots,
     lethal: frozenset[str],
     reports: dict[int, Any],
 ) -> bool:
     """Make portions, and add their reports; False: a process was lost before all were made."""
-    given = (*initial, context.Value("i", 0), own_modules(), place, lethal)
+    arguments = (*initial, context.Value("i", 0), own_modules(), slot, lethal)
     others = multiprocessing.active_children()
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=arguments) as pool:
         with _deaf_to_interrupts():
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
         ended = whole = False

@@ -50,7 +50,7 @@ class ShardWriter:
 
 
 class OpenShard:
-    """What `new_tar` hands out: the writer, and the report that is written down with the shard."""
+    """Writer of an open shard, and the report that is stored with it."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self.writer = writer
@@ -74,5 +74,5 @@ def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
 
 
 def report_path(directory: Path, stem: str) -> Path:
-    """Where the report of a finished shard lies until the data set is finished."""
+    """Return the path of a shard's report, which is stored until the data set is finished."""
     return directory / "progress" / f"{stem}.json"

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class LabelReport(PortionReport):
-    """What was made of a shard; added up into dataset.json. An image that cannot be decoded or labelled has an empty
+    """Counts of a shard, summed in dataset.json. An image that cannot be decoded or labelled has an empty
     label, and is listed as (why, where) among what was skipped.
 
     Attributes:
@@ -84,7 +84,7 @@ class LabelDirectory:
         """The directory itself."""
         return self.dataset / self.name
 
-    def listed(self, document: Mapping[str, Any]) -> bool:
+    def is_listed(self, document: Mapping[str, Any]) -> bool:
         """Whether dataset.json (`document`) names these labels.
 
         Raises:
@@ -99,10 +99,10 @@ class LabelDirectory:
         return True
 
     def entry(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What dataset.json says of the modality; None: nothing, and there are no maps of it."""
+        """Return the description of the modality in dataset.json; `None` if it has no maps of it."""
         described = Fields(document, str(self.dataset / "dataset.json"), DataError).section("modalities")
-        found: dict[str, Any] | None = described.take(self.modality, dict | None, None)
-        return {} if found is None and map_formats()[self.modality].suffix in document["suffixes"] else found
+        entry: dict[str, Any] | None = described.take(self.modality, dict | None, None)
+        return {} if entry is None and map_formats()[self.modality].suffix in document["suffixes"] else entry
 
     def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
         """See that labels of this making may be made here.
@@ -110,7 +110,7 @@ class LabelDirectory:
         Raises:
             DataError: the directory holds other ones, or the data set has the modality already and is to keep it.
         """
-        if self.listed(document):
+        if self.is_listed(document):
             return
         self.refuse_present(document, replace=replace)
         if not any(self.path.glob("*.tar")):
@@ -125,10 +125,10 @@ class LabelDirectory:
 
     def begin(self, document: Mapping[str, Any], *, max_skipped: float, replace: bool) -> None:
         """Make the directory, after `check`, and write down what `complete` is to be told."""
-        if not self.listed(document):
+        if not self.is_listed(document):
             self._settings.parent.mkdir(parents=True, exist_ok=True)
-            said = {"modality": self.modality, "description": dict(self.description), "flag": self.flag}
-            write_json(self._settings.with_name(_ASKED), {**said, "max_skipped": max_skipped, "replace": replace})
+            job = {"modality": self.modality, "description": dict(self.description), "flag": self.flag}
+            write_json(self._settings.with_name(_ASKED), {**job, "max_skipped": max_skipped, "replace": replace})
             write_json(self._settings, dict(self.identity))
 
     def check_settings(self) -> None:
@@ -154,16 +154,16 @@ class LabelDirectory:
                 f"the new labels in {self.name}/ are to stand for it"
             )
 
-    def _refuse_differences(self, path: Path, found: Mapping[str, object]) -> None:
+    def _refuse_differences(self, path: Path, stored: Mapping[str, object]) -> None:
         holds, advice = f"{self.name}/ holds labels of another making", f"or give another {self.flag}"
-        refuse_differences(path, found, self.identity, holds, advice)
+        refuse_differences(path, stored, self.identity, holds, advice)
 
     def tar(self, shard: str) -> Path:
-        """Where the labels of a shard go."""
+        """Return the path of a shard's labels."""
         return self.path / shard
 
     def report_path(self, shard: str) -> Path:
-        """Where the report of a shard lies until dataset.json names the directory."""
+        """Return the path of a shard's report, which is stored until dataset.json names the directory."""
         return report_path(self.path, Path(shard).stem)
 
     def is_whole(self, shard: str) -> bool:
@@ -196,7 +196,7 @@ class LabelDirectory:
         if self.report(shard) is not None:
             return True
         # The run that finished the directory took the reports away, after it had written dataset.json.
-        return self.listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
+        return self.is_listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +208,9 @@ class Unfinished:
     replace: bool
 
 
-def unfinished(dataset: Path) -> list[Unfinished]:
+def find_unfinished(dataset: Path) -> list[Unfinished]:
     """The labels of a data set that dataset.json does not name yet."""
-    found = []
+    shards = []
     for path in sorted(dataset.glob(f"*/progress/{_ASKED}")):
         asked = read_fields(path, "run pseudo-label with the same flags again")
         if (modality := asked.text("modality")) not in map_formats():
@@ -224,8 +224,8 @@ def unfinished(dataset: Path) -> list[Unfinished]:
             flag=asked.text("flag"),
         )
         max_skipped, replace = asked.take("max_skipped", float), asked.take("replace", bool)
-        found.append(Unfinished(directory=directory, max_skipped=max_skipped, replace=replace))
-    return found
+        shards.append(Unfinished(directory=directory, max_skipped=max_skipped, replace=replace))
+    return shards
 
 
 def _is_held(directory: Path, lock: str) -> bool:
@@ -277,12 +277,12 @@ def complete(
     if not all(index_path(directory.tar(shard)).exists() for shard in shards):  # no lock needed to see this
         _log_parts(directory, shards)
         written = (directory.written_report(shard) for shard in shards)
-        _summed(directory, written, rows, max_skipped)
+        _sum_reports(directory, written, rows, max_skipped)
         return False
     with turn(directory.dataset) as current:
-        if not directory.listed(current):
+        if not directory.is_listed(current):
             reports = {shard: directory.report(shard) for shard in shards}
-            total = _summed(directory, reports.values(), rows, max_skipped)
+            total = _sum_reports(directory, reports.values(), rows, max_skipped)
             if None in reports.values():
                 _log_parts(directory, [shard for shard, report in reports.items() if report is not None])
                 return False
@@ -297,15 +297,15 @@ def complete(
 
 
 def _log_parts(directory: LabelDirectory, shards: list[str]) -> None:
-    there = sum(index_path(directory.tar(shard)).exists() for shard in shards)
+    finished = sum(index_path(directory.tar(shard)).exists() for shard in shards)
     log.info(
         "%s: %d shards are labelled, not yet all: dataset.json is left as it is until the last part is done",
         directory.path,
-        there,
+        finished,
     )
 
 
-def _summed(
+def _sum_reports(
     directory: LabelDirectory, reports: Iterable[LabelReport | None], rows: int, max_skipped: float
 ) -> LabelReport:
     """The sum of the reports that there are; refused if too many of the data set's labels are empty."""
@@ -326,7 +326,7 @@ def _write(directory: LabelDirectory, document: dict[str, Any], total: LabelRepo
         "directory": directory.name,
         "labels": total.labels,
         "unreadable": total.skipped.get(UNREADABLE, 0),
-        "unreadable_places": [{"place": place, "why": why} for why, place in total.skipped_places],
+        "unreadable_places": [{"place": sample, "why": why} for why, sample in total.skipped_places],
         "missing_pixels": total.missing,
         "clipped_pixels": total.clipped,
         "settings": dict(directory.identity),

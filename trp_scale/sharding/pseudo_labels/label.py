@@ -31,7 +31,7 @@ from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete,
 from trp_scale.sharding.pseudo_labels.labeller import Precision
 from trp_scale.sharding.pseudo_labels.models import FoundModel, find_model
 from trp_scale.sharding.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
-from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig, labelled
+from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig, label_kinds
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
@@ -53,7 +53,7 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
     document = _read_dataset(config.data / "dataset.json")
     devices = _devices(config)
     precision = _precision(config, devices)
-    tasks = tuple(_task(config, precision, find_model(*given)) for given in config.models().items())
+    tasks = tuple(_task(config, precision, find_model(*named)) for named in config.models().items())
     with turn(config.data) as current:
         for task in tasks:
             task.directory.check(current, replace=config.replace)
@@ -80,8 +80,8 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
 def _read_dataset(path: Path) -> dict[str, Any]:
     fields = read_fields(path, "give --data a data set that trp-scale shard-images made")
     for field, expected in (("format", FORMAT), ("kind", "image")):
-        if (found := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quoted(found)} found, {expected!r} expected")
+        if (stored := fields.document.get(field)) != expected:
+            raise fields.refusal(f"{field} {quoted(stored)} found, {expected!r} expected")
     fields.file_names("shards")
     fields.texts("suffixes")
     fields.whole("rows")
@@ -112,19 +112,19 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
     return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
-def _task(config: PseudoLabelConfig, precision: Precision, found: FoundModel) -> LabelTask:
-    labels = labelled()[found.modality]
-    settings = config.labelling()[found.modality]
-    identity, description = labels.describe(found.flag, found.said, settings)
+def _task(config: PseudoLabelConfig, precision: Precision, model: FoundModel) -> LabelTask:
+    labels = label_kinds()[model.modality]
+    settings = config.labelling()[model.modality]
+    identity, description = labels.describe(model.flag, model.details, settings)
     directory = LabelDirectory(
         dataset=config.data,
-        name=config.directory(found.modality),
-        modality=found.modality,
-        identity={"model": found.fingerprint, "precision": precision, **identity},
-        description={"model": found.name, **description},
-        flag=f"--{found.modality}.directory",
+        name=config.directory(model.modality),
+        modality=model.modality,
+        identity={"model": model.fingerprint, "precision": precision, **identity},
+        description={"model": model.name, **description},
+        flag=f"--{model.modality}.directory",
     )
-    return LabelTask(found=found, directory=directory, settings=settings)
+    return LabelTask(model=model, directory=directory, settings=settings)
 
 
 def _run(

@@ -56,7 +56,7 @@ class Labeller:
 
     def __init__(
         self,
-        found: FoundModel,
+        source: FoundModel,
         model: Any,
         processor: Any,
         interpret: Interpret,
@@ -64,10 +64,10 @@ class Labeller:
         device: torch.device,
         precision: Precision,
     ) -> None:
-        self.modality = found.modality
-        self.format: MapFormat = map_formats()[found.modality]
+        self.modality = source.modality
+        self.format: MapFormat = map_formats()[source.modality]
         self.dtype: type[np.generic] = np.uint16 if 16 in self.format.bits else np.uint8
-        self._flag = found.flag
+        self._flag = source.flag
         self._model = model
         self._processor = processor
         self._interpret = interpret
@@ -132,7 +132,7 @@ class Labeller:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     output[name] = value.float()
             maps, clipped = self._interpret(output, sizes)
-            numbers = torch.cat([each.flatten() for each in maps])  # [all pixels of the batch]
+            numbers = torch.cat([map_.flatten() for map_ in maps])  # [all pixels of the batch]
         except torch.OutOfMemoryError as error:
             raise DataError(
                 f"{self._flag}: {self._device} has not enough memory for {len(inputs)} images at once; give a smaller "
@@ -141,7 +141,7 @@ class Labeller:
         if not on_gpu:
             return InFlight(numbers, clipped, sizes, None)
         # One copy for all maps of the batch, and the host goes on meanwhile.
-        numbers, clipped = (each.to("cpu", non_blocking=True) for each in (numbers, clipped))
+        numbers, clipped = (map_.to("cpu", non_blocking=True) for map_ in (numbers, clipped))
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self._device))
         return InFlight(numbers, clipped, sizes, copied)

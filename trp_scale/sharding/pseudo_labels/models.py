@@ -16,7 +16,7 @@ import torch
 from trp_scale.data.raw_files import files_fingerprint
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import PseudoLabels
-from trp_scale.sharding.pseudo_labels.settings import labelled
+from trp_scale.sharding.pseudo_labels.settings import label_kinds
 
 CONFIGURATION = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -44,11 +44,11 @@ class FoundModel:
     directory: Path
     task: str
     fingerprint: str
-    said: Any
+    details: Any
 
     @property
     def flag(self) -> str:
-        """How it was given, for messages."""
+        """Flag that selects the model, for messages."""
         return f"--{self.modality}.model {self.name}"
 
 
@@ -58,7 +58,7 @@ def find_model(modality: str, name: str) -> FoundModel:
     Raises:
         DataError: no such model, another kind of model, no safetensors, no image processor, or too many classes.
     """
-    labels = labelled()[modality]
+    labels = label_kinds()[modality]
     where = f"--{modality}.model {name}"
     directory = _find_directory(where, name)
     config = _read_config(where, directory)
@@ -76,7 +76,7 @@ def find_model(modality: str, name: str) -> FoundModel:
         directory=directory,
         task=task,
         fingerprint=files_fingerprint(files).hex(),
-        said=labels.read_model(where, config),
+        details=labels.read_model(where, config),
     )
 
 
@@ -114,7 +114,7 @@ def _read_config(where: str, directory: Path) -> Any:
 
 
 def _find_task(where: str, labels: PseudoLabels, config: Any) -> str:
-    """Which Auto class has the architecture that the weights are of. The kind alone does not say: DPT does both."""
+    """Return the Auto class for the architecture of the weights. The model type is not enough: DPT does both."""
     from transformers.models.auto import modeling_auto
 
     saved = set(config.architectures or [])
@@ -150,7 +150,7 @@ def load_processor(where: str, directory: Path) -> Any:
 
 
 def _check_processor(where: str, labels: PseudoLabels, processor: Any) -> None:
-    """What a label that covers the whole image needs."""
+    """Refuse processors whose labels do not cover the whole image."""
     if getattr(processor, "do_center_crop", False):
         raise DataError(
             f"{where}: its image processor cuts off the edges of images (do_center_crop), so its labels would not lie "
@@ -159,7 +159,7 @@ def _check_processor(where: str, labels: PseudoLabels, processor: Any) -> None:
     labels.check_processor(where, processor)
 
 
-def load_model(found: FoundModel, device: torch.device) -> Any:
+def load_model(source: FoundModel, device: torch.device) -> Any:
     """The model on its device, in fp32 and ready for inference.
 
     Raises:
@@ -167,11 +167,11 @@ def load_model(found: FoundModel, device: torch.device) -> Any:
     """
     import transformers
 
-    auto = getattr(transformers, f"AutoModelFor{found.task}")
+    auto = getattr(transformers, f"AutoModelFor{source.task}")
     try:
         with _quiet():
             model, info = auto.from_pretrained(
-                found.directory,
+                source.directory,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -179,7 +179,7 @@ def load_model(found: FoundModel, device: torch.device) -> Any:
                 output_loading_info=True,
             )
     except Exception as error:  # as in _read_config
-        raise DataError(f"{found.flag}: the weights cannot be loaded ({_first_line(error)})") from error
+        raise DataError(f"{source.flag}: the weights cannot be loaded ({_first_line(error)})") from error
     parameters = {name for name, _ in model.named_parameters()}
     never_run = NEVER_RUN.get(model.config.model_type)
     missing = sorted(
@@ -187,7 +187,7 @@ def load_model(found: FoundModel, device: torch.device) -> Any:
     )
     if missing:
         raise DataError(
-            f"{found.flag}: {len(missing)} weights are not in its safetensors ({', '.join(missing[:3])}) and would be "
+            f"{source.flag}: {len(missing)} weights are not in its safetensors ({', '.join(missing[:3])}) and would be "
             f"random; give the whole model, not its backbone"
         )
     return model.eval().requires_grad_(False).to(device)

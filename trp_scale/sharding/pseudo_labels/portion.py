@@ -32,7 +32,7 @@ from trp_scale.sharding.job.writing import OpenShard, new_tar
 from trp_scale.sharding.pseudo_labels.directory import UNREADABLE, LabelDirectory, LabelReport, digest_of_images
 from trp_scale.sharding.pseudo_labels.labeller import InFlight, Labeller, Precision
 from trp_scale.sharding.pseudo_labels.models import FoundModel, load_model, load_processor
-from trp_scale.sharding.pseudo_labels.settings import labelled
+from trp_scale.sharding.pseudo_labels.settings import label_kinds
 from trp_scale.storage.locks import only_run
 
 
@@ -110,7 +110,7 @@ def prepared_ahead(
     while waiting or begun:
         while waiting and len(begun) < 2:
             places = waiting.popleft()
-            begun.append((places, [pool.submit(preparer, place) for place in places]))
+            begun.append((places, [pool.submit(preparer, position) for position in places]))
         places, futures = begun.popleft()
         yield places, [future.result() for future in futures]
 
@@ -118,9 +118,9 @@ def prepared_ahead(
 def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
     """Places of inputs in batches of at most `batch`, each of one shape; by shape in the order of first appearance."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
-    for place, values in enumerate(inputs):
+    for position, values in enumerate(inputs):
         if values is not None:
-            by_shape.setdefault(tuple(values.shape), []).append(place)
+            by_shape.setdefault(tuple(values.shape), []).append(position)
     return [same[start : start + batch] for same in by_shape.values() for start in range(0, len(same), batch)]
 
 
@@ -134,7 +134,7 @@ log = logging.getLogger(__name__)
 class LabelTask:
     """One model, where its labels go, and the settings of its modality's labels."""
 
-    found: FoundModel
+    model: FoundModel
     directory: LabelDirectory
     settings: LabelSettings
 
@@ -149,7 +149,7 @@ class LabelPortion:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelWork:
-    """What every process knows.
+    """Work that every process receives.
 
     Attributes:
         tasks: one for each modality.
@@ -171,7 +171,7 @@ class LabelWork:
 
 
 class LabelWorker:
-    """What a process keeps between shards. Called with one, it makes the labels that are missing.
+    """Make the missing labels of a shard when called with it.
 
     Args:
         work: what is to be done.
@@ -214,19 +214,19 @@ class LabelWorker:
 
     def _labeller(self, task: LabelTask) -> Labeller:
         """The loaded model of a task; loaded with its first shard, so that its errors are a shard's errors."""
-        found = task.found
-        if found.modality not in self._labellers:
-            processor = load_processor(found.flag, found.directory)
-            labels = labelled()[found.modality]
-            self._labellers[found.modality] = Labeller(
-                found,
-                load_model(found, self._device),
+        model = task.model
+        if model.modality not in self._labellers:
+            processor = load_processor(model.flag, model.directory)
+            labels = label_kinds()[model.modality]
+            self._labellers[model.modality] = Labeller(
+                model,
+                load_model(model, self._device),
                 processor,
-                labels.interpret(processor, found.said, task.settings),
+                labels.interpret(processor, model.details, task.settings),
                 device=self._device,
                 precision=self._work.precision,
             )
-        return self._labellers[found.modality]
+        return self._labellers[model.modality]
 
     def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
         dataset = self._work.tasks[0].directory.dataset
@@ -235,7 +235,7 @@ class LabelWorker:
         keys = [block.key for block in read_index(path).blocks]
         digest = digest_of_images(dataset, shard)
         labellers = {
-            task.found.modality: self._labeller(task) for task in self._work.tasks if task.found.modality in shards
+            task.model.modality: self._labeller(task) for task in self._work.tasks if task.model.modality in shards
         }
         with ThreadPoolExecutor(self._work.threads) as pool:
             streams = [
@@ -320,36 +320,39 @@ class LabelStream:
         inputs = [image.inputs.get(self._modality) for image in prepared]
         batches = []
         for batch in batches_of_one_shape(inputs, self._batch):
-            values = [values for place in batch if (values := inputs[place]) is not None]
-            batches.append((batch, self._labeller.start(values, [prepared[place].size for place in batch])))
+            values = [values for position in batch if (values := inputs[position]) is not None]
+            batches.append((batch, self._labeller.start(values, [prepared[position].size for position in batch])))
         kept = [Prepared(size=image.size, flaws=image.flaws) for image in prepared]
         return WindowOfLabels(places=places, prepared=kept, batches=batches)
 
     def finish(self, window: WindowOfLabels) -> None:
         """Wait for the maps of a window and write them."""
-        found: dict[int, tuple[Map, int]] = {}
+        maps_of_row: dict[int, tuple[Map, int]] = {}
         for batch, flight in window.batches:
-            found.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
+            maps_of_row.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
         form = self._labeller.format
         maps = []
-        for number, (place, image) in enumerate(zip(window.places, window.prepared, strict=True)):
+        for number, (position, image) in enumerate(zip(window.places, window.prepared, strict=True)):
             flaw = image.flaws.get(self._modality, "")
-            numbers, clipped = found.get(number) or (np.full(image.size, form.empty, dtype=self._labeller.dtype), 0)
+            numbers, clipped = maps_of_row.get(number) or (
+                np.full(image.size, form.empty, dtype=self._labeller.dtype),
+                0,
+            )
             missing = int((numbers == form.empty).sum())
             if not flaw and missing == numbers.size:
                 flaw = "the model's output has no value that can be stored"
-            self._count(place, flaw, missing, clipped)
+            self._count(position, flaw, missing, clipped)
             maps.append(numbers)
-        level = labelled()[self._modality].png_level
+        level = label_kinds()[self._modality].png_level
         contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
-        for place, content in zip(window.places, contents, strict=True):
-            self._opened.writer.add(self._keys[place], 1, {form.suffix: content})
+        for position, content in zip(window.places, contents, strict=True):
+            self._opened.writer.add(self._keys[position], 1, {form.suffix: content})
 
-    def _count(self, place: int, flaw: str, missing: int, clipped: int) -> None:
+    def _count(self, position: int, flaw: str, missing: int, clipped: int) -> None:
         report = self._report
         report.labels += 1
         if flaw:
-            report.skip(UNREADABLE, f"{self._name}/{self._keys[place]}", flaw)
+            report.skip(UNREADABLE, f"{self._name}/{self._keys[position]}", flaw)
         else:
             report.missing += missing
             report.clipped += clipped

@@ -55,9 +55,9 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
     def _check_labelling(self) -> None:
         directories: dict[str, str] = {}
         for modality, settings in self.labelling().items():
-            said = [(setting, value) for setting, value in given(settings).items() if setting != "directory"]
-            if said and not settings.model:
-                raise DataError(f"--{modality}.{said[0][0]} {said[0][1]}: goes with --{modality}.model")
+            values = [(setting, value) for setting, value in given(settings).items() if setting != "directory"]
+            if values and not settings.model:
+                raise DataError(f"--{modality}.{values[0][0]} {values[0][1]}: goes with --{modality}.model")
             name, flag = self.directory(modality), f"--{modality}.directory"
             if Path(name).name != name or name.startswith(".") or name in (OWN_TAR, "progress"):
                 raise DataError(f"{flag} {name!r}: a plain name other than {OWN_TAR} and progress is allowed")
@@ -71,7 +71,7 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
         Raises:
             RefusedError: one of another kind.
         """
-        found: dict[str, LabelSettings] = {}
+        models: dict[str, LabelSettings] = {}
         for name in preparation_sections(self.part):
             section = self.section(name)
             if not isinstance(section, LabelSettings):
@@ -79,18 +79,18 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
                     f"LabelSettings of the modality {name} is {type(section)!r}; allowed: a class derived from "
                     "trp_scale.pretraining.modalities.settings.LabelSettings"
                 )
-            found[name] = section
-        return found
+            models[name] = section
+        return models
 
     def models(self) -> dict[str, str]:
         """The models asked for, by modality."""
         return {name: settings.model for name, settings in self.labelling().items() if settings.model}
 
     def directory(self, modality: str) -> str:
-        """Where the maps of a modality go, in the data set."""
+        """Return the directory of a modality's maps in the data set."""
         return self.labelling()[modality].directory or modality
 
 
-def labelled() -> dict[str, PseudoLabels]:
+def label_kinds() -> dict[str, PseudoLabels]:
     """The modalities that models label images with, by name."""
     return {name: kind.labels for name, kind in modalities().items() if kind.labels is not None}

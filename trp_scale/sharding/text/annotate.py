@@ -36,7 +36,7 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What is remembered of a unit or tail; `pieces` and `pieces_per_word` only if pieces are made by unit."""
+    """Cached annotation of a unit or tail; `pieces` and `pieces_per_word` only if pieces are made by unit."""
 
     words: UnitWords
     pieces: list[int]
@@ -105,7 +105,7 @@ class Annotator:
 
 
 def count_by_word(piece_starts: list[int], word_ends: list[int] | tuple[int, ...]) -> list[int]:
-    """How many pieces begin in each word.
+    """Count the pieces that begin in each word.
 
     Args:
         piece_starts: first character of each piece, ascending.
@@ -124,13 +124,13 @@ def count_by_word(piece_starts: list[int], word_ends: list[int] | tuple[int, ...
 def _word_ends(sentence: str, units: list[UnitWords]) -> list[int]:
     """End of each word in the raw sentence: words cover everything but white space."""
     ends = []
-    place = 0
+    position = 0
     for unit in units:
         for start, end in zip(unit.starts, unit.ends, strict=True):
-            while sentence[place].isspace():
-                place += 1
-            place += end - start
-            ends.append(place)
+            while sentence[position].isspace():
+                position += 1
+            position += end - start
+            ends.append(position)
     return ends
 
 

@@ -137,10 +137,10 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
         known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET) if kind == "auto" else ("",)
         others: Counter[str] = Counter()
         files = all_files(path, others)
-        found = [file for file in files if file.name.lower().removesuffix(GZIP).endswith(known)]
-        others.update(file.suffix or file.name for file in sorted(set(files) - set(found)))
+        paths = [file for file in files if file.name.lower().removesuffix(GZIP).endswith(known)]
+        others.update(file.suffix or file.name for file in sorted(set(files) - set(paths)))
         listed = list_counts(others)
-        if not found:
+        if not paths:
             raise DataError(
                 f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
                 f"found: {listed}. Unpack what is packed; --format text takes all files for text"
@@ -150,17 +150,17 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
                 "input %s: left out: %s; --format text takes all files that are not hidden for text", item, listed
             )
     elif path.exists() or path.is_symlink():
-        found = [path]
+        paths = [path]
     else:
-        found = sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207
-        if not found and "://" in item:
+        paths = sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207
+        if not paths and "://" in item:
             raise DataError(f"input {item}: a URL; text is sharded from files of this machine: copy it here first")
-        if not found:
+        if not paths:
             raise DataError(
                 f"input {item}: no such file or folder, and no file matches it as a pattern; names on a hub are not "
                 "downloaded"
             )
-    for file in found:
+    for file in paths:
         if file.is_dir():
             yield from _find(str(file), kind)
             continue
@@ -234,12 +234,12 @@ def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
             blank = _BLANK_LINE.search(window) if kind == "text" else None
             if blank is not None:
                 return nominal + blank.end()
-            place = nominal
+            position = nominal
             while window:
                 line_end = window.find(b"\n")
                 if line_end >= 0:
-                    return place + line_end + 1
-                place += len(window)
+                    return position + line_end + 1
+                position += len(window)
                 window = stream.read(WINDOW)
     except OSError:  # reported as unreadable when the portion is read
         return size
@@ -289,11 +289,11 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
     for name in sorted(topics):
         yield f"topics/{name}", topics[name].strip()
     for path in sorted(library.rglob("*.py")):
-        place = path.relative_to(library)
-        if LEFT_OUT.isdisjoint(place.parts):
+        relative = path.relative_to(library)
+        if LEFT_OUT.isdisjoint(relative.parts):
             text = "\n\n".join(_docstrings(path))
             if text:
-                yield place.as_posix(), text
+                yield relative.as_posix(), text
 
 
 def _topics(path: Path) -> dict[str, str]:

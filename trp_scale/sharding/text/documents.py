@@ -54,17 +54,17 @@ class Document:
     """The text of a document and where it begins (a function, as counting lines takes time)."""
 
     text: str
-    place: Callable[[], str]
+    location: Callable[[], str]
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A document that cannot be used. `reason` is a key of SKIP_REASONS, `place` is file:line or file:row, `found` what
+    """A document that cannot be used. `reason`: key of SKIP_REASONS; `location`: file:line or file:row; `detail`: what
     was there in its place, if that is known."""
 
     reason: str
-    place: str
-    found: str = ""
+    location: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +91,26 @@ def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document 
 def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     rows = load_dataset(span.path, settings.split)
     if settings.text_field not in rows.column_names:
-        found = quoted(rows.column_names)
-        yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
+        fields = quoted(rows.column_names)
+        yield from (Skipped("no_text", f"{span.path}:{row}", fields) for row in range(span.start, span.end))
         return
     column = rows.select_columns([settings.text_field])
     check_rows(column, span.start, span.end, f"input {span.path}")
     for row in range(span.start, span.end):
-        place = partial("{}:{}".format, span.path, row)
+        name = partial("{}:{}".format, span.path, row)
         try:
             text = column[row][settings.text_field]
         except Exception:  # of pyarrow, of many kinds
-            yield Skipped("unreadable", place())
+            yield Skipped("unreadable", name())
             continue
-        yield _document(text, place)
+        yield _document(text, name)
 
 
 def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     with open_parquet(span.path) as opened:
         if settings.text_field not in opened.schema_arrow.names:
-            found = quoted(opened.schema_arrow.names)
-            yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
+            fields = quoted(opened.schema_arrow.names)
+            yield from (Skipped("no_text", f"{span.path}:{row}", fields) for row in range(span.start, span.end))
             return
         first = 0
         for group in range(opened.num_row_groups):
@@ -259,7 +259,7 @@ class _LineNumbers:
         self._data, self._before, self._passed = data, before, passed
         self._counted = self._lines = 0
 
-    def place(self, offset: int) -> str:
+    def location(self, offset: int) -> str:
         """Place of the byte `offset` of the piece. Of ascending ones each counts on from the last: 8 KB of gzipped
         lines of no JSON would take hours else."""
         if offset < self._counted:
@@ -271,47 +271,47 @@ class _LineNumbers:
 
 def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
     if len(line) > settings.max_line_bytes:
-        return Skipped("long_line", lines.place(start))
+        return Skipped("long_line", lines.location(start))
     try:
         record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # of its fields one is taken
     except UnicodeDecodeError:
-        return Skipped("invalid_utf8", lines.place(start))
+        return Skipped("invalid_utf8", lines.location(start))
     except RefusedError:
-        return Skipped("not_json", lines.place(start))
+        return Skipped("not_json", lines.location(start))
     if not isinstance(record, dict):
-        return Skipped("not_json", lines.place(start))
+        return Skipped("not_json", lines.location(start))
     text = record.get(settings.text_field)
     if not isinstance(text, str):
-        found = quoted(text) if settings.text_field in record else quoted(list(record))
-        return Skipped("no_text", lines.place(start), found)
-    return _document(text, partial(lines.place, start))
+        value = quoted(text) if settings.text_field in record else quoted(list(record))
+        return Skipped("no_text", lines.location(start), value)
+    return _document(text, partial(lines.location, start))
 
 
 def _text_document(data: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
     if len(data) > settings.max_line_bytes:
-        for place, line in _lines(data):
+        for position, line in _lines(data):
             if len(line) > settings.max_line_bytes:
-                return Skipped("long_line", lines.place(start + place))
+                return Skipped("long_line", lines.location(start + position))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Skipped("invalid_utf8", lines.place(start + error.start))
-    found = _CONTROL.search(text)
-    if found is not None:
-        return Skipped("control_characters", lines.place(start + len(text[: found.start()].encode("utf-8"))))
-    return _document(text, partial(lines.place, start))
+        return Skipped("invalid_utf8", lines.location(start + error.start))
+    match = _CONTROL.search(text)
+    if match is not None:
+        return Skipped("control_characters", lines.location(start + len(text[: match.start()].encode("utf-8"))))
+    return _document(text, partial(lines.location, start))
 
 
-def _document(text: object, place: Callable[[], str]) -> Document | Skipped:
+def _document(text: object, name: Callable[[], str]) -> Document | Skipped:
     """The text with form feeds and the like as line ends, or why it cannot be used."""
     if not isinstance(text, str):
-        return Skipped("no_text", place())
+        return Skipped("no_text", name())
     if _SURROGATE.search(text):
-        return Skipped("invalid_utf8", place())
+        return Skipped("invalid_utf8", name())
     if _CONTROL.search(text):
-        return Skipped("control_characters", place())
+        return Skipped("control_characters", name())
     if not text.strip():
-        return Skipped("empty", place())
+        return Skipped("empty", name())
     if "\x0c" in text or "\x0b" in text or "\x85" in text:
         text = text.translate(_LINE_ENDS)
-    return Document(text, place)
+    return Document(text, name)

@@ -26,7 +26,7 @@ BATCH_SENTENCES = 2000
 
 @dataclass(kw_only=True)
 class TextReport(PortionReport):
-    """What was made of a portion of text."""
+    """Counts of a portion of text."""
 
     documents: int = 0
     sentences: int = 0
@@ -186,7 +186,7 @@ class PortionWriter:
     def _end_document(self, document: Document) -> None:
         self._packer.end_document()
         if self._document_pieces == 0:
-            self.report.skip("empty", document.place())
+            self.report.skip("empty", document.location())
         else:
             self.report.documents += 1
         self._document_pieces = 0
@@ -238,8 +238,8 @@ def write_portion(
         reported = characters = 0
         for document in read_portion(portion, read):
             if not isinstance(document, Document):
-                found = f"{document.reason}: {document.found} found" if document.found else ""
-                report.skip(document.reason, document.place, found)
+                detail = f"{document.reason}: {document.detail} found" if document.detail else ""
+                report.skip(document.reason, document.location, detail)
                 continue
             writer.add_document(document)
             advance(1, report.words - reported, len(document.text))

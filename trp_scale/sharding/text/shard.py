@@ -138,7 +138,7 @@ def shard_text(config: ShardTextConfig) -> Path:
         _look_for_another_language(corpus, read)
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
-        progressed = _progressed(config, job.mine(corpus.portions))
+        progressed = _progress_bar(config, job.mine(corpus.portions))
         job.make(corpus.portions, _PortionWriter, (output, tagger_kind, read, rows), progressed)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
@@ -188,7 +188,7 @@ def _look_for_another_language(corpus: Corpus, read: ReadSettings) -> None:
 
 
 def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> None:
-    """Of several parts, the first to come makes it, and the others wait."""
+    """Make the tokenizer; the first part makes it and the others wait."""
     directory = config.output / "tokenizer"
     with only_run(config.output, "tokenizer.lock", patience=TOKENIZER_PATIENCE):
         if not directory.exists():
@@ -233,7 +233,7 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
 
 
 class _PortionWriter:
-    """What a process keeps between portions: its tokenizer, its tagger and what the annotator remembers."""
+    """Fill the shard of a portion when called with it; keeps tokenizer, tagger and annotation cache."""
 
     def __init__(self, output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> None:
         # One thread: the cores are shared out between processes.
@@ -245,7 +245,7 @@ class _PortionWriter:
         return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
 
 
-def _progressed(config: ShardTextConfig, portions: Sequence[Portion]) -> Progressed:
+def _progress_bar(config: ShardTextConfig, portions: Sequence[Portion]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         documents, words, _ = values
         return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"
@@ -254,7 +254,7 @@ def _progressed(config: ShardTextConfig, portions: Sequence[Portion]) -> Progres
 
 
 def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:
-    """What dataset.json says of text, beside counts."""
+    """Return the fields of dataset.json that describe text, without counts."""
     roles, special = special_tokens(config.output / "tokenizer")
     tokenizer = load_for_sharding(config.output / "tokenizer")
     return {
@@ -274,8 +274,8 @@ def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dic
     }
 
 
-def _counted(total: TextReport) -> dict[str, object]:
-    """What dataset.json counts of text."""
+def _count_rows(total: TextReport) -> dict[str, object]:
+    """Return the counts in dataset.json."""
     counts = ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows")
     per_group = ("words_per_group", "pieces_per_group")
     return {
@@ -284,4 +284,4 @@ def _counted(total: TextReport) -> dict[str, object]:
     }
 
 
-TEXT = DataKind(name="text", report=TextReport, items="documents", reasons=SKIP_REASONS, counted=_counted)
+TEXT = DataKind(name="text", report=TextReport, items="documents", reasons=SKIP_REASONS, counted=_count_rows)

@@ -73,7 +73,7 @@ class SentenceSplitter:
         for match in chain(_PARAGRAPH_END.finditer(document), (None,)):  # a list takes 20 times the bytes of short ones
             paragraph = document[start:] if match is None else document[start : match.start()]
             start = len(document) if match is None else match.end()
-            for part in _bounded(paragraph):
+            for part in _split_paragraph(paragraph):
                 if _MARK.search(part) is None:
                     if sentence := part.strip():
                         yield sentence
@@ -83,7 +83,7 @@ class SentenceSplitter:
                         yield sentence
 
 
-def _bounded(paragraph: str) -> Iterator[str]:
+def _split_paragraph(paragraph: str) -> Iterator[str]:
     """`paragraph` in parts of at most MAX_PARAGRAPH characters, cut at white space where there is any."""
     start = 0
     while len(paragraph) - start > MAX_PARAGRAPH:
@@ -156,7 +156,7 @@ def key_text(key: str) -> str:
 def split_keys(keys: list[str]) -> list[UnitWords]:
     """Words of many keys; plain shapes directly, the others in one call of NLTK's tokenizer for each 64 of them."""
     tails = {index: parts for index, key in enumerate(keys) if (parts := _tail_parts(key)) is not None}
-    found: list[UnitWords | None] = []
+    words_of_units: list[UnitWords | None] = []
     hard: list[int] = []
     units: list[str] = []
     for index, key in enumerate(keys):
@@ -165,13 +165,13 @@ def split_keys(keys: list[str]) -> list[UnitWords]:
         if words is None:
             hard.append(index)
             units.append(unit)
-        found.append(words)
+        words_of_units.append(words)
     for first in range(0, len(hard), 64):
         for index, words in zip(hard[first : first + 64], _split_units(units[first : first + 64]), strict=True):
-            found[index] = words
+            words_of_units[index] = words
     for index, (_, end) in tails.items():
-        found[index] = _with_end(found[index], end)
-    return [words for words in found if words is not None]
+        words_of_units[index] = _with_end(words_of_units[index], end)
+    return [words for words in words_of_units if words is not None]
 
 
 def _tail_parts(key: str) -> tuple[str, str] | None:
@@ -189,8 +189,8 @@ def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
     """The words of a unit and of the final period with its closing marks, each of which is a word."""
     if unit is None:
         return None
-    place = unit.ends[-1]
-    marks = [(place + offset, mark) for offset, mark in enumerate(end) if mark != " "]
+    position = unit.ends[-1]
+    marks = [(position + offset, mark) for offset, mark in enumerate(end) if mark != " "]
     return UnitWords(
         unit.forms + tuple(_CLOSING.get(mark, mark) for _, mark in marks),
         unit.starts + tuple(start for start, _ in marks),
@@ -258,24 +258,24 @@ def _align(tokens: list[str], position: int, text: str) -> tuple[int, UnitWords]
     forms: list[str] = []
     starts: list[int] = []
     ends: list[int] = []
-    place = 0
+    offset = 0
     while True:
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if place == len(text):
+        while offset < len(text) and text[offset].isspace():
+            offset += 1
+        if offset == len(text):
             return len(forms), UnitWords(tuple(forms), tuple(starts), tuple(ends))
         form = tokens[position + len(forms)]
-        length = len(form) if text.startswith(form, place) else _quote_length(form, text, place)
+        length = len(form) if text.startswith(form, offset) else _quote_length(form, text, offset)
         forms.append(form)
-        starts.append(place)
-        place += length
-        ends.append(place)
+        starts.append(offset)
+        offset += length
+        ends.append(offset)
 
 
-def _quote_length(form: str, text: str, place: int) -> int:
+def _quote_length(form: str, text: str, position: int) -> int:
     """Characters of the quote in `text` that NLTK wrote as `form`."""
     if form in _QUOTES:
         for quote in _QUOTES:
-            if text.startswith(quote, place):
+            if text.startswith(quote, position):
                 return len(quote)
-    raise AssertionError(f"splitting.py: word {form!r} is not in {text!r} at character {place}")
+    raise AssertionError(f"splitting.py: word {form!r} is not in {text!r} at character {position}")

@@ -107,14 +107,14 @@ def row_texts(shard: Path, rows: int, key: str | None = None) -> Iterator[tuple[
     Raises:
         DataError: no such block, or the shard cannot be read.
     """
-    found = read_index(shard).blocks  # first: a path that is no shard is named
+    blocks = read_index(shard).blocks  # first: a path that is no shard is named
     tokenizer = load_for_sharding(shard.parent.parent / "tokenizer")
     if key is not None:
-        keys = [block.key for block in found]
-        found = [block for block in found if block.key == key]
-        if not found:
+        keys = [block.key for block in blocks]
+        blocks = [block for block in blocks if block.key == key]
+        if not blocks:
             raise DataError(f"{shard}: no block {key!r}; there are {keys[0]} to {keys[-1]}")
-    for block in found:
+    for block in blocks:
         arrays = read_block(shard, block)
         for row in range(min(rows, block.rows)):
             ends = arrays["sentences.npy"][row].tolist()

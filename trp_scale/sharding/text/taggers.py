@@ -84,7 +84,7 @@ class NltkTagger:
         self.name = f"nltk {version('nltk')} {NLTK_DATA}"
 
     def prepare(self, words: list[str]) -> None:
-        """Nothing: tags depend on the words around."""
+        """Do nothing: tags depend on neighbouring words."""
 
     def groups(self, words: list[str]) -> list[int]:
         return [group_of(tag) for _, tag in self._tagger.tag(words)]

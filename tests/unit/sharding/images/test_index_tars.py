@@ -33,7 +33,7 @@ from trp_scale.data.stores.external import find_places
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
 from trp_scale.sharding.images.tar_members import tar_members
-from trp_scale.sharding.images.tar_places import expand_braces, find_tars, names_of
+from trp_scale.sharding.images.tar_places import expand_braces, find_tars, unique_names
 from trp_scale.sharding.verify import verify_dataset
 
 
@@ -242,7 +242,7 @@ def test_braces_without_end(tmp_path: Path) -> None:
         expand_braces("{0..99999999}.tar")
     assert expand_braces("a{x}b{1,2}") == ["a{x}b1", "a{x}b2"]
     with pytest.raises(DataError, match=r"a/x-y\.tar and /a-x-y\.tar: both would be|both would be"):
-        names_of(["/a/x/y.tar", "/a/x/y.tar"])
+        unique_names(["/a/x/y.tar", "/a/x/y.tar"])
 
 
 @pytest.mark.parametrize(

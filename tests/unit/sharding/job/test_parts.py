@@ -20,7 +20,7 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.job.job import PortionReport, check_skipped
-from trp_scale.sharding.job.parts import begun_parts, part_of
+from trp_scale.sharding.job.parts import begun_parts, find_part
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 from trp_scale.storage.locks import only_run
@@ -177,7 +177,7 @@ def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None
     assert content(output) == before
     text_part(text, output, 1)
     text_part(text, output, 2)
-    path = part_of(2, 3).path(output)
+    path = find_part(2, 3).path(output)
     document = read_json(path)
     for changed in ({"settings": {**document["settings"], "length": 32}}, {"max_skipped": 0.5}, {"shards": 2}):
         path.write_text(json.dumps({**document, **changed}))
@@ -191,7 +191,7 @@ def test_parts_that_begin_together_with_other_settings_are_not_both_made(
 ) -> None:
     """The other part writes its settings after this one has looked for them."""
     output = tmp_path / "data"
-    part = part_of(1, 3)
+    part = find_part(1, 3)
     theirs = {"kind": "text", "settings": {"length": 9}, "shards": 3, "max_skipped": 0.1}
     write = type(part).write
 
@@ -209,7 +209,7 @@ def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path)
     output = tmp_path / "data"
     for index in range(2):
         text_part(text, output, index, 2)
-    with only_run(output, part_of(1, 2).lock):
+    with only_run(output, find_part(1, 2).lock):
         with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):
             text_part(text, output, 1, 2)
         with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):

@@ -122,13 +122,13 @@ def test_models_of_the_other_task(tmp_path: Path, models: Models) -> None:
     with pytest.raises(DataError, match=r"DepthAnything.* found, no model for semantic segmentation; .*segformer"):
         find_model("semseg", str(models.depth))
     both = dpt_segmentation(tmp_path / "dpt")  # a kind that is in both lists
-    assert find_model("semseg", str(both)).said == ("floor", "wall")
+    assert find_model("semseg", str(both)).details == ("floor", "wall")
     with pytest.raises(DataError, match="DPTForSemanticSegmentation of kind dpt found, no model for depth"):
         find_model("depth", str(both))
 
 
 def test_more_classes_than_8_bits_hold(tmp_path: Path) -> None:
-    assert len(find_model("semseg", str(segformer(tmp_path / "most", classes=255))).said) == 255
+    assert len(find_model("semseg", str(segformer(tmp_path / "most", classes=255))).details) == 255
     with pytest.raises(DataError, match="256 classes; at most 255 can be stored in 8 bits"):
         find_model("semseg", str(segformer(tmp_path / "many", classes=256)))
 

@@ -29,7 +29,7 @@ def read(
 
 
 def skipped(found: list[Document | Skipped]) -> list[tuple[str, str]]:
-    return [(item.reason, Path(item.place).name) for item in found if isinstance(item, Skipped)]
+    return [(item.reason, Path(item.location).name) for item in found if isinstance(item, Skipped)]
 
 
 def texts(found: list[Document | Skipped]) -> list[str]:
@@ -162,7 +162,7 @@ def test_what_is_packed_and_is_not_called_so_is_told_by_its_content(
 
 def test_fields_are_named_where_the_text_is_in_none(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "One.", "id": 1}\n{"text": 5}\n')
-    found = [item.found for item in read(tmp_path) if isinstance(item, Skipped)]
+    found = [item.detail for item in read(tmp_path) if isinstance(item, Skipped)]
     assert found == ["['body', 'id']", "5"]
 
 
@@ -316,9 +316,9 @@ def test_the_numbers_of_many_bad_lines_are_not_each_counted_from_the_first() -> 
     """Which took hours for the 8 KB of a file of 8 MB that is gzipped."""
     content = Counted(b"11\n" * 1000)
     lines = _LineNumbers(Span("bad.jsonl", "jsonl", 0, len(content)), content, lambda: 7, 5)
-    assert [lines.place(3 * number) for number in range(1000)] == [f"bad.jsonl:{13 + n}" for n in range(1000)]
+    assert [lines.location(3 * number) for number in range(1000)] == [f"bad.jsonl:{13 + n}" for n in range(1000)]
     assert content.passed == len(content) - 3
-    assert lines.place(3) == "bad.jsonl:14"
+    assert lines.location(3) == "bad.jsonl:14"
 
 
 def test_a_line_that_is_longer_than_memory_is_never_read_as_a_whole(
