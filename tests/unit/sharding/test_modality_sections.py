@@ -48,7 +48,7 @@ def test_what_cannot_be_a_section_is_refused() -> None:
         ShardImagesConfig.completed()
     with (
         forgetting(),
-        pytest.raises(RefusedError, match=r"derived from trp_scale\.modalities\.settings\.LabelSettings"),
+        pytest.raises(RefusedError, match=r"derived from trp_scale\.pretraining\.modalities\.settings\.LabelSettings"),
     ):
         component("modality", "radar")(type("Radar", (Modality,), {"LabelSettings": Gain}))
         PseudoLabelConfig.completed()(data=Path("data")).check()

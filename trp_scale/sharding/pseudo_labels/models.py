@@ -36,7 +36,7 @@ class FoundModel:
         directory: of its files.
         task: which Auto class loads it, such as "DepthEstimation" (PseudoLabels.auto_classes).
         fingerprint: changes with its configuration, its image processor or its weights.
-        said: what its configuration says of its labels (PseudoLabels.read_model).
+        details: its labels by its configuration (PseudoLabels.read_model).
     """
 
     modality: str
