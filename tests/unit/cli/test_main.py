@@ -226,7 +226,7 @@ def test_nothing_heavy_is_imported_for_help() -> None:
     """--help and --help-all of every command, in one fresh interpreter. `time trp-scale COMMAND --help` shows why."""
     code = (
         "import contextlib, io, sys\n"
-        "from trp_scale import cli\n"
+        "from trp_scale.cli import main as cli\n"
         f"for name in {list(COMMANDS)!r}:\n"
         "    for asked in ('--help', '--help-all'):\n"
         "        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
