@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
@@ -40,16 +41,13 @@ def go_on(layout: Layout, name: str, directory: Path, *, resume: bool) -> State:
     for _ in range(3):
         trainer.train_step()
     if not resume:
-        manager.save(
+        save_checkpoint(
             directory,
             step=3,
             engine=trainer.engine,
             hooks_state=trainer.hooks.state_dict(),
             cursors={"train": trainer.source.cursor},  # type: ignore[attr-defined]
-            config={},
             group=group,
-            keep=0,
-            extra={},
         )
         for _ in range(3):
             trainer.train_step()

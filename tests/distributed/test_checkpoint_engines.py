@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.manager import load
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.errors import CheckpointError
@@ -45,16 +46,13 @@ PATHS = {
 
 
 def write(trainer: RecordingTrainer, run_dir: Path) -> None:
-    save(
+    save_checkpoint(
         run_dir,
         step=trainer.state.step,
         engine=trainer.engine,
         hooks_state=trainer.hooks.state_dict(),
         cursors={"train": trainer.source.cursor},
-        config={},
         group=data_group(),
-        keep=0,
-        extra={},
     )
 
 

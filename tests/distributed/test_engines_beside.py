@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.shard_probe import LR, Named, ShardProbe
 from tests.distributed.test_checkpoint_engines import distance, step_path
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.manager import load
 from trp_scale.config import OptimizerConfig
 from trp_scale.config.registry import settings_of
 from trp_scale.core.pieces import STATE_NAMES
@@ -83,8 +84,7 @@ class Pair:
 
     def write(self, run_dir: Path, step: int) -> None:
         self.both.prepare()
-        arguments: dict[str, Any] = {"hooks_state": {}, "cursors": {}, "config": {}, "keep": 0, "extra": {}}
-        save(run_dir, step=step, engine=self.both, group=self.probe.group, **arguments)
+        save_checkpoint(run_dir, step=step, engine=self.both, hooks_state={}, cursors={}, group=self.probe.group)
 
     def close(self) -> None:
         self.second.close()

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import WEIGHT_AVERAGE
@@ -40,16 +41,13 @@ def hooked(layout: Layout, **changes: Any) -> tuple[RecordingTrainer, EngineGrou
 
 
 def write(trainer: RecordingTrainer, engines: EngineGroup, run_dir: Path) -> None:
-    save(
+    save_checkpoint(
         run_dir,
         step=trainer.state.step,
         engine=engines,
         hooks_state=trainer.hooks.state_dict(),
         cursors={"train": trainer.source.cursor},
-        config={},
         group=data_group(),
-        keep=0,
-        extra={},
     )
 
 

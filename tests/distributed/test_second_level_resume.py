@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.engine_layouts import on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
@@ -46,16 +47,13 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
         for _ in range(STEPS):
             trainer.train_step()
         engines.prepare()
-        manager.save(
+        save_checkpoint(
             directory,
             step=STEPS,
             engine=engines,
             hooks_state=trainer.hooks.state_dict(),
             cursors={name: source.cursor for name, source in sources.items()},
-            config={},
             group=group,
-            keep=0,
-            extra={},
         )
     for _ in range(8 - STEPS):
         trainer.train_step()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.grids import always
 from tests.parity.compare import RELATIVE, TRAVELLED, too_far
 from tests.parity.test_learned_masks import ROUNDING
@@ -82,16 +83,13 @@ def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path
     group, source = run.engine.data_group, run.trainer.source
     engines = group_of(run)
     engines.prepare()
-    path = manager.save(
+    path = save_checkpoint(
         place,
         step=run.trainer.state.step,
         engine=engines,
         hooks_state=run.trainer.hooks.state_dict(),
         cursors={},
-        config={},
         group=group,
-        keep=0,
-        extra={},
     )
     for engine in (run.engine, *run.trainer.hooks.engines().values()):
         engine.close()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity.compare import too_far
@@ -158,16 +159,13 @@ def part(layout: Layout, run_dir: str, before: str, steps: int) -> tuple[str, di
         trainer.state.step = loaded.step
         trainer.source.cursor = loaded.step * config.batch.global_size  # type: ignore[attr-defined]
     trainer.run()
-    path = manager.save(
+    path = save_checkpoint(
         Path(run_dir),
         step=steps,
         engine=trainer.engine,
         hooks_state=trainer.hooks.state_dict(),
         cursors={},
-        config={},
         group=group,
-        keep=0,
-        extra={},
     )
     weights = trainer.engine.full_weights()
     trainer.engine.close()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.checkpoints import save_checkpoint
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.parity.compare import too_far
 from tests.parity.test_adversary import KINDS
@@ -261,16 +262,13 @@ def half(layout: Layout, run_dir: str, before: str = "", steps: int = 4) -> str:
     """Train up to step `steps` and write a checkpoint there."""
     trainer, group = start(layout, before, steps)
     trainer.run()
-    path = manager.save(
+    path = save_checkpoint(
         Path(run_dir),
         step=steps,
         engine=trainer.engine,
         hooks_state=trainer.hooks.state_dict(),
         cursors={},
-        config={},
         group=group,
-        keep=0,
-        extra={},
     )
     trainer.engine.close()
     return str(path)

@@ -1,15 +1,14 @@
-"""Saving and loading by all ranks together.
+"""Parts of a checkpoint, and loading by all ranks together.
 
-Save: every rank writes its pieces into checkpoints/.step_00000123.tmp and flushes them; rank 0 checks that the pieces
-of all ranks hold every element once, writes checkpoint.json last and renames the directory. A process killed at any
-moment leaves either a whole checkpoint or a hidden directory that the next start removes. What a run does of it behind
-its steps is in writer.py.
+Every rank writes its pieces into checkpoints/.step_00000123.tmp and flushes them; rank 0 checks that the pieces of all
+ranks hold every element once, writes checkpoint.json last and renames the directory. A process killed at any moment
+leaves either a whole checkpoint or a hidden directory that the next start removes. writer.py calls this behind the
+steps of a run.
 """
 
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import RankError, on_rank_zero, together
-from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document, read_hooks_state, split_state
+from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.engine_group import check_same_engines
 from trp_scale.checkpoint.format import (
     StoredPiece,
@@ -30,13 +29,7 @@ from trp_scale.checkpoint.format import (
     write_pieces,
 )
 from trp_scale.checkpoint.run_directory import (
-    Kept,
-    checkpoint_path,
     incompleteness,
-    publish,
-    remove_leftovers,
-    retain,
-    temporary_path,
 )
 from trp_scale.checkpoint.tensor_file import FileEntry, Header, dtype_name, write_tensor_file
 from trp_scale.core.engine import Stores
@@ -88,57 +81,6 @@ class Part:
     entry: FileEntry
     pieces: list[StoredPiece]
     hooks: FileEntry | None
-
-
-def save(
-    run_dir: Path,
-    *,
-    step: int,
-    engine: Stores,
-    hooks_state: Mapping[str, Any],
-    cursors: Mapping[str, int],
-    config: Mapping[str, Any],
-    group: Group,
-    keep: int,
-    extra: Mapping[str, Any],
-) -> Path:
-    """Write the checkpoint of `step`; all ranks of `group`, the whole world, call it together and wait. A run writes
-    its own behind its steps: writer.py.
-
-    Args:
-        run_dir: the run directory, shared by all ranks; the checkpoint becomes run_dir/checkpoints/step_00000123.
-        step, engine, hooks_state, cursors, config, extra: as of `Content`.
-        keep: newest checkpoints that stay, this one included; 0 = all.
-    Raises:
-        RankError: on every rank, when any of them failed; nothing new is visible under the final name then.
-    """
-    final, temporary = checkpoint_path(run_dir, step), temporary_path(run_dir, step)
-    content = Content(step=step, engine=engine, hooks_state=hooks_state, cursors=cursors, config=config, extra=extra)
-    facts = content.facts(group)
-
-    def prepare() -> None:
-        remove_leftovers(run_dir)
-        temporary.mkdir(parents=True)
-
-    def write() -> Part:
-        document, tensors = split_state(hooks_state)
-        hooks.update(document)
-        return write_part(temporary, group.rank, lambda: owned(engine), tensors)
-
-    hooks: dict[str, Any] = {}
-    try:
-        on_rank_zero(group, f"preparing the checkpoint {final}", prepare)
-        written = together(group, f"writing the checkpoint {final}", write)
-        on_rank_zero(group, f"finishing {final}", lambda: finish(temporary, written, hooks, facts))
-        on_rank_zero(group, f"naming the checkpoint {final}", lambda: publish(temporary, final))
-        on_rank_zero(
-            group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, Kept(newest=keep))
-        )
-    except (CheckpointError, RankError) as error:
-        if group.rank == 0:  # should this fail too, the error under way says more, and the next save removes the rest
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise RankError(str(error)) from error
-    return final
 
 
 def owned(engine: Stores) -> Iterator[Piece]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.manager import save
+from tests.checkpoints import save_checkpoint
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.distributed.groups import Group
 
@@ -181,7 +181,7 @@ def save_step(run_dir: Path, step: int, *, seed: int = 0, engine: Any = None, **
         "keep": 0,
         "extra": {"vocab_size": 30},
     }
-    return save(run_dir, step=step, **(values | changes))
+    return save_checkpoint(run_dir, step=step, **(values | changes))
 
 
 def renew_digest(document: Path) -> None:

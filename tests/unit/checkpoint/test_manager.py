@@ -102,7 +102,7 @@ def test_everything_beside_the_tensors_comes_back(tmp_path: Path) -> None:
 def test_hook_state_that_would_come_back_changed_is_refused(tmp_path: Path, state: dict[str, Any], said: str) -> None:
     with pytest.raises(RankError, match=said):
         save_step(tmp_path, 3, hooks_state=state)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert list(tmp_path.glob("checkpoints/*")) == []
 
 
 def test_before_the_first_step_moments_are_zero(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.fake_engine import on_ranks, renew_digest, save_step, whole_state
-from trp_scale.checkpoint import manager, run_directory, tensor_file
+from trp_scale.checkpoint import keeper, manager, run_directory, tensor_file, writer
 from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.format import read_full_state
@@ -45,11 +45,10 @@ def weights_are_of(path: Path | None, seed: int) -> bool:
     return all(tensor.equal(whole_state(seed)["weight"][name]) for name, tensor in read_full_state(path).items())
 
 
-@pytest.mark.parametrize("program", ["stalled_save", "stalled_writer"])
-def test_kill_9_while_tensors_are_written(tmp_path: Path, program: str) -> None:
+def test_kill_9_while_tensors_are_written(tmp_path: Path) -> None:
     run_dir, signal = tmp_path / "run", tmp_path / "signal"
     save_step(run_dir, 1, seed=1)
-    command = [sys.executable, "-m", f"tests.unit.checkpoint.{program}", str(run_dir), str(signal)]
+    command = [sys.executable, "-m", "tests.unit.checkpoint.stalled_writer", str(run_dir), str(signal)]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         for _ in range(600):
@@ -71,14 +70,14 @@ def test_kill_9_while_tensors_are_written(tmp_path: Path, program: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (manager, "remove_leftovers"),
+        (writer, "make_room"),
         (manager, "write_pieces"),
         (tensor_file.os, "fsync"),
         (manager, "write_tensor_file"),
         (CheckpointDocument, "write"),
-        (manager, "publish"),
+        (writer, "publish"),
         (run_directory, "sync_directory"),
-        (manager, "retain"),
+        (keeper, "retain"),
         (run_directory.shutil, "rmtree"),
     ],
 )

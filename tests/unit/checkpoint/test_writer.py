@@ -90,7 +90,9 @@ def test_what_is_written_later_is_of_the_step_that_it_is_named_by(tmp_path: Path
     """Byte for byte what a save that waits writes."""
     engine, losses, cursors = of_rank(ALONE), torch.arange(3.0), {"train": 24}
     state: dict[str, Any] = {"losses": losses, "seen": 2, "list": [1]}
+    gate.set()
     expected = save_step(tmp_path / "waited", 3, hooks_state={"balancer": state})
+    gate.clear()
     writer, _ = made(tmp_path / "behind")
     extra = {"vocab_size": 30}
     config = {"training": {"seed": 1}}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import save_checkpoint
 from tests.synthetic import ADVERB, Layout, RecordingTrainer, small_config, trainer_for
-from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.manager import load
 from trp_scale.distributed.groups import ALONE
 
 BALANCING: dict[str, dict[str, Any]] = {
@@ -41,8 +42,14 @@ def take_steps(trainer: RecordingTrainer) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(balancing: str, tmp_path: Path) -> None:
     whole = trainer_with(balancing)
     take_steps(whole)
-    extra: dict[str, Any] = {"config": {}, "extra": {}, "cursors": {"train": whole.source.cursor}}
-    save(tmp_path, step=HALF, engine=whole.engine, hooks_state=whole.hooks.state_dict(), group=ALONE, keep=0, **extra)
+    save_checkpoint(
+        tmp_path,
+        step=HALF,
+        engine=whole.engine,
+        hooks_state=whole.hooks.state_dict(),
+        cursors={"train": whole.source.cursor},
+        group=ALONE,
+    )
     take_steps(whole)
     resumed = trainer_with(balancing)
     loaded = load(tmp_path / "checkpoints" / f"step_{HALF:08d}", engine=resumed.engine, group=ALONE)

@@ -1,0 +1,50 @@
+"""Checkpoints as a run writes them, for tests without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trp_scale.checkpoint.agreement import RankError
+from trp_scale.checkpoint.manager import Content
+from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.checkpoint.writer import CheckpointWriter
+from trp_scale.config import CheckpointConfig
+from trp_scale.core.engine import Stores
+from trp_scale.distributed.groups import Group
+
+
+def save_checkpoint(
+    run_dir: Path,
+    *,
+    step: int,
+    engine: Stores,
+    hooks_state: Mapping[str, Any],
+    cursors: Mapping[str, int],
+    group: Group,
+    config: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
+) -> Path:
+    """Write the checkpoint of `step` and remove older ones; all ranks call it together and wait.
+
+    Args:
+        step, engine, hooks_state, cursors, config, extra: fields of `Content`.
+        keep: newest checkpoints that stay; 0 = all.
+
+    Raises:
+        RankError: on every rank, if any of them failed.
+    """
+    settings = CheckpointConfig(every=1, keep=keep, asynchronous=False)
+    writer = CheckpointWriter(run_dir=run_dir, group=group, settings=settings)
+    if (keeper := writer._keeper) is not None:
+        keeper.written = keeper._keep  # type: ignore[method-assign]  # in this thread, so that its end ends the save
+    content = Content(
+        step=step, engine=engine, hooks_state=hooks_state, cursors=cursors, config=config or {}, extra=extra or {}
+    )
+    writer.save(content, wait=True)
+    writer.close()
+    if writer.problem:
+        raise RankError(writer.problem)
+    return checkpoint_path(run_dir, step)
