@@ -41,7 +41,7 @@ from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
 from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.images.display import stored_images
-from trp_scale.sharding.images.index_tars import IndexTars, index_tars, index_settings
+from trp_scale.sharding.images.index_tars import IndexTars, index_settings, index_tars
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.job.writing import report_path

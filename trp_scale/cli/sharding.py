@@ -138,7 +138,7 @@ def index(argv: Sequence[str]) -> int:
 
 def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
     """Make a data set of the tars of others, or bring one up to date."""
-    from trp_scale.sharding.images.index_tars import IndexTars, index_tars, is_indexed, index_settings
+    from trp_scale.sharding.images.index_tars import IndexTars, index_settings, index_tars, is_indexed
 
     dataset = Path(arguments.tars)
     settings = {name: getattr(arguments, name) for name in (*_CHOICES, "max_skipped", "processes", "progress")}

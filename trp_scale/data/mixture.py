@@ -39,7 +39,7 @@ class MemberPath:
 
 def parse_paths(text: str) -> list[MemberPath]:
     """Read `data.path`: a directory, or 'name:weight=directory' several times with commas between. A directory may be
-    a URL: then its small files are fetched, and the path is that of its mirror (remote/mirror.py).
+    a URL: then its small files are fetched, and the path is that of its mirror (stores/mirror.py).
 
     Raises:
         DataError: there is no data set under a URL.

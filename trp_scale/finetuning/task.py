@@ -80,8 +80,8 @@ class DownstreamTask(Measured, Upstream, Protocol):
         lower_is_better: of the metric.
         split: what the measured rows are: dev or test.
         unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
-        pictures: "module:class" that draws what runs predict (representation/finetuned.py: `FinetunedPictures`); "": no
-            class does.
+        pictures: "module:class" of a `FinetunedPictures` (evaluation/figures/finetuned.py), which draws predictions;
+            "" if there is none.
     """
 
     pictures: ClassVar[str]

@@ -122,7 +122,7 @@ def test_a_recipe_says_how_its_own_data_is_made() -> None:
 )
 def test_it_is_said_before_anything_heavy_is_imported(argv: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom trp_scale import cli\n"
+        "import sys\nfrom trp_scale.cli import main as cli\n"
         f"status = cli.main([*{argv!r}, '--data.path', {str(tmp_path)!r}])\n"
         "print(status, sorted({'torch', 'timm', 'transformers'} & {*sys.modules}))\n"
     )

@@ -2,7 +2,7 @@
 
 One process of a machine does it: the first loader worker of the first rank, or that rank itself. Threads that nobody
 waits for fetch what the next positions need, at most half of the cache and TARS_AHEAD tars of it; a tar that a reader
-wants meanwhile is fetched by whoever comes first (remote/cache.py). An error is left to who reads the tar: it is met
+wants meanwhile is fetched by whoever comes first (storage/cache.py). An error is left to who reads the tar: it is met
 there once more, with what to do about it.
 """
 
