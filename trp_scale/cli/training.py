@@ -88,7 +88,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
         )
     from trp_scale.checkpoint.run_directory import checkpoints
     from trp_scale.distributed.launchers import discover
-    from trp_scale.distributed.restarts import with_restarts
+    from trp_scale.distributed.restarts import run_with_restarts
 
     info = discover(os.environ)
 
@@ -102,4 +102,4 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
             arguments.resume = "auto"
         return run(train)
 
-    return with_restarts(attempt, info=info, restarts=restarts, imports=imports)
+    return run_with_restarts(attempt, info=info, restarts=restarts, imports=imports)

@@ -102,7 +102,7 @@ class _Wait:
 
 
 def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
-    """Connected; rank 0 opens it, unless torchrun's agent has, or what looks after rank 0 (restarts.py)."""
+    """Connected; rank 0 opens it, unless torchrun's agent has, or the supervisor of rank 0 (restarts.py)."""
     if info.rank == 0 and not has_agent_store():
         return open_store(info, timeout)
     while reason := no_answer(info):

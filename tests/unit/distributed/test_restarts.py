@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.distributed.launchers import RankInfo, discover
-from trp_scale.distributed.restarts import with_restarts
+from trp_scale.distributed.restarts import run_with_restarts
 from trp_scale.distributed.stop import StopRequests, asked_early, launchers_of
 
 Run = Callable[[int], int]
@@ -27,7 +27,7 @@ def outcome(run: Run, tmp_path: Path, restarts: int = 2) -> tuple[int, list[str]
             file.write(f"{attempt} ")
         return run(attempt)
 
-    status = with_restarts(noted, info=RankInfo(), restarts=restarts, imports=lambda: None)
+    status = run_with_restarts(noted, info=RankInfo(), restarts=restarts, imports=lambda: None)
     return status, made.read_text().split()
 
 
