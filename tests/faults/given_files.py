@@ -312,7 +312,7 @@ def hosts(directory: Path) -> Case:
     path.write_text("# hosts\nnode1 slots=8\nnode2 slots=8 # second\n")
 
     def read() -> None:
-        with patch.object(hostfile, "_unreached", lambda host: None):  # no host is asked
+        with patch.object(hostfile, "_log_in", lambda host: ""):  # no host is asked
             list(hostfile.examine_hostfile(path))
 
     return Case(targets=[Target(path=path, kind="text")], read=read)

@@ -119,6 +119,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
         assert ours.keys() == theirs.keys()
         assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == [], state
     assert {each.check: each.found for each in examine_run(run_dir) if each.state != "ok"} == {}
+    assert list((run_dir / "checkpoints").glob(".*")) == []
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""`trp-scale doctor`: what of the machines would stop or slow a run, or, with a directory, how a run stands."""
+"""`trp-scale doctor`: checks of the machines, or of a run directory."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,16 +17,14 @@ from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
     from trp_scale.diagnostics.machine import Finding
-    from trp_scale.distributed.environment import Environment
 
 
 @dataclass(kw_only=True)
 class DoctorArguments:
-    """Examine the machines before a run: GPUs and driver, versions, CPUs, limits, shared memory, ports and network,
-    clocks, speed of each rank, all-reduce and storage. Under torchrun, deepspeed or srun it examines all hosts of the
-    job. With RUN_DIR it examines a run in their place: which checkpoints are whole, where it would go on, why it
-    ended, whether it is alive, what went wrong, room on the disk. Ends with status 1 where something is wrong, 0
-    otherwise."""
+    """Examine the machines before a run: GPUs and driver, versions, limits, shared memory, ports and network, speed of
+    each rank, all-reduce and storage. Under torchrun, deepspeed or srun it examines all hosts of the job. With RUN_DIR
+    it examines a run instead: which checkpoints are whole, where it would continue, why it ended, whether it is alive,
+    what went wrong, room on the disk. Ends with status 1 where something is wrong, 0 otherwise."""
 
     run_dir: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")] = None
     """A run's directory, whether the run goes on or not: nothing in it is changed."""
@@ -48,12 +46,14 @@ class DoctorArguments:
 def doctor(argv: Sequence[str]) -> int:
     """`trp-scale doctor`."""
     arguments = read(DoctorArguments, argv, prog="trp-scale doctor")
-    if arguments.mebibytes < 1:
-        raise RefusedError(f"--mebibytes is {arguments.mebibytes}; allowed: 1 or more")
-    if arguments.timeout_minutes <= 0:
-        raise RefusedError(f"--timeout_minutes is {arguments.timeout_minutes}; allowed: above 0")
-    if arguments.run_dir is not None:
-        return _of_a_run(arguments.run_dir, arguments)
+    for name, value in (("mebibytes", arguments.mebibytes), ("timeout_minutes", arguments.timeout_minutes)):
+        if value <= 0:
+            raise RefusedError(f"--{name} is {value:g}; allowed: above 0")
+    findings = _examine_run(arguments) if arguments.run_dir is not None else _examine_machines(arguments)
+    return int(any(finding.state == "wrong" for finding in findings))
+
+
+def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
     if arguments.quick:
         raise RefusedError("--quick is for a run; give its directory: trp-scale doctor RUN_DIR --quick")
     from trp_scale.diagnostics.hostfile import examine_hostfile
@@ -62,43 +62,44 @@ def doctor(argv: Sequence[str]) -> int:
 
     with Environment(timeout_minutes=arguments.timeout_minutes) as environment:
         findings = examine(environment, arguments.storage, mebibytes=arguments.mebibytes)
-        if environment.info.rank == 0:
+        info = environment.info
+        if info.rank == 0:
             findings += examine_hostfile(arguments.hostfile) if arguments.hostfile else ()
-            print(_as_json(environment, findings) if arguments.json else "\n".join(_lines(findings)), flush=True)
-        environment.world.barrier()  # nobody ends, and with it the job, before it is printed
-    # Of a hostfile the first rank alone knows: it ends with that.
-    return int(any(each.state == "wrong" for each in findings))
+            job = {"ranks": info.world, "launcher": info.launcher, "device": environment.device.type}
+            _print(job, findings, as_json=arguments.json)
+        environment.world.barrier()  # no rank ends, and with it the job, before it is printed
+    return findings
 
 
-def _of_a_run(run_dir: Path, arguments: DoctorArguments) -> int:
-    given = [f"--{name}" for name in ("storage", "hostfile") if getattr(arguments, name) is not None]
-    if given:
-        raise RefusedError(f"{given[0]} is for the machines, and {run_dir} for a run; give one of them")
+def _examine_run(arguments: DoctorArguments) -> list[Finding]:
+    for name in ("storage", "hostfile"):
+        if getattr(arguments, name) is not None:
+            raise RefusedError(f"--{name} is for the machines, and {arguments.run_dir} for a run; give one of them")
     from trp_scale.diagnostics.run_directory import examine_run
 
-    findings = examine_run(run_dir, quick=arguments.quick)
-    document = {"run_dir": str(run_dir), "findings": [asdict(each) for each in findings]}
-    print(json.dumps(document, indent=1) if arguments.json else "\n".join(_lines(findings)), flush=True)
-    return int(any(each.state == "wrong" for each in findings))
+    assert arguments.run_dir is not None
+    findings = examine_run(arguments.run_dir, quick=arguments.quick)
+    _print({"run_dir": str(arguments.run_dir)}, findings, as_json=arguments.json)
+    return findings
 
 
-def _as_json(environment: Environment, findings: Sequence[Finding]) -> str:
-    info = environment.info
-    place = {"ranks": info.world, "launcher": info.launcher, "device": environment.device.type}
-    return json.dumps({**place, "findings": [asdict(each) for each in findings]}, indent=1)
+def _print(subject: Mapping[str, object], findings: Sequence[Finding], *, as_json: bool) -> None:
+    document = {**subject, "findings": [asdict(finding) for finding in findings]}
+    print(json.dumps(document, indent=1) if as_json else "\n".join(_format_lines(findings)), flush=True)
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line or more each, and how many there are of each state."""
+def _format_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line or more for each finding, and the count of each state."""
     width = min(120, shutil.get_terminal_size().columns)
-    names = max(len(each.check) for each in findings)
+    names = max(len(finding.check) for finding in findings)
     indent = " " * (8 + names + 2)
-    hosts = {place for each in findings for place in each.where}
-    for each in findings:
-        where = f" ({', '.join(each.where)})" if len(hosts) > 1 and each.where and {*each.where} != hosts else ""
-        first = f"{each.state:<7} {each.check:<{names}}  "
-        yield textwrap.fill(each.found + where, width, initial_indent=first, subsequent_indent=indent)
-        if each.change:
-            yield textwrap.fill(each.change, width, initial_indent=f"{indent}to do: ", subsequent_indent=indent)
-    counts = [(state, sum(each.state == state for each in findings)) for state in ("ok", "warning", "wrong")]
+    hosts = {host for finding in findings for host in finding.where}
+    for finding in findings:
+        where = ", ".join(finding.where) if finding.where and {*finding.where} != hosts else ""
+        first = f"{finding.state:<7} {finding.check:<{names}}  "
+        text = finding.found + (f" ({where})" if where else "")
+        yield textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent)
+        if finding.change:
+            yield textwrap.fill(finding.change, width, initial_indent=f"{indent}to do: ", subsequent_indent=indent)
+    counts = [(state, sum(finding.state == state for finding in findings)) for state in ("ok", "warning", "wrong")]
     yield ", ".join(f"{count} {state}" for state, count in counts)

@@ -1,100 +1,62 @@
-"""The hostfile of DeepSpeed's launcher, examined before a run: `trp-scale doctor --hostfile FILE`.
+"""Checks of a hostfile of DeepSpeed's launcher: `trp-scale doctor --hostfile FILE`.
 
-A file that is not there DeepSpeed passes over with a warning, and starts on this host alone; of a bad line it names the
-line and not its number; a host that ssh asks for a password leaves the others waiting.
+DeepSpeed only warns of a file that does not exist, and starts on this host alone; a host that ssh asks for a password
+leaves the others waiting.
 """
 
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trp_scale.config.json_files import read_lines
-from trp_scale.diagnostics.machine import Finding
+from trp_scale.diagnostics.machine import Finding, judge
 from trp_scale.errors import RefusedError
 
-_ENTRY = re.compile(r"([^\s-]\S{0,254})\s+slots=([0-9]{1,9})\s*(#.*)?")
+_ENTRY = re.compile(r"([^\s-]\S{0,254})\s+slots=([1-9][0-9]{0,8})\s*(#.*)?")
 """A name that begins with "-" would be an option of ssh."""
 
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-"""Asks for nothing."""
-
-AT_ONCE = 32
+PARALLEL_LOGINS = 32
 
 
 def examine_hostfile(path: Path) -> Iterator[Finding]:
-    """Its lines, and whether each host can be reached as DeepSpeed reaches it: pdsh calls ssh."""
+    """Check each line, and that ssh reaches each host without a password."""
     try:
         lines = read_lines(path)
     except RefusedError as error:
-        yield _wrong(
-            str(error),
-            "give a file that is there: without it deepspeed starts on this host alone, and only warns of it",
-        )
+        change = "give a file that exists: without it deepspeed starts on this host alone, and only warns of it"
+        yield judge("hostfile", False, str(error), change, "wrong")
         return
+    entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if not line.strip().startswith("#")]
+    problems: list[Finding] = []
     slots: dict[str, int] = {}
-    bad = False
-    for number, line in enumerate(lines, 1):
-        entry = line.strip()
-        if not entry or entry.startswith("#"):
-            continue
+    for number, entry in entries:
         match = _ENTRY.fullmatch(entry)
-        if match is None or int(match[2]) < 1:
-            bad = True
-            yield _wrong(
-                f"{path}:{number}: {entry[:80]!r}", "write HOST slots=N, N the GPUs of the host, a host a line"
-            )
-        elif match[1] in slots:
-            bad = True
-            yield _wrong(f"{path}:{number}: {match[1]} once more", "name each host once")
-        else:
+        if entry and (match is None or match[1] in slots):
+            change = "write HOST slots=N, N the GPUs of the host, one line for each host"
+            problems.append(judge("hostfile", False, f"{path}:{number}: {entry[:80]!r}", change, "wrong"))
+        elif match is not None:
             slots[match[1]] = int(match[2])
-    if not slots:
-        if not bad:
-            yield _wrong(f"{path}: names no host", "write HOST slots=N, a host a line")
-        return
-    counts = sorted(set(slots.values()))
-    if len(counts) > 1:
-        yield Finding(
-            check="hostfile",
-            state="warning",
-            found=f"{path}: hosts of {', '.join(map(str, counts))} slots",
-            change="give hosts alike: what stays on a node, such as --megatron.tensor_parallel, must divide each",
-        )
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        unreached = [each for each in pool.map(_unreached, slots) if each is not None]
-    yield from unreached
-    if not bad and not unreached:
-        yield Finding(
-            check="hostfile",
-            state="ok",
-            found=f"{path}: {len(slots)} hosts, {sum(slots.values())} slots; ssh reaches each without a password",
-        )
+    if not slots and not problems:
+        problems.append(judge("hostfile", False, f"{path}: names no host", "write HOST slots=N", "wrong"))
+    with ThreadPoolExecutor(PARALLEL_LOGINS) as pool:
+        for host, problem in zip(slots, pool.map(_log_in, slots), strict=True):
+            change = f"let `ssh {host} true` work without a password, under a name that has an address"
+            problems += [judge("hostfile", False, f"{host}: {problem}", change, "wrong")] if problem else []
+    found = f"{path}: {len(slots)} hosts, {sum(slots.values())} slots; ssh reaches each without a password"
+    yield from problems or [judge("hostfile", True, found, "")]
 
 
-def _unreached(host: str) -> Finding | None:
-    """Why ssh does not reach a host; None: it does."""
+def _log_in(host: str) -> str:
+    """Why ssh does not reach a host; empty if it does."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
     try:
-        done = subprocess.run([*SSH, host, "true"], capture_output=True, text=True, timeout=30, check=False)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except FileNotFoundError:
-        return _wrong(
-            "there is no ssh here", "install it (apt install openssh-client pdsh): deepspeed reaches hosts by it"
-        )
+        return "ssh is not installed (apt install openssh-client pdsh)"
     except subprocess.TimeoutExpired:
-        return _wrong(f"{host}: no answer from ssh after 30 s", "see what its login waits for")
-    if done.returncode == 0:
-        return None
-    try:
-        socket.getaddrinfo(host, None)
-        change = f"let `ssh {host} true` work without a password: put this user's key into its authorized_keys"
-    except OSError:
-        change = "no address has this name here: mend the name, or add it to DNS or /etc/hosts"
-    return _wrong(f"{host}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'ssh failed'}", change)
-
-
-def _wrong(found: str, change: str) -> Finding:
-    return Finding(check="hostfile", state="wrong", found=found, change=change)
+        return "no answer from ssh after 30 s"
+    return "" if output.returncode == 0 else (output.stderr.strip().splitlines() or ["ssh failed"])[-1]

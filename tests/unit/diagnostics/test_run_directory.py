@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.runs import flags, pretrain_here
-from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
+from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.cli import main as cli
 from trp_scale.diagnostics import run_directory as doctor
 from trp_scale.diagnostics.machine import Finding
@@ -138,14 +138,12 @@ def test_what_it_says_a_start_would_take_is_taken(
     assert f"resuming from {checkpoint_path(run_dir, 6)}" in capsys.readouterr().out
     after = {each.check: each for each in examine_run(run_dir)}
     assert after["step 8"].state == "ok" and after["run"].found.endswith("starts so far: 2")
-    assert "1 checkpoint(s) of later steps" in after["set aside"].found
 
 
 def test_one_that_was_about_to_be_replaced_counts(run_dir: Path) -> None:
     newest = checkpoint_path(run_dir, 8)
     newest.rename(newest.with_name(f".{newest.name}.replaced"))
     assert "takes checkpoints/.step_00000008.replaced" in of(run_dir, "resume").found
-    assert of(run_dir, "leftovers").state == "warning"
 
 
 def test_no_whole_checkpoint_is_wrong_and_none_at_all_is_not(run_dir: Path) -> None:
@@ -212,7 +210,7 @@ def test_a_run_that_is_alive(run_dir: Path) -> None:
         assert set(states(examine_run(run_dir)).values()) == {"ok"}
         assert of(run_dir, "stop").found == "it goes on"
         assert f"process {os.getpid()} on " in of(run_dir, "lease").found
-        aged(run_dir / "metrics.jsonl", doctor.STANDS_AFTER + 100)
+        aged(run_dir / "metrics.jsonl", doctor.STALLED_AFTER_S + 100)
         assert of(run_dir, "metrics").state == "warning" and "is alive" in of(run_dir, "metrics").found
         aged(run_dir / "lease.json", 60)
         assert "has not renewed the lease for 0:01:0" in of(run_dir, "lease").found
@@ -248,19 +246,10 @@ def test_hangs_and_incidents(run_dir: Path) -> None:
     assert "trp-scale verify" in found.change
 
 
-def test_what_a_killed_process_leaves(run_dir: Path) -> None:
-    half = run_dir / "checkpoints" / ".step_00000009.tmp"
-    half.mkdir()
-    (half / "rank-00000.safetensors").write_bytes(bytes(2_000_000))
-    (run_dir / ".lease.json.0123").write_text("")
+def test_a_torn_line_of_metrics_is_passed_over(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
-    found = of(run_dir, "leftovers")
-    assert found.state == "warning"
-    assert found.found == ".lease.json.0123, checkpoints/.step_00000009.tmp: 2.0 MB"
-    found = of(run_dir, "metrics")
-    assert found.state == "warning" and found.found.startswith("the last line is of step 8") and "torn" in found.found
-    assert newest_complete(run_dir).path == checkpoint_path(run_dir, 8)
+    assert of(run_dir, "metrics").found.startswith("the last line is of step 8, ")
 
 
 @pytest.mark.parametrize(("free", "state"), [(10_000, "wrong"), (1_500_000, "warning"), (10**12, "ok")])
