@@ -101,8 +101,9 @@ def tracked() -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """What people read, relative to the root; but for the list of changes, which also names what is gone."""
-    return [path for path in tracked() if path.suffix == ".md" and path.name != "CHANGELOG.md"]
+    """Documents relative to the root, without the two histories, which also name what is gone."""
+    histories = ("CHANGELOG.md", "experiments.md")
+    return [path for path in tracked() if path.suffix == ".md" and path.name not in histories]
 
 
 def missing_documents(text: str, place: Path, root: Path = ROOT) -> list[str]:
