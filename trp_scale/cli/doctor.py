@@ -49,7 +49,7 @@ def doctor(argv: Sequence[str]) -> int:
     for name, value in (("mebibytes", arguments.mebibytes), ("timeout_minutes", arguments.timeout_minutes)):
         if value <= 0:
             raise RefusedError(f"--{name} is {value:g}; allowed: above 0")
-    findings = _examine_run(arguments) if arguments.run_dir is not None else _examine_machines(arguments)
+    findings = _examine_run(arguments.run_dir, arguments) if arguments.run_dir else _examine_machines(arguments)
     return int(any(finding.state == "wrong" for finding in findings))
 
 
@@ -62,8 +62,7 @@ def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
 
     with Environment(timeout_minutes=arguments.timeout_minutes) as environment:
         findings = examine(environment, arguments.storage, mebibytes=arguments.mebibytes)
-        info = environment.info
-        if info.rank == 0:
+        if (info := environment.info).rank == 0:
             findings += examine_hostfile(arguments.hostfile) if arguments.hostfile else ()
             job = {"ranks": info.world, "launcher": info.launcher, "device": environment.device.type}
             _print(job, findings, as_json=arguments.json)
@@ -71,15 +70,14 @@ def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
     return findings
 
 
-def _examine_run(arguments: DoctorArguments) -> list[Finding]:
+def _examine_run(run_dir: Path, arguments: DoctorArguments) -> list[Finding]:
     for name in ("storage", "hostfile"):
         if getattr(arguments, name) is not None:
-            raise RefusedError(f"--{name} is for the machines, and {arguments.run_dir} for a run; give one of them")
+            raise RefusedError(f"--{name} is for the machines, and {run_dir} for a run; give one of them")
     from trp_scale.diagnostics.run_directory import examine_run
 
-    assert arguments.run_dir is not None
-    findings = examine_run(arguments.run_dir, quick=arguments.quick)
-    _print({"run_dir": str(arguments.run_dir)}, findings, as_json=arguments.json)
+    findings = examine_run(run_dir, quick=arguments.quick)
+    _print({"run_dir": str(run_dir)}, findings, as_json=arguments.json)
     return findings
 
 

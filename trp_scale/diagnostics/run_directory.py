@@ -25,7 +25,7 @@ from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkp
 from trp_scale.checkpoint.tensor_file import damage
 from trp_scale.config.json_files import parse_json, read_content, read_object
 from trp_scale.diagnostics.machine import Finding, judge
-from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, holder_of
+from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, boot_id, holder_of
 from trp_scale.distributed.watchdog import HANGS, TIMES_THE_MEDIAN
 from trp_scale.errors import CheckpointError, RefusedError
 from trp_scale.training.ending import STOP_RECORD
@@ -149,7 +149,7 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
         found = "nobody trains into the directory" if changed is None else f"{LEASE} cannot be read"
         return judge("lease", changed is None, found, takeover), False
     name = f"process {holder.get('process')} on {holder.get('host')}, started {holder.get('started')}"
-    is_here = _is_our_boot(holder)
+    is_here = bool(holder.get("boot")) and holder["boot"] == boot_id()  # holder_of has checked that it is alive
     end = time.monotonic() + 2.5 * RENEWED_EACH
     while not holder.get("gone") and not is_here and abs(age) > GONE_AFTER and time.monotonic() < end:
         time.sleep(0.2)
@@ -162,14 +162,6 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
             "lease", False, f"{name}, lives and has not renewed the lease for {_format_time(age)}", change
         ), True
     return judge("lease", True, f"{name}, trains into the directory", ""), True
-
-
-def _is_our_boot(holder: Mapping[str, Any]) -> bool:
-    """Whether the holder runs on this host, where `holder_of` has checked that it is alive."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return bool(holder.get("boot")) and boot == holder["boot"]
-    return False
 
 
 def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:

@@ -159,7 +159,7 @@ def _leave(message: str) -> None:
 def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid_namespace": _pid_namespace(),
         "process": os.getpid(),
         "began": _began(os.getpid()),
@@ -171,7 +171,7 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     """Whether the holder was a process of this host that has ended."""
     if holder.get("host") != socket.gethostname():
         return False
-    if holder.get("boot") != _boot():
+    if holder.get("boot") != boot_id():
         return True
     own = _pid_namespace()
     if holder.get("pid_namespace", own) != own:  # of another container, whose processes are not seen here
@@ -180,8 +180,8 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     return not isinstance(number, int) or _began(number) != holder.get("began")
 
 
-def _boot() -> str:
-    """Another one after each start of the host."""
+def boot_id() -> str:
+    """Number that changes at each start of the host; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
