@@ -96,7 +96,7 @@ def taken(run_dir: Path) -> str:
     """What the next start says, if `trp-scale doctor` is right."""
     if not (run_dir / "checkpoints").exists():
         return "starting from step 0"
-    (resume,) = (each.found for each in examine_run(run_dir) if each.check == "resume")
+    (resume,) = (each.result for each in examine_run(run_dir) if each.check == "resume")
     name = resume.removeprefix("--resume auto takes ").partition(";")[0]
     if name.startswith("there is no checkpoint"):
         return "starting from step 0"
@@ -118,7 +118,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
         ours, theirs = (read_full_state(checkpoint_path(each, steps), state=state) for each in (run_dir, whole))
         assert ours.keys() == theirs.keys()
         assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == [], state
-    assert {each.check: each.found for each in examine_run(run_dir) if each.state != "ok"} == {}
+    assert {each.check: each.result for each in examine_run(run_dir) if each.state != "ok"} == {}
     assert list((run_dir / "checkpoints").glob(".*")) == []
 
 
@@ -209,6 +209,6 @@ def test_a_request_to_stop_at_a_random_place(
         step, path = checkpoints(stopped)[-1]
         assert (step, incompleteness(path)) == (record["step"], None), said
         assert lines(stopped)[-1]["step"] == step, said
-        assert {each.check: each.found for each in examine_run(stopped) if each.state != "ok"} == {}, said
+        assert {each.check: each.result for each in examine_run(stopped) if each.state != "ok"} == {}, said
     assert ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
     same_end(stopped, whole, steps)

@@ -95,7 +95,7 @@ def _format_lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         where = ", ".join(finding.where) if finding.where and {*finding.where} != hosts else ""
         first = f"{finding.state:<7} {finding.check:<{names}}  "
-        text = finding.found + (f" ({where})" if where else "")
+        text = finding.result + (f" ({where})" if where else "")
         yield textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent)
         if finding.change:
             yield textwrap.fill(finding.change, width, initial_indent=f"{indent}to do: ", subsequent_indent=indent)

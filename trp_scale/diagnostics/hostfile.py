@@ -46,8 +46,8 @@ def examine_hostfile(path: Path) -> Iterator[Finding]:
         for host, problem in zip(slots, pool.map(_log_in, slots), strict=True):
             change = f"let `ssh {host} true` work without a password, under a name that has an address"
             problems += [judge("hostfile", False, f"{host}: {problem}", change, "wrong")] if problem else []
-    found = f"{path}: {len(slots)} hosts, {sum(slots.values())} slots; ssh reaches each without a password"
-    yield from problems or [judge("hostfile", True, found, "")]
+    result = f"{path}: {len(slots)} hosts, {sum(slots.values())} slots; ssh reaches each without a password"
+    yield from problems or [judge("hostfile", True, result, "")]
 
 
 def _log_in(host: str) -> str:

@@ -56,21 +56,21 @@ class Finding:
     Attributes:
         check: its name.
         state: ok, warning or wrong.
-        found: what was measured.
+        result: what was measured.
         change: what to change; empty if ok.
         where: hosts with this finding.
     """
 
     check: str
     state: State
-    found: str
+    result: str
     change: str = ""
     where: tuple[str, ...] = ()
 
 
-def judge(check: str, is_ok: bool, found: str, change: str, state: State = "warning") -> Finding:
+def judge(check: str, is_ok: bool, result: str, change: str, state: State = "warning") -> Finding:
     """Return a finding that is ok, or has `state` and says what to change."""
-    return Finding(check=check, state="ok" if is_ok else state, found=found, change="" if is_ok else change)
+    return Finding(check=check, state="ok" if is_ok else state, result=result, change="" if is_ok else change)
 
 
 def examine(environment: Environment, storage: Path | None = None, *, mebibytes: int = 64) -> list[Finding]:
@@ -118,16 +118,16 @@ def _check_gpus(info: RankInfo) -> Iterator[Finding]:
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in output.stdout.splitlines() if line.strip()]
     kinds = "; ".join(sorted({f"{row[1]}, driver {row[2]}" for row in rows}))
-    found = f"{len(rows)} ({kinds}), {visible} of them for torch {torch.__version__}"
+    result = f"{len(rows)} ({kinds}), {visible} of them for torch {torch.__version__}"
     if not visible:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
         driver = f"torch is built for CUDA {torch.version.cuda}: install a driver that knows it"
         change = "set CUDA_VISIBLE_DEVICES to the GPUs' numbers" if hidden else driver
-        yield judge("gpus", False, found, change, "wrong")
+        yield judge("gpus", False, result, change, "wrong")
     else:
         fits = info.launcher == "single" or visible in (1, info.local_world)
         ranks = "" if fits else f", for {info.local_world} ranks"
-        yield judge("gpus", fits, found + ranks, f"start {visible} ranks a host; the other GPUs idle")
+        yield judge("gpus", fits, result + ranks, f"start {visible} ranks a host; the other GPUs idle")
     for index, _, _, total, used, errors in rows:
         if used.isdecimal() and total.isdecimal() and int(used) > 0.05 * int(total):
             change = "another process holds it: nvidia-smi shows which; end it, or take other GPUs"
@@ -140,9 +140,9 @@ def _check_gpus(info: RankInfo) -> Iterator[Finding]:
 def _check_open_files() -> Finding:
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
-    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else limit} open files a process"
+    result = f"{'unlimited' if limit == resource.RLIM_INFINITY else limit} open files a process"
     change = f"ulimit -n {MIN_OPEN_FILES}; above the hard limit of {hard}: nofile in /etc/security/limits.conf"
-    return judge("limits", is_ok, found, change)
+    return judge("limits", is_ok, result, change)
 
 
 def _check_shared_memory(info: RankInfo, folder: Path = Path("/dev/shm")) -> Finding:
@@ -151,11 +151,11 @@ def _check_shared_memory(info: RankInfo, folder: Path = Path("/dev/shm")) -> Fin
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return judge("shared memory", False, f"{folder}: {error.strerror}", f"mount a tmpfs at {folder}", "wrong")
-    found = f"{free / 2**30:.1f} GiB free in {folder} for {info.local_world} rank(s)"
+    result = f"{free / 2**30:.1f} GiB free in {folder} for {info.local_world} rank(s)"
     change = (
         "at least 1 GiB a rank; docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium: Memory there"
     )
-    return judge("shared memory", free >= MIN_SHARED_BYTES * info.local_world, found, change)
+    return judge("shared memory", free >= MIN_SHARED_BYTES * info.local_world, result, change)
 
 
 def _check_ports(limits: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> Iterator[Finding]:
@@ -174,15 +174,15 @@ def _check_network(world: Group) -> Finding:
     several = len(set(world.gather_objects(host))) > 1
     interfaces = [name for _, name in socket.if_nameindex()]
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        found = f"GLOO_SOCKET_IFNAME is {chosen}, and the interfaces are {', '.join(interfaces)}"
+        result = f"GLOO_SOCKET_IFNAME is {chosen}, and the interfaces are {', '.join(interfaces)}"
         change = "set GLOO_SOCKET_IFNAME to one of them, or unset it"
-        return judge("network", {*chosen.split(",")} <= {*interfaces}, found, change, "wrong")
+        return judge("network", {*chosen.split(",")} <= {*interfaces}, result, change, "wrong")
     change = f"other hosts cannot reach it: set GLOO_SOCKET_IFNAME to one of {', '.join(interfaces)}"
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
-        found = f"the host's name {host} has no address ({error})"
-        return judge("network", False, found, change, "wrong" if several else "warning")
+        result = f"the host's name {host} has no address ({error})"
+        return judge("network", False, result, change, "wrong" if several else "warning")
     is_ok = not (several and address.startswith("127."))
     return judge("network", is_ok, f"the host's name {host} is {address}", change, "wrong")
 
@@ -204,9 +204,9 @@ def _check_versions(world: Group) -> Iterator[Finding]:
         numbers: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
             numbers.setdefault(str(rank.get(name)), []).append(number)
-        found = "; ".join(f"{version} on {_list_ranks(ranks)}" for version, ranks in numbers.items())
+        result = "; ".join(f"{version} on {_list_ranks(ranks)}" for version, ranks in numbers.items())
         change = f"install the same {name} on all hosts (constraints.txt), or take the environment from shared storage"
-        yield judge("versions", False, f"{name} is {found}", change, "wrong")
+        yield judge("versions", False, f"{name} is {result}", change, "wrong")
 
 
 def _check_compute(environment: Environment) -> Finding:
@@ -217,11 +217,11 @@ def _check_compute(environment: Environment) -> Finding:
     seconds = [_measure(lambda: left @ left, environment) for _ in range(6)][1:]
     speeds = environment.world.gather_objects(2 * side**3 / min(seconds))
     median, slowest = statistics.median(speeds), min(speeds)
-    found = f"{median / 1e12:.2f} TFLOP/s a rank at a {'bf16' if on_gpu else 'fp32'} product of {side} x {side}"
+    result = f"{median / 1e12:.2f} TFLOP/s a rank at a {'bf16' if on_gpu else 'fp32'} product of {side} x {side}"
     if slow := [rank for rank, speed in enumerate(speeds) if speed < SLOW_RANK * median]:
-        found += f", {slowest / 1e12:.2f} on the slowest of {_list_ranks(slow)}"
+        result += f", {slowest / 1e12:.2f} on the slowest of {_list_ranks(slow)}"
     change = "look at its clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE, top); all wait for it"
-    return judge("compute", not slow, found, change)
+    return judge("compute", not slow, result, change)
 
 
 def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
@@ -236,19 +236,19 @@ def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
     results = world.gather_objects((sent_bytes / seconds[0], seconds[1], is_exact, socket.gethostname()))
     speeds, latencies, exact, names = zip(*results, strict=True)
     hosts, speed = len(set(names)), min(speeds)
-    found = (
+    result = (
         f"{speed / 1e9:.2f} GB/s over {'NCCL' if device.type == 'cuda' else 'gloo'} on {world.size} ranks of {hosts} "
         f"host(s), {mebibytes} MiB; {max(latencies) * 1e6:.0f} us for one number"
     )
     if not all(exact):
         change = "a link or a GPU damages what it carries: NCCL_DEBUG=INFO, and leave hosts out until it is right"
-        return judge("all-reduce", False, f"{found}; the sums are not right", change, "wrong")
+        return judge("all-reduce", False, f"{result}; the sums are not right", change, "wrong")
     change = (
         "NCCL may use plain sockets: NCCL_DEBUG=INFO says which network; set NCCL_SOCKET_IFNAME and NCCL_IB_HCA, on "
         "EFA install aws-ofi-nccl"
     )
     is_slow = device.type == "cuda" and hosts > 1 and speed < MIN_SPEED_BETWEEN_HOSTS
-    return judge("all-reduce", not is_slow, found, change)
+    return judge("all-reduce", not is_slow, result, change)
 
 
 def _measure_all_reduce(numbers: Tensor, environment: Environment) -> float:
@@ -293,9 +293,9 @@ def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
         with contextlib.suppress(OSError):
             files[world.rank].unlink()
     if errors := {rank: part for rank, parts in enumerate(results) for part in parts if isinstance(part, str)}:
-        found = f"{next(iter(errors.values()))} ({_list_ranks([*errors])})"
+        result = f"{next(iter(errors.values()))} ({_list_ranks([*errors])})"
         change = "give a directory that all hosts share and may write, mounted at the same path on each"
-        return judge("storage", False, found, change, "wrong")
+        return judge("storage", False, result, change, "wrong")
     total = world.size * len(content)
     written, read = (total / max(float(parts[way]) for parts in results) for way in (0, 1))
     free = shutil.disk_usage(directory).free

@@ -117,25 +117,25 @@ def _check_end(
     if record:
         again = "" if record.get("why") == "finished" else f", again: {'yes' if record.get('again') else 'no'}"
         step = "before a step" if record.get("step") is None else f"step {record['step']}"
-        found = (
+        result = (
             f"{record.get('why')}; {step}, status {record.get('status')}{again} (rank {record.get('rank')} on "
             f"{record.get('host')}, {record.get('at')})"
         )
         advice = str(record.get("advice", ""))
         if record.get("status") == 0:
-            return judge("stop", True, f"{found}; {advice}", "")
-        return judge("stop", False, found, advice or "look at the run's log", "wrong")
+            return judge("stop", True, f"{result}; {advice}", "")
+        return judge("stop", False, result, advice or "look at the run's log", "wrong")
     if (run_dir / STOP_RECORD).exists():
         change = "look at the run's log; the same command replaces the file"
         return judge("stop", False, f"{STOP_RECORD} cannot be read", change, "wrong")
     if is_alive or not (was_killed or has_begun):
         return judge("stop", True, "it goes on" if is_alive else "nothing was trained yet", "")
     if was_killed:
-        found = f"no {STOP_RECORD}: the last start was killed, as by kill -9, for a lack of memory, or with its host"
+        result = f"no {STOP_RECORD}: the last start was killed, as by kill -9, for a lack of memory, or with its host"
         change = "look into dmesg and the scheduler's record; the same command goes on from the newest checkpoint"
-        return judge("stop", False, found, change, "wrong")
-    found = f"no {STOP_RECORD}, and nobody trains: why the last start ended is not known"
-    return judge("stop", False, found, "look at the run's log; the same command goes on from the newest checkpoint")
+        return judge("stop", False, result, change, "wrong")
+    result = f"no {STOP_RECORD}, and nobody trains: why the last start ended is not known"
+    return judge("stop", False, result, "look at the run's log; the same command goes on from the newest checkpoint")
 
 
 def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, bool]:
@@ -146,8 +146,8 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
     age = 0.0 if changed is None else time.time() - changed
     takeover = "nothing: the next start takes the directory over"
     if not holder:
-        found = "nobody trains into the directory" if changed is None else f"{LEASE} cannot be read"
-        return judge("lease", changed is None, found, takeover), False
+        result = "nobody trains into the directory" if changed is None else f"{LEASE} cannot be read"
+        return judge("lease", changed is None, result, takeover), False
     name = f"process {holder.get('process')} on {holder.get('host')}, started {holder.get('started')}"
     is_here = bool(holder.get("boot")) and holder["boot"] == boot_id()  # holder_of has checked that it is alive
     end = time.monotonic() + 2.5 * RENEWED_EACH
@@ -180,12 +180,12 @@ def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
         return 0, judge("metrics", True, f"{METRICS_FILE} has no step yet", "")
     loss, seconds, age = last.get("loss"), last.get("step_seconds"), time.time() - changed
     loss_text = f"{loss:.6g}" if isinstance(loss, float | int) else "not finite"
-    found = f"the last line is of step {last['step']}, loss {loss_text}, {_format_time(age)} ago"
+    result = f"the last line is of step {last['step']}, loss {loss_text}, {_format_time(age)} ago"
     step_seconds = seconds if isinstance(seconds, float | int) else 0.0
     is_stalled = is_alive and age > max(STALLED_AFTER_S, TIMES_THE_MEDIAN * step_seconds)
-    found += ", and the run is alive" if is_stalled else ""
+    result += ", and the run is alive" if is_stalled else ""
     change = "see what it is at: its log, hangs/, and whether --logging.every is large"
-    return last["step"], judge("metrics", not is_stalled, found, change)
+    return last["step"], judge("metrics", not is_stalled, result, change)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +216,9 @@ def _examine_checkpoint(step: int, path: Path, *, quick: bool) -> _Checkpoint:
         problem = f"{error.filename or path}: {error.strerror or error}"
     size = _count_bytes(path)
     how = "all its files have their sizes" if quick else "every byte is as it was written"
-    found = problem or f"{CHECKPOINTS}/{path.name}: {how}, {_format_bytes(size)}"
+    result = problem or f"{CHECKPOINTS}/{path.name}: {how}, {_format_bytes(size)}"
     change = "put it back from a copy, or remove the directory: --resume auto passes it over"
-    finding = judge(f"step {step}", problem is None, found, change, "wrong")
+    finding = judge(f"step {step}", problem is None, result, change, "wrong")
     return _Checkpoint(step=step, path=path, problem=problem, size=size, finding=finding)
 
 
@@ -236,8 +236,8 @@ def _check_resume(stored: list[_Checkpoint], reached: int) -> Finding:
     """Name the checkpoint that `--resume auto` takes now, and count the steps that are made again."""
     newest = next((checkpoint for checkpoint in reversed(stored) if checkpoint.problem is None), None)
     if newest is None and stored:
-        found = f"--resume auto is refused: none of {len(stored)} checkpoint(s) is whole"
-        return judge("resume", False, found, "put back a whole one, or start again in another --run_dir", "wrong")
+        result = f"--resume auto is refused: none of {len(stored)} checkpoint(s) is whole"
+        return judge("resume", False, result, "put back a whole one, or start again in another --run_dir", "wrong")
     lost = reached - (newest.step if newest else 0)
     again = f"{lost} step(s) are made again" if lost else "no step is lost"
     if newest is not None:
@@ -250,17 +250,17 @@ def _check_hangs(run_dir: Path) -> Iterator[Finding]:
     """Show what the watchdog wrote at the last hangs."""
     starts = [path for path in _list_entries(run_dir / HANGS) if path.is_dir()]
     if len(starts) > MAX_SHOWN or not starts:
-        found = f"{len(starts)} starts have hung; the last {MAX_SHOWN} are shown" if starts else "none"
-        yield judge("hangs", not starts, found, f"look into {run_dir / HANGS}")
+        result = f"{len(starts)} starts have hung; the last {MAX_SHOWN} are shown" if starts else "none"
+        yield judge("hangs", not starts, result, f"look into {run_dir / HANGS}")
     for path in starts[-MAX_SHOWN:]:
         try:
             summary = read_content(path / "summary.txt", RefusedError, largest=MAX_SUMMARY_BYTES)
-            found = "; ".join(summary.decode("utf-8", "replace").splitlines()[:3])
+            result = "; ".join(summary.decode("utf-8", "replace").splitlines()[:3])
         except RefusedError:
             ranks = sorted(int(file.stem[5:]) for file in path.glob("rank-*.txt") if file.stem[5:].isdecimal())
-            found = f"no summary; ranks that have written: {', '.join(map(str, ranks)) or 'none'}"
+            result = f"no summary; ranks that have written: {', '.join(map(str, ranks)) or 'none'}"
         change = f"look at the late rank and its host; each rank's stacks are in {path}"
-        yield judge(f"hang {path.name}", False, found, change)
+        yield judge(f"hang {path.name}", False, result, change)
 
 
 def _check_incidents(run_dir: Path) -> Finding:
@@ -269,8 +269,8 @@ def _check_incidents(run_dir: Path) -> Finding:
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     last = "; ".join(map(_describe_incident, incidents[-MAX_SHOWN:]))
     verify = "; trp-scale verify names what is damaged in the data" if counts["unreadable"] else ""
-    found = f"{kinds}; the last: {last}" if incidents else "none"
-    return judge("incidents", not incidents, found, f"read {run_dir / INCIDENTS_FILE}{verify}")
+    result = f"{kinds}; the last: {last}" if incidents else "none"
+    return judge("incidents", not incidents, result, f"read {run_dir / INCIDENTS_FILE}{verify}")
 
 
 def _describe_incident(incident: Mapping[str, Any]) -> str:
@@ -283,10 +283,10 @@ def _check_room(run_dir: Path, size: int) -> Finding:
     free = shutil.disk_usage(run_dir).free
     if not size:
         return judge("room", True, f"{_format_bytes(free)} free; no whole checkpoint tells how much one takes", "")
-    found = f"{_format_bytes(free)} free, a checkpoint takes {_format_bytes(size)}"
-    found += ": the next does not fit" if free < size else ""
+    result = f"{_format_bytes(free)} free, a checkpoint takes {_format_bytes(size)}"
+    result += ": the next does not fit" if free < size else ""
     change = f"make room on the disk of {run_dir}: one is written before an older one is removed"
-    return judge("room", free >= 3 * size, found, change, "wrong" if free < size else "warning")
+    return judge("room", free >= 3 * size, result, change, "wrong" if free < size else "warning")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

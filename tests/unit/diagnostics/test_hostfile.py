@@ -27,7 +27,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def examined(tmp_path: Path, text: str) -> list[tuple[str, str, str]]:
     path = tmp_path / "hosts"
     path.write_text(text)
-    found = [(each.state, each.found.replace(f"{path}", "hosts"), each.change) for each in examine_hostfile(path)]
+    found = [(each.state, each.result.replace(f"{path}", "hosts"), each.change) for each in examine_hostfile(path)]
     try:
         _parse_hostfile(text.splitlines(keepends=True))
         theirs = True
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named_with_what_to_change(
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (only,) = examine_hostfile(tmp_path / "nowhere")
-    assert only.state == "wrong" and "not found" in only.found and "starts on this host alone" in only.change
+    assert only.state == "wrong" and "not found" in only.result and "starts on this host alone" in only.change
 
 
 def test_there_is_no_ssh(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, prints: str, statu
 def test_without_gpus_it_says_that_ranks_compute_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = only(doctor._check_gpus(RankInfo()), "gpus")
-    assert (found.state, found.found) == (
+    assert (found.state, found.result) == (
         "ok",
         "none: ranks compute on CPUs (nvidia-smi is not installed)",
     )
@@ -51,7 +51,7 @@ def test_gpus_are_told_with_their_driver(tmp_path: Path, monkeypatch: pytest.Mon
     nvidia_smi(tmp_path, monkeypatch, "\n".join(rows), visible=4)
     (found,) = doctor._check_gpus(FOUR)
     assert found.state == "ok"
-    assert found.found.startswith("4 (NVIDIA A100-SXM4-80GB, driver 580.65), 4 of them for torch")
+    assert found.result.startswith("4 (NVIDIA A100-SXM4-80GB, driver 580.65), 4 of them for torch")
 
 
 def test_gpus_that_idle_are_in_use_or_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +63,9 @@ def test_gpus_that_idle_are_in_use_or_damaged_are_named(tmp_path: Path, monkeypa
         ("gpu memory", "warning"),
         ("gpu errors", "wrong"),
     ]
-    assert "for 4 ranks" in found[0].found and "start 8 ranks a host" in found[0].change
-    assert "GPU 0 has 60000 of 81559 MiB in use" in found[1].found and "end it, or take other GPUs" in found[1].change
-    assert "GPU 1 has 3 uncorrectable memory errors" in found[2].found
+    assert "for 4 ranks" in found[0].result and "start 8 ranks a host" in found[0].change
+    assert "GPU 0 has 60000 of 81559 MiB in use" in found[1].result and "end it, or take other GPUs" in found[1].change
+    assert "GPU 1 has 3 uncorrectable memory errors" in found[2].result
 
 
 def test_gpus_that_torch_does_not_see_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_gpus_that_torch_does_not_see_are_wrong(tmp_path: Path, monkeypatch: pyt
 def test_a_driver_that_does_not_answer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, "Unable to determine the device handle for GPU 3", status=15)
     found = only(doctor._check_gpus(RankInfo()), "gpus")
-    assert (found.state, found.found) == (
+    assert (found.state, found.result) == (
         "wrong",
         "nvidia-smi ended with 15: Unable to determine the device handle for GPU 3",
     )
@@ -98,7 +98,7 @@ def test_shared_memory_is_a_gibibyte_a_rank(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 30))
     assert doctor._check_shared_memory(RankInfo(), tmp_path).state == "ok"
     small = doctor._check_shared_memory(FOUR, tmp_path)
-    assert small.state == "warning" and "--shm-size" in small.change and "2.0 GiB free" in small.found
+    assert small.state == "warning" and "--shm-size" in small.change and "2.0 GiB free" in small.result
     monkeypatch.undo()
     assert doctor._check_shared_memory(FOUR, tmp_path / "none").state == "wrong"
 
@@ -109,7 +109,7 @@ def test_ports_of_the_rendezvous_that_connections_may_take_are_told(tmp_path: Pa
         listed.write_text(text, encoding="utf-8")
         (found,) = doctor._check_ports(listed)
         assert found.state == state
-    assert "sysctl net.ipv4.ip_local_port_range" in found.change and "1024 to 65535" in found.found
+    assert "sysctl net.ipv4.ip_local_port_range" in found.change and "1024 to 65535" in found.result
 
 
 @pytest.mark.parametrize(("value", "state"), [("eth0", "ok"), ("eth", "wrong"), ("eth0,ib9", "wrong")])
@@ -117,7 +117,7 @@ def test_an_interface_that_does_not_exist_is_wrong(value: str, state: str, monke
     monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
     finding = doctor._check_network(ALONE)
-    assert (finding.check, finding.state) == ("network", state) and "lo, eth0, ib0" in finding.found
+    assert (finding.check, finding.state) == ("network", state) and "lo, eth0, ib0" in finding.result
 
 
 def test_a_host_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,5 +170,5 @@ def test_two_ranks_under_torchrun_print_once() -> None:
     told = json.loads(done.stdout)
     assert (told["ranks"], told["launcher"]) == (2, "torchrun")
     assert "over gloo on 2 ranks of 1 host(s), 1 MiB" in next(
-        each["found"] for each in told["findings"] if each["check"] == "all-reduce"
+        each["result"] for each in told["findings"] if each["check"] == "all-reduce"
     )

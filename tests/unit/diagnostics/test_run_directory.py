@@ -76,7 +76,7 @@ def aged(path: Path, seconds: float) -> None:
 def test_a_finished_run_is_ok(run_dir: Path) -> None:
     findings = examine_run(run_dir)
     assert set(states(findings).values()) == {"ok"}
-    found = {each.check: each.found for each in findings}
+    found = {each.check: each.result for each in findings}
     assert "plain on 1 rank(s)" in found["run"] and found["run"].endswith("starts so far: 1")
     assert found["stop"].startswith("finished; step 8, status 0")
     assert [check for check in found if check.startswith("step")] == ["step 3", "step 6", "step 8"]
@@ -91,7 +91,7 @@ def test_files_that_are_too_large_to_be_a_runs_are_not_read(run_dir: Path) -> No
     for name in ("stop.json", "environment.json", "hangs/20260101-000000/summary.txt"):
         with (run_dir / name).open("ab") as file:
             file.truncate(1 << 40)  # more than there is memory, of a file with nothing in it
-    found = {each.check: each.found for each in examine_run(run_dir)}
+    found = {each.check: each.result for each in examine_run(run_dir)}
     assert found["run"].endswith("environment.json cannot be read")
     assert found["hang 20260101-000000"] == "no summary; ranks that have written: none"
     assert not found["stop"].startswith("finished")
@@ -123,8 +123,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run_dir: Path
     damage = DAMAGES[name]
     damage.act(checkpoint_path(run_dir, 8))
     bad = of(run_dir, "step 8")
-    assert bad.state == "wrong" and damage.said in bad.found and "step_00000008" in bad.found
-    assert of(run_dir, "resume").found == "--resume auto takes checkpoints/step_00000006; 2 step(s) are made again"
+    assert bad.state == "wrong" and damage.said in bad.result and "step_00000008" in bad.result
+    assert of(run_dir, "resume").result == "--resume auto takes checkpoints/step_00000006; 2 step(s) are made again"
     assert (of(run_dir, "step 8", quick=True).state == "wrong") == damage.sizes_tell
     assert states(examine_run(run_dir))["step 6"] == "ok"
 
@@ -133,33 +133,33 @@ def test_what_it_says_a_start_would_take_is_taken(
     run_dir: Path, text_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(checkpoint_path(run_dir, 8) / "rank-00000.safetensors")
-    assert "takes checkpoints/step_00000006" in of(run_dir, "resume").found
+    assert "takes checkpoints/step_00000006" in of(run_dir, "resume").result
     assert pretrain_here(flags(text_dataset, run_dir, checkpoint__every=3, checkpoint__keep=3)) == 0
     assert f"resuming from {checkpoint_path(run_dir, 6)}" in capsys.readouterr().out
     after = {each.check: each for each in examine_run(run_dir)}
-    assert after["step 8"].state == "ok" and after["run"].found.endswith("starts so far: 2")
+    assert after["step 8"].state == "ok" and after["run"].result.endswith("starts so far: 2")
 
 
 def test_one_that_was_about_to_be_replaced_counts(run_dir: Path) -> None:
     newest = checkpoint_path(run_dir, 8)
     newest.rename(newest.with_name(f".{newest.name}.replaced"))
-    assert "takes checkpoints/.step_00000008.replaced" in of(run_dir, "resume").found
+    assert "takes checkpoints/.step_00000008.replaced" in of(run_dir, "resume").result
 
 
 def test_no_whole_checkpoint_is_wrong_and_none_at_all_is_not(run_dir: Path) -> None:
     for step in (3, 6, 8):
         flip(checkpoint_path(run_dir, step) / "rank-00000.safetensors")
     found = of(run_dir, "resume")
-    assert found.state == "wrong" and "none of 3 checkpoint(s) is whole" in found.found
+    assert found.state == "wrong" and "none of 3 checkpoint(s) is whole" in found.result
     shutil.rmtree(run_dir / "checkpoints")
     found = of(run_dir, "resume")
-    assert found.state == "warning" and found.found.endswith("starts from step 0; 8 step(s) are made again")
+    assert found.state == "warning" and found.result.endswith("starts from step 0; 8 step(s) are made again")
     assert "--checkpoint.every" in found.change
 
 
 def test_steps_behind_the_newest_checkpoint_are_counted(run_dir: Path) -> None:
     shutil.rmtree(checkpoint_path(run_dir, 8))
-    assert "2 step(s) are made again" in of(run_dir, "resume").found
+    assert "2 step(s) are made again" in of(run_dir, "resume").result
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_an_agreed_end(run_dir: Path, why: str, status: int, state: str) -> None
     ending.begin()
     ending.stopped(why, 8, ExitStatus(status))
     found = of(run_dir, "stop")
-    assert found.state == state and found.found.startswith(f"{why}; step 8, status {status}, again: ")
-    assert ("again: yes" in found.found) == why.startswith("SIGTERM")
-    assert "the same command" in found.found if status == 0 else "--optimizer.lr" in found.change
+    assert found.state == state and found.result.startswith(f"{why}; step 8, status {status}, again: ")
+    assert ("again: yes" in found.result) == why.startswith("SIGTERM")
+    assert "the same command" in found.result if status == 0 else "--optimizer.lr" in found.change
 
 
 @pytest.mark.parametrize("step", [None, 7])
@@ -183,8 +183,8 @@ def test_an_end_by_an_error(run_dir: Path, step: int | None) -> None:
     ending.run_dir.joinpath("stop.json").unlink(missing_ok=True)
     ending.broke(ValueError("no such thing"), step)
     found = of(run_dir, "stop")
-    assert found.state == "wrong" and found.found.startswith("ValueError: no such thing; ")
-    assert ("step 7" in found.found) == (step is not None) and "(rank 1 on" in found.found
+    assert found.state == "wrong" and found.result.startswith("ValueError: no such thing; ")
+    assert ("step 7" in found.result) == (step is not None) and "(rank 1 on" in found.result
     assert "read the error" in found.change
 
 
@@ -196,7 +196,7 @@ def test_a_start_that_was_killed(run_dir: Path) -> None:
     lease_of(run_dir, host=socket.gethostname(), boot=boot(), process=ended.pid, began="1")
     found = states(examine_run(run_dir))
     assert (found["stop"], found["lease"]) == ("wrong", "warning")
-    assert "kill -9" in of(run_dir, "stop").found and "is gone" in of(run_dir, "lease").found
+    assert "kill -9" in of(run_dir, "stop").result and "is gone" in of(run_dir, "lease").result
 
 
 def boot() -> str:
@@ -208,12 +208,12 @@ def test_a_run_that_is_alive(run_dir: Path) -> None:
     (run_dir / "checkpoints" / ".step_00000009.tmp").mkdir()
     with Lease(run_dir):
         assert set(states(examine_run(run_dir)).values()) == {"ok"}
-        assert of(run_dir, "stop").found == "it goes on"
-        assert f"process {os.getpid()} on " in of(run_dir, "lease").found
+        assert of(run_dir, "stop").result == "it goes on"
+        assert f"process {os.getpid()} on " in of(run_dir, "lease").result
         aged(run_dir / "metrics.jsonl", doctor.STALLED_AFTER_S + 100)
-        assert of(run_dir, "metrics").state == "warning" and "is alive" in of(run_dir, "metrics").found
+        assert of(run_dir, "metrics").state == "warning" and "is alive" in of(run_dir, "metrics").result
         aged(run_dir / "lease.json", 60)
-        assert "has not renewed the lease for 0:01:0" in of(run_dir, "lease").found
+        assert "has not renewed the lease for 0:01:0" in of(run_dir, "lease").result
 
 
 def test_a_holder_on_another_host(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +221,9 @@ def test_a_holder_on_another_host(run_dir: Path, monkeypatch: pytest.MonkeyPatch
     lease = lease_of(run_dir)
     assert of(run_dir, "lease").state == "ok", "it was renewed just now"
     aged(lease, 3600)
-    assert of(run_dir, "lease").found == "process 3 on elsewhere, started today, is gone"
+    assert of(run_dir, "lease").result == "process 3 on elsewhere, started today, is gone"
     lease.write_text("{")
-    assert of(run_dir, "lease").found == "lease.json cannot be read"
+    assert of(run_dir, "lease").result == "lease.json cannot be read"
 
 
 def test_hangs_and_incidents(run_dir: Path) -> None:
@@ -236,20 +236,20 @@ def test_hangs_and_incidents(run_dir: Path) -> None:
         incidents.add("unreadable", step, key=f"block {step}", reason="checksum")
     incidents.add("other", 9)
     findings = {each.check: each for each in examine_run(run_dir)}
-    assert findings["hangs"].found == "7 starts have hung; the last 5 are shown"
+    assert findings["hangs"].result == "7 starts have hung; the last 5 are shown"
     assert "hang 20260101-120001" not in findings
-    assert findings["hang 20260101-120006"].found == "the run hangs: rank 3 did not answer;   rank 0"
-    assert findings["hang 20260101-120005"].found == "no summary; ranks that have written: 2"
+    assert findings["hang 20260101-120006"].result == "the run hangs: rank 3 did not answer;   rank 0"
+    assert findings["hang 20260101-120005"].result == "no summary; ranks that have written: 2"
     found = findings["incidents"]
-    assert found.state == "warning" and found.found.startswith("9 unreadable, 1 other; the last: step 5 unreadable ")
-    assert found.found.endswith("step 8 unreadable block 8, checksum; step 9 other")
+    assert found.state == "warning" and found.result.startswith("9 unreadable, 1 other; the last: step 5 unreadable ")
+    assert found.result.endswith("step 8 unreadable block 8, checksum; step 9 other")
     assert "trp-scale verify" in found.change
 
 
 def test_a_torn_line_of_metrics_is_passed_over(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
-    assert of(run_dir, "metrics").found.startswith("the last line is of step 8, ")
+    assert of(run_dir, "metrics").result.startswith("the last line is of step 8, ")
 
 
 @pytest.mark.parametrize(("free", "state"), [(10_000, "wrong"), (1_500_000, "warning"), (10**12, "ok")])
