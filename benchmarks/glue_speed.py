@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.rounds import Measured, print_pairs, print_ratios
+from benchmarks.rounds import alternate, print_ratios, time_call
 from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
@@ -63,23 +63,6 @@ class Options(StepOptions):
     """Steps of each candidate in a round."""
     precision: Precision = "bf16"
     """Of forward and backward, on both sides."""
-    compile: bool = False
-    """torch.compile on both sides; static only."""
-
-
-@dataclass
-class Lap:
-    """Seconds and processor seconds between two of its calls."""
-
-    started: tuple[float, float] = (0.0, 0.0)
-
-    def start(self) -> None:
-        self.started = (time.perf_counter(), time.process_time())
-
-    def stop(self) -> tuple[float, float]:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - self.started[0], time.process_time() - self.started[1]
 
 
 def write_encoder(options: Options, directory: Path) -> None:
@@ -111,7 +94,7 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
         "batch.global_size": options.rows,
         "batch.micro_size": options.rows,
         "training.precision": options.precision,
-        "training.compile": "whole" if options.compile else "none",
+        "training.compile": "none",
         "logging.progress": "false",
     }
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
@@ -120,26 +103,28 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
 
 
 def build_glue(config: Config, environment: Environment) -> DownstreamTask:
-    """What a fine-tuning run learns from."""
+    """Return the task of a fine-tuning run."""
     assert isinstance(config, GlueTaskConfig)
     return build_task(config, environment)
 
 
 def task_of(run: Run) -> GlueTask:
-    """What the run learns from."""
+    """Return the task of a run."""
     assert isinstance(run.upstream, GlueTask)
     return run.upstream
 
 
 def our_round(run: Run, options: Options) -> Callable[[], tuple[float, float]]:
+    """Return a call that trains for a round and returns the seconds of its steps."""
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            run.trainer.train_step()
+
     def call() -> tuple[float, float]:
         run.sources.seek({"train": 0})
-        lap = Lap()
-        for step in range(options.steps):
-            if step == WARM_UP:
-                lap.start()
-            run.trainer.train_step()
-        return lap.stop()
+        train(WARM_UP)
+        return time_call(lambda: train(options.steps - WARM_UP))
 
     return call
 
@@ -152,17 +137,18 @@ class Sequential(transformers.Trainer):  # type: ignore[misc]
 
 
 class Clock(transformers.TrainerCallback):  # type: ignore[misc]
-    """Measures the steps of one `train`."""
+    """Measures the steps of a `train`: seconds on the clock and of processor time."""
 
     def __init__(self) -> None:
-        self.lap = Lap()
-        self.found = (0.0, 0.0)
+        self.began = self.seconds = (0.0, 0.0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == WARM_UP:
-            self.lap.start()
-        if state.global_step == state.max_steps:
-            self.found = self.lap.stop()
+        if state.global_step in (WARM_UP, state.max_steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            now = time.perf_counter(), time.process_time()
+            self.seconds = now[0] - self.began[0], now[1] - self.began[1]
+            self.began = now
 
 
 def peer_rows(options: Options, encoder: Path, order: np.ndarray, *, static: bool) -> tuple[list[dict[str, Any]], Any]:
@@ -199,7 +185,6 @@ def peer_round(
         optim="adamw_torch_fused",
         lr_scheduler_type="linear",
         bf16=options.precision == "bf16",
-        torch_compile=options.compile,
         use_cpu=not torch.cuda.is_available(),
         logging_steps=config.logging.every,
         save_strategy="no",
@@ -212,7 +197,7 @@ def peer_round(
 
     def call() -> tuple[float, float]:
         trainer.train()
-        return clock.found
+        return clock.seconds
 
     return call
 
@@ -242,13 +227,13 @@ def main(options: Options) -> None:
     device = options.device()
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as scratch, Environment() as environment:
-        place = Path(scratch)
-        encoder = place / "encoder"
+        scratch_dir = Path(scratch)
+        encoder = scratch_dir / "encoder"
         write_encoder(options, encoder)
-        kinds = {"static": "length"} if options.compile else {"static": "length", "dynamic": "none"}
+        kinds = {"static": "length", "dynamic": "none"}
         calls = {}
         for kind, padding in kinds.items():
-            run = our_run(options, encoder, place / kind, environment, padding)
+            run = our_run(options, encoder, scratch_dir / kind, environment, padding)
             run.engine.train(True)
             needed = np.arange(options.rows * options.steps, dtype=np.int64)
             order = run.sources.train._fetcher._plan.locate(needed).block  # a row is a block of its own
@@ -256,37 +241,16 @@ def main(options: Options) -> None:
             check_equal(run, peer_model(encoder, run), run.sources.train.peek(1)[0][0], collate(rows[: options.rows]))
             calls[f"trp_scale, {kind}"] = our_round(run, options)
             calls[f"Trainer, {kind}"] = peer_round(
-                options, peer_model(encoder, run), run.config, rows, collate, place / f"peer_{kind}"
+                options, peer_model(encoder, run), run.config, rows, collate, scratch_dir / f"peer_{kind}"
             )
-        rounds = alternate_rounds(calls, options.rounds)
+        rounds = alternate(calls, rounds=options.rounds, warmup=1, timer=lambda call: call())
         measured_rows = options.rows * (options.steps - WARM_UP)
-        where = device.type if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-        print(
-            f"{options.task}, {options.layers} layers x {options.hidden_size}, {options.rows} rows of at most "
-            f"{options.length} pieces, {options.precision}, {where}; per call {measured_rows} rows"
-        )
-        for name, one in rounds.items():
-            print(f"{name}: {measured_rows / one.wall:.1f} rows/s")
+        size = f"{options.rows} rows of at most {options.length} pieces, {options.precision}, {device.type}"
+        title = f"{options.task}, {options.layers} layers x {options.hidden_size}, {size}; {measured_rows} rows a call"
+        rates = {"rows/s": {name: f"{measured_rows / times.wall:.1f}" for name, times in rounds.items()}}
         for kind in kinds:
-            pair = {name: one for name, one in rounds.items() if name.endswith(kind)}
-            print_ratios(pair, f"trp_scale, {kind}")
-            print_pairs(pair, f"trp_scale, {kind}")
-
-
-def alternate_rounds(calls: dict[str, Callable[[], tuple[float, float]]], rounds: int) -> dict[str, Measured]:
-    """As rounds.alternate, for calls that say themselves how long their steps took; one round of warm-up."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    order = list(calls.items())
-    for number in range(-1, rounds):
-        first = max(number, 0) % len(order)
-        for name, call in order[first:] + order[:first]:
-            lap = call()
-            if number >= 0:
-                found[name].append(lap)
-    return {
-        name: Measured(walls=tuple(wall for wall, _ in laps), cpus=tuple(cpu for _, cpu in laps))
-        for name, laps in found.items()
-    }
+            pair = {name: times for name, times in rounds.items() if name.endswith(kind)}
+            print_ratios(title, pair, f"trp_scale, {kind}", rates)
 
 
 if __name__ == "__main__":

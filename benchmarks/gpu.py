@@ -38,9 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_images import images
 from benchmarks.gpu_items import Item, Outcome, each
 from benchmarks.gpu_kernels import kernels
-from benchmarks.gpu_memory import memory
 from benchmarks.gpu_modalities import modalities
-from benchmarks.gpu_parity import parity, waits
+from benchmarks.gpu_parity import memory, parity, waits
 from benchmarks.gpu_runs import runs
 from benchmarks.gpu_setting import Setting
 from benchmarks.gpu_speed import minimax, throughput

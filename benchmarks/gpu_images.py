@@ -16,9 +16,8 @@ from benchmarks.gpu_setting import Setting, shrink, step_of, training
 from benchmarks.gpu_sizes import best_size, use_of_peak
 from benchmarks.gpu_speed import same_work
 from benchmarks.image_steps import EncoderSize, image_recipe, mae_workload
-from benchmarks.mae_step_time import our_step, peer_step
-from benchmarks.peer import set_training
 from benchmarks.rounds import alternate, pair_ratio
+from benchmarks.step_time import both_sides
 from benchmarks.steps import Precision, Workload, endless
 from trp_scale.config.registry import settings_of
 from trp_scale.models.flops import mae_step_flops
@@ -86,11 +85,8 @@ def beside_transformers(setting: Setting) -> Figures:
     """MAE ViT-B/16 of ours and transformers' ViTMAE on the same weights, images and masks."""
     rows = 2 if setting.small else 128
     config = image_config(setting, "mae_vit_b", size="base", rows=rows)
-    ours, engine = our_step(config, setting.device)
-    peer, module = peer_step(config, setting.device, engine.full_weights())
-    set_training(True, engine, module)
-    losses = [float(ours()), float(peer())]
-    measured = alternate({"ours": ours, "transformers": peer}, rounds=setting.rounds, warmup=3)
+    sides, losses = both_sides(mae_workload(config), setting.device)
+    measured = alternate(sides, rounds=setting.rounds, warmup=3)
     return {
         "images": rows,
         "ours_step_ms": measured["ours"].wall * 1e3,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.balancing import BALANCING
 from benchmarks.gpu_images import COMPARED
 from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_parity import Comparison, waited
 from benchmarks.gpu_setting import Setting, shrink, step_of, training
 from benchmarks.gpu_sizes import best_size, use_of_peak
 from benchmarks.image_steps import CLASSES, MM_MAE, EncoderSize, image_recipe, mm_mae_workload
+from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.steps import Precision, Workload, endless
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_items import Figures, Item, Missing, Value, release_memory
 from benchmarks.gpu_setting import Setting, engine_of, step_of, text, text_config
 from benchmarks.gpu_sizes import best_size, use_of_peak
-from benchmarks.minimax_overhead import BALANCING
-from benchmarks.peer import SAME_LOSS, relative_gap, set_training
+from benchmarks.method_cost import MINIMAX
 from benchmarks.rounds import Measured, alternate
-from benchmarks.step_time import our_step, peer_step
+from benchmarks.step_time import SAME_LOSS, both_sides, relative_gap
 from benchmarks.steps import trainer_of
 from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
 from trp_scale.models.flops import bert_step_flops
@@ -50,21 +48,15 @@ def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: boo
     }
 
 
-def both_sides(setting: Setting, length: int, rows: int, *, compiled: bool) -> tuple[dict[str, Measured], list[float]]:
-    """Alternating steps of both sides on the same weights and rows, and their first losses without dropout."""
+def alternate_sides(
+    setting: Setting, length: int, rows: int, *, compiled: bool
+) -> tuple[dict[str, Measured], list[float]]:
+    """Alternate steps of both sides on the same weights and rows; their first losses are compared without compile."""
     config = text_config(setting.base, rows=rows)
     config.training.compile = "whole" if compiled else "none"
     config.objective = PosBertObjectiveConfig(other="task")
     work = text_workload(config, length, setting.lengths[length])
-    ours, engine = our_step(work, setting.device)
-    peer, module = peer_step(config, work.rows, setting.device, engine.full_weights())
-    if compiled:  # eval mode would be compiled too; that the sides agree is shown without compile
-        losses: list[float] = []
-    else:
-        set_training(False, engine, module)
-        losses = [float(ours()), float(peer())]
-    set_training(True, engine, module)
-    sides: dict[str, Callable[[], Tensor]] = {"ours": ours, "transformers": peer}
+    sides, losses = both_sides(work, setting.device, check=not compiled)  # eval mode would be compiled too
     return alternate(sides, rounds=setting.rounds, warmup=3), losses
 
 
@@ -74,7 +66,7 @@ def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: b
         torch._dynamo.reset()
     while True:
         try:
-            measured, losses = both_sides(setting, length, rows, compiled=compiled)
+            measured, losses = alternate_sides(setting, length, rows, compiled=compiled)
             break
         except torch.OutOfMemoryError:
             if rows == 1:
@@ -93,7 +85,7 @@ def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: b
 
 def same_work(losses: list[float]) -> dict[str, Value | Missing]:
     """First losses of ours and of the peer."""
-    gap = relative_gap(*losses)
+    gap = relative_gap(losses)
     return {"first_losses": losses, "first_loss_gap": gap, "same_work": gap < SAME_LOSS}
 
 
@@ -161,7 +153,7 @@ def minimax(setting: Setting) -> Iterator[Item]:
     def measure(length: int) -> Figures:
         rows = rows_tried(setting, length)[1 if setting.small else 3]
         steps = {}
-        for name, balancer in BALANCING.items():
+        for name, balancer in MINIMAX.items():
             work = text(setting, setting.base, length, rows=rows, balancer=balancer)
             steps[name] = step_of(setting, work)
         measured = alternate(steps, rounds=setting.rounds, warmup=3)

@@ -7,12 +7,6 @@ the graphs that the default backend would compile, in seconds. Operations are th
 the third step, from what the loader gives to the tasks' sums: what launches work on a device, no views, no empty
 tensors. A graph's become few kernels; each that is outside is one of its own. `model` is `whole` as FSDP2 and DeepSpeed
 have it: without the losses.
-
-    python benchmarks/graphs.py --dropout [--how blocks]
-
-says in place of the table whether passes of pos_bert_tiny with dropout repeat their losses bit for bit after reseeding,
-compiled by torch's default backend: with gradients, without, and beside the model that is not compiled. Minutes of a
-C++ compiler on a CPU.
 """
 
 from __future__ import annotations
@@ -44,8 +38,6 @@ from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import task_losses
-from trp_scale.core.run import RunContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import launches
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -65,8 +57,6 @@ class Options:
     """Of MODELS."""
     how: list[str] = field(default_factory=lambda: ["none", "blocks", "model", "whole"])
     """training.compile, or model."""
-    dropout: bool = False
-    """Ask about dropout instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,43 +162,15 @@ def counted(workload: Workload, how: str) -> Counts:
     )
 
 
-def passes_with_dropout(how: str) -> dict[str, Tensor]:
-    """[T] sums of the same rows at the same weights, dropout reseeded before each pass."""
-    found: dict[str, Tensor] = {}
-    for compiling in (how, "none"):
-        workload = workload_of("pos_bert_tiny")
-        workload.config.training.compile = compiling  # type: ignore[assignment]
-        trainer = trainer_of(workload.plain(CPU), workload)
-        run = trainer.run_context
-
-        def sums(run: RunContext = run, rows: Batch = workload.rows) -> Tensor:
-            run.reseed("dropout")
-            return task_losses(run.objective, run.engine, rows).sums.detach()
-
-        name = "compiled" if compiling == how else "not compiled"
-        found |= {name: sums(), f"{name}, again": sums()}
-        with torch.no_grad():
-            found[f"{name}, without gradients"] = sums()
-    return found
-
-
 def main(options: Options) -> None:
     """Count and print."""
-    if options.dropout:
-        for how in set(options.how) - {"none", "model"}:
-            passes = passes_with_dropout(how)
-            for name, sums in passes.items():
-                same = "the same bits as" if torch.equal(sums, passes["compiled"]) else "other numbers than"
-                print(f"{how}: {name}: {same} the first compiled pass")
-        return
     print("| model | training.compile | graphs | not needed | operations of a forward pass in graphs, outside |")
     print("| --- | --- | --- | --- | --- |")
     for name in options.models:
         for how in options.how:
-            found = counted(workload_of(name), how)
-            print(
-                f"| {name} | {how} | {found.graphs} | {found.surplus} | {found.inside}, {found.outside} |", flush=True
-            )
+            counts = counted(workload_of(name), how)
+            cells = (name, how, counts.graphs, counts.surplus, f"{counts.inside}, {counts.outside}")
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":

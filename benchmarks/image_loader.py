@@ -13,8 +13,6 @@ Without --data it makes 512 JPEGs of about 33 kB and a short side of 256 pixels,
 resize: noise whose spectrum falls as a photograph's does, with 1 / f. MM-MAE, of which there is no other side, reads
 such noise with depth and segmentation made of its colours.
 
-Crops of images that are decoded at a part of their size (--crops.scaled_decoding) are compared with the same crops of
-the whole images: peak signal to noise, over all their pixels.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -40,11 +37,10 @@ from torchvision import transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.loader import breakdown
 from benchmarks.rounds import alternate
-from benchmarks.stages import breakdown, handing_over
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data import plan
-from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.images import crops, reader
 from trp_scale.data.images import rows as image_rows
 from trp_scale.data.images.png import write_png
@@ -141,29 +137,6 @@ def mae(count: int, size: int, *, scaled: bool = False) -> MaeConfig:
     return config
 
 
-def scaled_pixels(options: Options, directory: Path, method: str) -> str:
-    """How many images are decoded at a part of their size, and how their crops differ from those of whole images."""
-    draw = crops.Cropper.draw
-    seen: list[Integers] = []
-
-    def whole(cropper: crops.Cropper, states: Words, sizes: Integers) -> crops.Crops:
-        """The same boxes, for images that are decoded whole."""
-        drawn = draw(cropper, states, sizes)
-        seen.append(drawn.scales)
-        return replace(drawn, scales=np.ones_like(drawn.scales))
-
-    def images() -> torch.Tensor:
-        window = open_train(options, directory, mae(*METHODS[method], scaled=True)).next_window()
-        return torch.cat([micro["images"] for micro in window]).double()
-
-    found = images()
-    with mock.patch.object(crops.Cropper, "draw", whole):
-        error = (found - images()).square().flatten(1).mean(1)
-    scaled = torch.from_numpy(np.concatenate(seen[::2]) > 1)  # it is drawn twice: for the scales, for the crops
-    text = f"decoded at a part of its size: {float(scaled.double().mean()):.0%} of the images"
-    return text if not scaled.any() else f"{text}, {float(10 * (255**2 / error[scaled].mean()).log10()):.1f} dB"
-
-
 def other_batches(options: Options, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
     """The same crops by webdataset, PIL and v1 transforms: batches without end."""
     ending = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)] if floats else [transforms.PILToTensor()]
@@ -211,16 +184,12 @@ def measure(options: Options, directory: Path, method: str) -> None:
         ratio = one.cpu / measured["ours"].cpu
         each = one.cpu / options.images
         table.add_row(name, f"{1 / each:,.0f}", f"{1e6 * each:,.0f}", f"{ratio:.2f} x" if name != "ours" else "")
-    handed = alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / options.images
-    table.add_row("to pack and unpack (workers)", "", f"+ {1e6 * handed:,.0f}", "")
     batch = train.next_window()[0]
     size = sum(field.nbytes for field in batch.fields.values()) / batch.rows
     table.add_row(f"bytes of a row: {size:,.0f}", "", "", "", end_section=True)
     for stage, share in breakdown(train, STAGES, "the rest").items():
         table.add_row(f"  {stage}", "", f"{share:.0%}", "")
     Console().print(table)
-    if method != WITH_MAPS:
-        print(scaled_pixels(options, directory, method))
 
 
 def main(options: Options) -> None:

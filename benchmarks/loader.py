@@ -1,4 +1,4 @@
-"""How many finished training sequences the loader makes per CPU-second, and what bounds it.
+"""Finished training sequences of the loader per CPU-second, and the share of each stage.
 
     python benchmarks/loader.py [--length 128] [--data DATASET] [--micro-sizes 32 256]
 
@@ -10,14 +10,15 @@ processor's part, not the disk's. The breakdown comes from profiled rounds besid
 
 from __future__ import annotations
 
+import cProfile
 import io
+import pstats
+import statistics
 import sys
-import tarfile
 import tempfile
-import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +26,12 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from webdataset.writer import TarWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
-from benchmarks.stages import breakdown, bytes_per_row, handing_over
 from trp_scale.data import plan
-from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.index import write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import rows as text_rows
 from trp_scale.data.text.groups import GROUPS, WORD_START
@@ -40,6 +39,7 @@ from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert import batch as text_batch
 from trp_scale.pretraining.pos_bert import masking, sentence_pairs
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.sharding.job.writing import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
@@ -68,10 +68,6 @@ class Options:
     """Rounds per size."""
     rows: int = 8192
     """Rows per round."""
-    unit: Literal["piece", "word"] = "piece"
-    """masking.unit"""
-    sampling: Literal["uniform", "stratified"] = "uniform"
-    """masking.sampling"""
 
 
 def make_block(length: int, generator: np.random.Generator) -> dict[str, npt.NDArray[np.generic]]:
@@ -92,29 +88,19 @@ def make_block(length: int, generator: np.random.Generator) -> dict[str, npt.NDA
 
 
 def make_dataset(directory: Path, length: int) -> Path:
-    """A stored data set of random rows."""
-    shard = directory / "shards" / "text-000000.tar"
-    shard.parent.mkdir(parents=True)
+    """Write a data set of random rows."""
+    (directory / "shards").mkdir(parents=True)
+    (directory / "progress").mkdir()
     generator = np.random.default_rng(0)
-    with TarWriter(str(shard), encoder=False) as writer:
+    tar = directory / "shards" / "text-000000.tar"
+    with new_tar(tar, report_path(directory, tar.stem)) as shard:
         for number in range(BLOCKS):
             members = {}
             for suffix, array in make_block(length, generator).items():
                 stream = io.BytesIO()
                 np.save(stream, array, allow_pickle=False)
                 members[suffix] = stream.getvalue()
-            writer.write({"__key__": f"text-{number:06d}", **members})
-    content = shard.read_bytes()
-    blocks: dict[str, dict[str, Member]] = {}
-    with tarfile.open(shard) as tar:
-        for member in tar:
-            key, suffix = member.name.split(".", 1)
-            data = content[member.offset_data : member.offset_data + member.size]
-            blocks.setdefault(key, {})[suffix] = Member(
-                offset=member.offset_data, length=member.size, crc32=zlib.crc32(data)
-            )
-    entries = [Block(key=key, rows=BLOCK_ROWS, members=members) for key, members in blocks.items()]
-    write_index(shard, ShardIndex(shard=shard.name, size=len(content), blocks=entries))
+            shard.writer.add(f"text-{number:06d}", BLOCK_ROWS, members)
     special = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
     document = {
         "format": 1,
@@ -126,10 +112,29 @@ def make_dataset(directory: Path, length: int) -> Path:
         "special_token_ids": list(special.values()),
         "token_dtype": "uint16",
         "groups": list(GROUPS),
-        "shards": [shard.name],
+        "shards": [tar.name],
     }
     write_json(directory / "dataset.json", document)
     return directory
+
+
+def breakdown(train: TrainSource, stages: Mapping[str, tuple[str, str]], rest: str) -> dict[str, float]:
+    """Return the share of a profiled window's time by stage.
+
+    Args:
+        stages: file and function of each; none may call another.
+        rest: name of the remaining time.
+    """
+    profile = cProfile.Profile()
+    profile.runcall(train.next_window)
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = sum(own for _, _, own, _, _ in stats.values())
+    seconds: dict[tuple[str, str], float] = {}
+    for (file, _, name), (_, _, _, cumulated, _) in stats.items():
+        # A plan's `locate` calls that of its orders, in the same file: the outer call counts for both.
+        seconds[file, name] = max(cumulated, seconds.get((file, name), 0.0))
+    shares = {stage: seconds.get(function, 0.0) / total for stage, function in stages.items()}
+    return {**shares, rest: 1.0 - sum(shares.values())}
 
 
 def open_train(options: Options, directory: Path, micro_size: int) -> TrainSource:
@@ -139,7 +144,6 @@ def open_train(options: Options, directory: Path, micro_size: int) -> TrainSourc
     config.batch.micro_size = micro_size
     config.batch.global_size = -(-options.rows // micro_size) * micro_size
     config.model.max_positions = 1 << 16
-    config.masking.unit, config.masking.sampling = options.unit, options.sampling
     return open_sources(config, rank=0, world=1).train
 
 
@@ -151,32 +155,17 @@ def main(options: Options) -> None:
         trains = {micro: open_train(options, data, micro) for micro in options.micro_sizes}
         windows = {str(micro): train.next_window for micro, train in trains.items()}
         measured = alternate(windows, rounds=options.rounds, warmup=1)  # the first round maps the files
-        seconds = {micro: measured[str(micro)] for micro in trains}
         table = Table("", *(f"micro-batch {micro}" for micro in trains), title="Loader, one process")
         rows = {micro: -(-options.rows // micro) * micro for micro in trains}
-        rates = {micro: rows[micro] / one.cpu for micro, one in seconds.items()}
-        table.add_row("finished sequences per CPU-second", *(f"{rate:,.0f}" for rate in rates.values()))
-        spread = [f"{rows[m] / max(one.cpus):,.0f} - {rows[m] / min(one.cpus):,.0f}" for m, one in seconds.items()]
-        table.add_row("slowest and fastest round", *spread)
-        table.add_row("microseconds per sequence", *(f"{1e6 / rate:.1f}" for rate in rates.values()))
-        handed = [
-            alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / rows[m] for m, train in trains.items()
-        ]
-        table.add_row("and to pack and unpack (workers)", *(f"{1e6 * each:.1f}" for each in handed))
-        sizes = [bytes_per_row(train) for train in trains.values()]
-        for place, what in enumerate(
-            ("bytes a row, as the model reads it", "bytes a row, from workers and to the device")
-        ):
-            table.add_row(what, *(f"{size[place]:,.0f}" for size in sizes), end_section=place == 1)
+        rates = {micro: [rows[micro] / seconds for seconds in measured[str(micro)].cpus] for micro in trains}
+        medians = (f"{statistics.median(values):,.0f}" for values in rates.values())
+        table.add_row("finished sequences per CPU-second", *medians)
+        spread = (f"{min(values):,.0f} - {max(values):,.0f}" for values in rates.values())
+        table.add_row("slowest and fastest round", *spread, end_section=True)
         shares = [breakdown(train, STAGES, "Python between, DataLoader") for train in trains.values()]
         for stage in shares[0]:
             table.add_row(stage, *(f"{share[stage]:.0%}" for share in shares))
         Console().print(table)
-        small, large = min(rates), max(rates)
-        print(
-            "Bound by the number of calls, about 400 of numpy and Python per micro-batch whatever its rows: "
-            f"{rates[large] / rates[small]:.1f} times faster at {large} rows than at {small}."
-        )
 
 
 if __name__ == "__main__":

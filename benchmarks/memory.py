@@ -1,12 +1,18 @@
 """Peak memory of a rank: plain on one process, FSDP2 and ZeRO-3 on two, beside what the states alone should take.
 
     python benchmarks/memory.py [--layers 12] [--hidden_size 768]
+    python benchmarks/memory.py --start --hidden_size 1024 --layers 24
 
 Weights, gradients and two moments are 16 bytes a parameter in fp32, shared by the ranks; ZeRO-3 keeps the weights twice
 (deepspeed 0.19.8 compares a device with its name and so never takes the master weights for the weights): 20. What
 comes on top are activations (2 rows here), the parameters gathered for the layers at work, and the libraries' buffers.
 On a CPU the figure is the resident set above what the imports take, with an allocator that gives memory back at once;
 on GPUs it is torch's count of allocated memory.
+
+--start measures the peak host memory while the model is made and sharded, without a step, over the bytes of its fp32
+weights. "shapes": as a run starts, parameters are shapes at first, and each rank fills its own pieces. "whole": each
+rank makes the whole model, and the engine takes its pieces from it. On two ranks the weights alone are 0.5 (ZeRO-3 with
+its masters 1.0). The vocabulary is 8,192 there.
 """
 
 from __future__ import annotations
@@ -16,23 +22,29 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.multiprocessing as multiprocessing
 import tyro
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.steps import micro_batches
 from benchmarks.text_steps import LENGTH, text_workload
-from trp_scale.config import BatchConfig, OptimizerConfig, TextModelConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig
 from trp_scale.config.registry import settings_of
+from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
+from trp_scale.models.initialise import without_content
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 ROWS, STEPS = 2, 3
@@ -50,21 +62,23 @@ class Options:
     """Transformer blocks."""
     hidden_size: int = 768
     """Width."""
+    start: bool = False
+    """Measure the start of a run."""
 
 
 def resident_bytes() -> int:
-    """Peak resident set of this process so far."""
+    """Return the peak resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes(base: int) -> int:
-    """The most memory of this rank so far: what torch allocated on its GPU, or the resident set above `base`."""
+    """Return the peak of this rank so far: allocated memory on its GPU, or the resident set above `base`."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes() - base
 
 
 def on_ranks(layout: str, measure: Callable[..., Answer], *arguments: object) -> list[Answer]:
-    """What `measure(layout, *arguments)` answers on each rank of a layout, in processes of their own: the peak of a
-    resident set never falls.
+    """Return `measure(layout, *arguments)` of each rank of a layout, in fresh processes, since the peak of a resident
+    set never falls.
 
     Raises:
         SystemExit: a rank failed.
@@ -75,8 +89,10 @@ def on_ranks(layout: str, measure: Callable[..., Answer], *arguments: object) ->
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    given = (port, layout, measure, arguments, answers)
-    processes = [context.Process(target=_start, args=(rank, *given)) for rank in range(LAYOUTS[layout][1])]
+    processes = [
+        context.Process(target=_start, args=(rank, port, layout, measure, arguments, answers))
+        for rank in range(LAYOUTS[layout][1])
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -89,7 +105,7 @@ def on_ranks(layout: str, measure: Callable[..., Answer], *arguments: object) ->
 def _start(
     rank: int, port: int, layout: str, measure: Callable[..., Answer], arguments: tuple[object, ...], answers: Any
 ) -> None:
-    """One rank of several processes, which the environment tells its place."""
+    """Measure on a rank, whose number is in the environment."""
     world = LAYOUTS[layout][1]
     values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if world > 1:
@@ -98,8 +114,31 @@ def _start(
     answers.put(measure(layout, *arguments))
 
 
+@contextmanager
+def ranks_environment(layout: str) -> Iterator[Environment]:
+    """Enter the process group of a layout."""
+    if LAYOUTS[layout][0] == "deepspeed":
+        import deepspeed  # noqa: F401  its import belongs to the base line
+    with Environment() as environment:
+        yield environment
+
+
+def engine_on(
+    environment: Environment,
+    layout: str,
+    module: nn.Module,
+    config: Config,
+    build: Callable[..., Engine] = build_engine,
+) -> Engine:
+    """Return the engine of a layout, the model in it."""
+    name = LAYOUTS[layout][0]
+    document = json.loads(ZERO3.read_text()) if name == "deepspeed" else None
+    device, group = environment.device, environment.data
+    return build(name, module, config, device=device, data_group=group, ds_document=document)
+
+
 def settings(options: Options, world: int) -> PosBertConfig:
-    """Of a run on so many ranks."""
+    """Return the settings of a run on `world` ranks."""
     return PosBertConfig(
         model=TextModelConfig(
             layers=options.layers,
@@ -115,19 +154,14 @@ def settings(options: Options, world: int) -> PosBertConfig:
 
 
 def measure(layout: str, options: Options) -> tuple[int, int]:
-    """A few training steps on one rank: peak bytes, and parameters."""
-    engine_name, world, _ = LAYOUTS[layout]
-    config = settings(options, world)
-    if engine_name == "deepspeed":
-        import deepspeed  # noqa: F401  its import belongs to the base line
-    with Environment() as environment:
+    """Return peak bytes of a few training steps on a rank, and parameters."""
+    config = settings(options, LAYOUTS[layout][1])
+    with ranks_environment(layout) as environment:
         base = resident_bytes()
         work = text_workload(config)
         parameters = sum(parameter.numel() for parameter in work.module.parameters())
-        document = json.loads(ZERO3.read_text()) if engine_name == "deepspeed" else None
-        device, group = environment.device, environment.data
-        engine = build_engine(engine_name, work.module, config, device=device, data_group=group, ds_document=document)
-        batch = micro_batches(work.rows, ROWS)[0].to(device)
+        engine = engine_on(environment, layout, work.module, config)
+        batch = micro_batches(work.rows, ROWS)[0].to(environment.device)
         for _ in range(STEPS):
             losses = work.objective(engine, batch)
             engine.backward(losses.sums.sum() / 100, last=True)
@@ -138,12 +172,37 @@ def measure(layout: str, options: Options) -> tuple[int, int]:
     return peak, parameters
 
 
+def measure_start(layout: str, options: Options, way: Literal["shapes", "whole"]) -> tuple[int, int]:
+    """Return peak bytes of making and sharding the model on a rank, and parameters."""
+    config = settings(options, LAYOUTS[layout][1])
+    make = partial(BertForMaskedPositions, config.model, vocab_size=8192, seed=0)
+    with ranks_environment(layout) as environment:
+        base = resident_bytes()
+        module = make() if way == "whole" else without_content(make)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        engine = engine_on(environment, layout, module, config)
+        peak = resident_bytes() - base
+        engine.close()
+    return peak, parameters
+
+
+def print_start(options: Options) -> None:
+    """Print the peak of both ways over the weights."""
+    for layout in ("fsdp", "zero3"):
+        for way in ("shapes", "whole"):
+            answers = on_ranks(layout, measure_start, options, way)
+            weights = 4 * answers[0][1]
+            print(f"{layout}, {weights / 4e6:,.0f} M, {way}: {max(answers)[0] / weights:.2f}", flush=True)
+
+
 def main(options: Options) -> None:
+    if options.start:
+        print_start(options)
+        return
     print(f"{'layout':<8} {'ranks':>5} {'peak a rank':>12} {'states alone':>13} {'peak / plain':>13}")
     plain = 0
     for layout, (_, world, state_bytes) in LAYOUTS.items():
-        found = on_ranks(layout, measure, options)
-        peak, parameters = max(peak for peak, _ in found), found[0][1]
+        peak, parameters = max(on_ranks(layout, measure, options))
         plain = plain or peak
         states = state_bytes * parameters / world
         print(

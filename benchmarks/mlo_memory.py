@@ -11,7 +11,6 @@ count of allocated memory.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.memory import LAYOUTS, ZERO3, on_ranks, peak_bytes, resident_bytes
+from benchmarks.memory import LAYOUTS, engine_on, on_ranks, peak_bytes, ranks_environment, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import settings_of
 from trp_scale.core.engine import Engine
-from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.pretraining.mae.settings import MaeConfig
 
@@ -54,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What one rank found.
+    """Memory of a rank.
 
     Attributes:
         peak: largest memory in bytes.
@@ -89,22 +87,17 @@ def settings(options: Options, world: int, *, masks: bool) -> MaeConfig:
 
 
 def measure(layout: str, options: Options, masks: bool) -> Peak:
-    """A few steps on this rank."""
-    name, world, _ = LAYOUTS[layout]
-    config = settings(options, world, masks=masks)
-    if name == "deepspeed":
-        import deepspeed  # noqa: F401  its import belongs to the base line
-    with Environment() as environment:
+    """Return the peak of a few steps on this rank."""
+    config = settings(options, LAYOUTS[layout][1], masks=masks)
+    with ranks_environment(layout) as environment:
         base = resident_bytes()
-        document = json.loads(ZERO3.read_text()) if name == "deepspeed" else None
         engines: list[Engine] = []
         counts: list[int] = []
 
-        def make_engine(module: nn.Module, own: Config) -> Engine:
+        def make_engine(module: nn.Module, config: Config) -> Engine:
             build = build_second_engine if engines else build_engine
             counts.append(sum(parameter.numel() for parameter in module.parameters()))
-            device, group = environment.device, environment.data
-            engines.append(build(name, module, own, device=device, data_group=group, ds_document=document))
+            engines.append(engine_on(environment, layout, module, config, build))
             return engines[-1]
 
         trainer = masks_trainer(config, ROWS, make_engine)
@@ -122,7 +115,7 @@ def row_of(layout: str, plain: Peak, masks: Peak) -> tuple[str, ...]:
     copy, states = 4 * plain.parameters / world, state_bytes * masks.network / world
     excess = masks.peak - plain.peak
     megabytes = (copy, plain.peak, masks.peak, excess, states)
-    return (layout, str(world), *(f"{one / 2**20:.0f}" for one in megabytes), f"{(excess - states) / copy:.2f}")
+    return (layout, str(world), *(f"{size / 2**20:.0f}" for size in megabytes), f"{(excess - states) / copy:.2f}")
 
 
 def main(options: Options) -> None:
@@ -133,7 +126,7 @@ def main(options: Options) -> None:
         table.add_column(name, justify="left" if name == "layout" else "right")
     for layout in options.layouts:
         plain, masks = (
-            max(on_ranks(layout, measure, options, learned), key=lambda one: one.peak) for learned in (False, True)
+            max(on_ranks(layout, measure, options, learned), key=lambda rank: rank.peak) for learned in (False, True)
         )
         table.add_row(*row_of(layout, plain, masks))
     Console(width=120).print(table)

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from benchmarks.image_steps import mae_workload, random_images
+from benchmarks.image_steps import mae_objective, random_images
 from benchmarks.steps import SameWindow, loop_over, micro_batches
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.loop import Trainer
 
@@ -23,18 +25,18 @@ CLASSES = 1000
 
 @dataclass(kw_only=True)
 class Labelled:
-    """Stands for data.downstream.Downstream."""
+    """Windows of D_tr and D_val in place of data.downstream.Downstream."""
 
-    train: SameWindow
-    validation: SameWindow
+    train: WindowSource
+    validation: WindowSource
     classes: int = CLASSES
 
 
 @dataclass(kw_only=True)
 class Served:
-    """Stands for data.sources.Sources: what it serves is random, and the same at every step."""
+    """Windows of all levels in place of data.sources.Sources."""
 
-    train: SameWindow
+    train: WindowSource
     downstream: Labelled | None
 
 
@@ -57,16 +59,26 @@ def masks_trainer(config: MaeConfig, rows: int, make_engine: MakeEngine) -> Trai
         rows: images of a step of this rank, in one micro-batch.
         make_engine: for the model, and for the masking network.
     """
-    work = mae_workload(config)
-    engine = make_engine(work.module, config)
-    downstream = None
+    source, labelled = SameWindow([random_images(config, rows)]), None
     if config.multilevel.reads_labels:
-        labels = labelled_window(config, rows)
-        downstream = Labelled(train=SameWindow(labels), validation=SameWindow(labels))
-    served = Served(train=SameWindow([random_images(config, rows)]), downstream=downstream)
-    run = RunContext(config=config, objective=work.objective, engine=engine, sources=served, make_engine=make_engine)
+        labels = SameWindow(labelled_window(config, rows))
+        labelled = Labelled(train=labels, validation=labels)
+    return loop_with_masks(config, MaskedAutoencoder(config), make_engine, source, labelled)
+
+
+def loop_with_masks(
+    config: MaeConfig, model: nn.Module, make_engine: MakeEngine, source: WindowSource, labelled: Labelled | None
+) -> Trainer:
+    """Return the loop over these windows, with learned masks where the settings have them."""
+    run = RunContext(
+        config=config,
+        objective=mae_objective(config),
+        engine=make_engine(model, config),
+        sources=Served(train=source, downstream=labelled),
+        make_engine=make_engine,
+    )
     masks = built(run, "multilevel")
-    return loop_over(run, served.train, [masks] if masks else [])
+    return loop_over(run, source, [masks] if masks else [])
 
 
 def cycle_steps(config: MaeConfig) -> int:

@@ -92,14 +92,11 @@ def compare_traffic(options: wire.Options, world: int) -> None:
     for name, counts, _ in wire.on_ranks(world, options):
         for accumulation, (calls, payload) in zip(wire.ACCUMULATIONS, counts, strict=True):
             number, sent, parameters = predicted(name, options, world, accumulation)
-            made = [number, sum(calls.values())]
-            bytes_of = [each / parameters for each in (sent, sum(payload.values()) + payload.get("all-reduce", 0))]
-            print(
-                f"{name:<6} {accumulation} micro-batches  "
-                f"collectives {made[0]:>4} {made[1]:>4} ({made[0] / made[1]:.2f})  "
-                f"bytes a parameter {bytes_of[0]:6.2f} {bytes_of[1]:6.2f} ({bytes_of[0] / bytes_of[1]:.3f})",
-                flush=True,
-            )
+            calls_counted = sum(calls.values())
+            bytes_counted = sum(payload.values()) + payload.get("all-reduce", 0)
+            collectives = f"{number:>4} {calls_counted:>4} ({number / calls_counted:.2f})"
+            wire_bytes = f"{sent / parameters:6.2f} {bytes_counted / parameters:6.2f} ({sent / bytes_counted:.3f})"
+            print(f"{name:<6} {accumulation} micro-batches  collectives {collectives}  bytes a parameter {wire_bytes}")
 
 
 def memory_over_measured() -> None:
@@ -119,59 +116,55 @@ def memory_over_measured() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of scaling. Attributes: source: where it stands; sizes: layers and width; length: pieces; gpu: by its
-    name; few, many: GPUs; micro: rows of a micro-batch; rows: of a step on few and on many; half: bf16 weights;
-    scaling: published."""
+    """Scaling of a model from `few` to `many` GPUs.
+
+    Attributes:
+        source: publication.
+        sizes: layers and width.
+        micro: rows of a micro-batch.
+        rows: of a step on few and on many GPUs.
+        half: bf16 weights.
+        scaling: published rows a second and GPU on many over few.
+    """
 
     source: str
     sizes: tuple[int, int]
-    length: int
-    gpu: str
-    few: int
-    many: int
     micro: int
-    rows: tuple[int, int]
-    engine: str
-    half: bool
     scaling: float
+    rows: tuple[int, int]
+    length: int = 2048
+    gpu: str = "a100-40"
+    few: int = 16
+    many: int = 128
+    engine: str = "fsdp"
+    half: bool = True
 
 
-LLM_FOUNDRY = "llm-foundry, scripts/train/benchmarking, A100 40GB, 1600 Gbps"
-PUBLISHED = (
-    Published(
-        source="NVIDIA's BERT-large, batch 64k",
-        sizes=(24, 1024),
-        length=128,
-        gpu="a100-80",
-        few=8,
-        many=256,
-        micro=64,
-        rows=(65536, 65536),
-        engine="ddp",
-        half=False,
-        scaling=0.949,
-    ),
-    *(
-        Published(
-            source=f"{LLM_FOUNDRY}, {name}",
-            sizes=sizes,
-            length=2048,
-            gpu="a100-40",
-            few=16,
-            many=128,
-            micro=micro,
-            rows=(16 * micro, 128 * micro),
-            engine="fsdp",
-            half=True,
-            scaling=scaling,
-        )
-        for name, sizes, micro, scaling in (
-            ("125m", (12, 768), 26, 123936 / 130535),
-            ("350m", (24, 1024), 18, 51934 / 55413),
-            ("760m", (24, 1536), 12, 28940 / 29607),
-        )
-    ),
+MPT = (
+    ("125m", (12, 768), 26, 123936 / 130535),
+    ("350m", (24, 1024), 18, 51934 / 55413),
+    ("760m", (24, 1536), 12, 28940 / 29607),
 )
+LLM_FOUNDRY = "llm-foundry, scripts/train/benchmarking, A100 40GB, 1600 Gbps"
+BERT_LARGE = Published(
+    source="NVIDIA's BERT-large, batch 64k",
+    sizes=(24, 1024),
+    micro=64,
+    scaling=0.949,
+    rows=(65536, 65536),
+    length=128,
+    gpu="a100-80",
+    few=8,
+    many=256,
+    engine="ddp",
+    half=False,
+)
+PUBLISHED = [BERT_LARGE] + [
+    Published(
+        source=f"{LLM_FOUNDRY}, {name}", sizes=sizes, micro=micro, scaling=scaling, rows=(16 * micro, 128 * micro)
+    )
+    for name, sizes, micro, scaling in MPT
+]
 
 
 def scaling(point: Published) -> tuple[float, float]:

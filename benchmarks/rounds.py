@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of one call in each round: on the clock, and of processor time."""
+    """Seconds of a call in each round: on the clock, and of processor time."""
 
     walls: tuple[float, ...]
     cpus: tuple[float, ...]
@@ -30,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class PairRatio:
-    """One candidate over another within the same round, over all rounds: what disturbs both of a pair cancels.
+    """Ratio of two candidates within the same round, over all rounds: what disturbs both of a pair cancels.
 
     Attributes:
         median, lower, upper: the median of the ratios, and its 95 % interval by order statistics (no distribution is
@@ -41,39 +44,55 @@ class PairRatio:
     lower: float
     upper: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.lower:.3f} to {self.upper:.3f})"
+
 
 def pair_ratio(times: Sequence[float], base: Sequence[float]) -> PairRatio:
-    """The ratios of `times` to `base`, round by round."""
-    ratios = sorted(one / other for one, other in zip(times, base, strict=True))
+    """Return the ratios of `times` to `base`, round by round."""
+    ratios = sorted(first / second for first, second in zip(times, base, strict=True))
     count = len(ratios)
     beyond = max(0, int((count - 1.96 * count**0.5) / 2))  # of the binomial with p = 1/2, normal approximation
     return PairRatio(median=statistics.median(ratios), lower=ratios[beyond], upper=ratios[count - 1 - beyond])
 
 
-def alternate(candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> dict[str, Measured]:
-    """Call every candidate once a round, in turn; each round begins with another one.
+def time_call(call: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds of a call on the clock and of processor time."""
+    _synchronise()
+    began, began_cpu = time.perf_counter(), time.process_time()
+    call()
+    _synchronise()
+    return time.perf_counter() - began, time.process_time() - began_cpu
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    timer: Callable[[Callable[[], Any]], tuple[float, float]] = time_call,
+) -> dict[str, Measured]:
+    """Call every candidate once a round, in turn; each round begins with the next candidate.
 
     Args:
-        candidates: what to call, by name.
-        rounds: how often each is measured.
+        candidates: calls by name.
+        rounds: measured calls of each.
         warmup: calls of each before that.
+        timer: makes a call and returns its seconds on the clock and of processor time.
     """
     for _ in range(warmup):
         for call in candidates.values():
             call()
-    wall: dict[str, list[float]] = {name: [] for name in candidates}
-    cpu: dict[str, list[float]] = {name: [] for name in candidates}
+    laps: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     order = list(candidates.items())
     for number in range(rounds):
         first = number % len(order)
         for name, call in order[first:] + order[:first]:
-            _synchronise()
-            began, began_cpu = time.perf_counter(), time.process_time()
-            call()
-            _synchronise()
-            wall[name].append(time.perf_counter() - began)
-            cpu[name].append(time.process_time() - began_cpu)
-    return {name: Measured(walls=tuple(wall[name]), cpus=tuple(cpu[name])) for name in candidates}
+            laps[name].append(timer(call))
+    return {
+        name: Measured(walls=tuple(wall for wall, _ in seconds), cpus=tuple(cpu for _, cpu in seconds))
+        for name, seconds in laps.items()
+    }
 
 
 def _synchronise() -> None:
@@ -81,24 +100,21 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def print_ratios(measured: Mapping[str, Measured], base: str) -> None:
-    """One line a candidate: time of a call, and the ratio to `base`."""
-    for name, one in measured.items():
-        other = measured[base]
-        print(
-            f"{name:<44} {one.wall * 1e3:9.1f} ms  {one.cpu * 1e3:9.1f} ms of processor  "
-            f"ratio to {base}: {one.wall / other.wall:.3f} ({one.cpu / other.cpu:.3f} by processor time)"
-        )
+def print_ratios(
+    title: str, measured: Mapping[str, Measured], base: str, columns: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Print a row for each candidate: its time, and the median ratio to `base` in the same round with its interval.
 
-
-def print_pairs(measured: Mapping[str, Measured], base: str) -> None:
-    """One line a candidate other than `base`: the median ratio to `base` in the same round, with its interval."""
-    for name, one in measured.items():
-        if name == base:
-            continue
-        clock = pair_ratio(one.walls, measured[base].walls)
-        processor = pair_ratio(one.cpus, measured[base].cpus)
-        print(
-            f"{name} over {base}, {len(one.walls)} pairs: {clock.median:.4f} ({clock.lower:.4f} to {clock.upper:.4f}), "
-            f"by processor time {processor.median:.4f} ({processor.lower:.4f} to {processor.upper:.4f})"
-        )
+    Args:
+        columns: further columns; a cell for each candidate by name.
+    """
+    table = Table(title=title, caption="intervals: 95 % of the median ratio of a round")
+    columns = columns or {}
+    for name in ("", "ms", f"over {base}", "by processor time", *columns):
+        table.add_column(name, justify="right" if name else "left")
+    for name, candidate in measured.items():
+        clock = pair_ratio(candidate.walls, measured[base].walls)
+        processor = pair_ratio(candidate.cpus, measured[base].cpus)
+        cells = (column.get(name, "") for column in columns.values())
+        table.add_row(name, f"{candidate.wall * 1e3:.1f}", str(clock), str(processor), *cells)
+    Console(width=160).print(table)

@@ -275,25 +275,17 @@ def counted(
 def main(options: Options) -> None:
     """Count and print."""
     rows = {name: options.rows or MODELS[name].rows * options.times for name in options.models}
-    found = {
-        name: counted(
-            name,
-            options.precision,
-            rows[name],
-            options.weights,
-            checkpointing=options.checkpointing,
-            fused=options.fused,
-            adversary=options.adversary,
-        )
-        for name in options.models
+    how: Any = {
+        name: getattr(options, name) for name in ("precision", "weights", "checkpointing", "fused", "adversary")
     }
+    tables = {name: counted(name, rows=rows[name], **how) for name in options.models}
     if options.json:
         kept = ("operations", "moved", "saved", "flops")
-        print(json.dumps({name: {each: getattr(counts, each) for each in kept} for name, counts in found.items()}))
+        print(json.dumps({name: {each: getattr(counts, each) for each in kept} for name, counts in tables.items()}))
         return
     print("| model | rows | operations: forward, backward, update | GB moved: the same | GB saved | GFLOP |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, counts in found.items():
+    for name, counts in tables.items():
         operations = ", ".join(str(counts.operations[phase]) for phase in PHASES)
         moved = ", ".join(f"{counts.moved[phase] / 1e9:.2f}" for phase in PHASES)
         print(
@@ -303,7 +295,7 @@ def main(options: Options) -> None:
         print("\nPredicted from the counts, not measured: share of the bf16 peak, and rows a second")
         print(f"| model | {' | '.join(ACCELERATORS)} |")
         print("| --- |" + " --- |" * len(ACCELERATORS))
-        for name, counts in found.items():
+        for name, counts in tables.items():
             cells = []
             for place, accelerator in ACCELERATORS.items():
                 seconds = max(counts.device[place], counts.host)
@@ -311,7 +303,7 @@ def main(options: Options) -> None:
                 share = counts.flops / seconds / accelerator.flops
                 cells.append(f"{share:.0%}, {rows[name] / seconds:,.0f}, bound by the {bound}")
             print(f"| {name} | {' | '.join(cells)} |")
-    for name, counts in found.items() if options.costliest else ():
+    for name, counts in tables.items() if options.costliest else ():
         print(f"\n{name}: predicted share of an H100's time\n| operation | number | share |\n| --- | --- | --- |")
         ordered = sorted(counts.by_name.items(), key=lambda each: -each[1][0])[: options.costliest]
         for (phase, operation), (seconds, number) in ordered:

@@ -1,57 +1,75 @@
-"""Step time of ours against transformers' BertForPreTraining: same weights, same batch, same precision.
+"""Step time beside transformers' model of the same weights, rows and precision; of MM-MAE beside a matrix product.
 
-    python benchmarks/step_time.py [--precision bf16] [--rows 32] [--compile]
+    python benchmarks/step_time.py [--model bert|mae|mm_mae] [--precision bf16] [--rows 32] [--compile]
 
-4 layers x 256, 128 tokens, vocabulary 30522, dropout 0.1, fused AdamW on both sides, SDPA on both sides. The peer
-computes logits at all positions, as its forward pass does; its loss is checked to equal ours on the same batch without
-dropout.
+bert: 4 layers x 256, 128 tokens, vocabulary 30522, dropout 0.1, beside BertForPreTraining, which computes logits at all
+positions. mae: ViT-Ti/16 with MAE's decoder (8 x 512, 16 heads), 224 px, beside ViTMAEForPreTraining, which gets masks
+as noise and images as normalised floats. Fused AdamW and SDPA on both sides; the first losses are checked to be equal.
+
+mm_mae: a whole step of the loop, ViT-Ti/16 on 224 px with 98 visible patches of three modalities, 133 classes. Its rate
+by the model FLOPs of trp_scale/pretraining/mm_mae/upstream.py is a share of the rate of a large matrix product.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
-from transformers import BertForPreTraining
+from torch import Tensor, nn
+from transformers import BertForPreTraining, ViTMAEForPreTraining
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peer import peer_step_of, print_same_work, set_training
-from benchmarks.rounds import alternate, print_ratios
-from benchmarks.steps import Precision, StepOptions, Workload, endless
-from benchmarks.text_steps import LENGTH, VOCABULARY, small_bert, text_workload
-from trp_scale.core.batch import Batch
+from benchmarks.image_steps import CLASSES, MM_MAE, image_recipe, mae_objective, mae_workload, mm_mae_workload
+from benchmarks.rounds import alternate, pair_ratio, print_ratios
+from benchmarks.steps import Precision, StepOptions, Workload, endless, whole_step
+from benchmarks.text_steps import VOCABULARY, small_bert, text_workload
+from trp_scale.config import Config
+from trp_scale.config.registry import settings_of
+from trp_scale.core.engine import Engine
+from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models.patches import unpatchify
+from trp_scale.pretraining.mae.export import vitmae_config
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.weights import published_name, to_vitmae
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 from trp_scale.pretraining.pos_bert.model import bert_config, to_transformers
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+
+SAME_LOSS = 1e-3
+"""Relative gap of the first losses up to which two sides do the same work."""
+SIDE, PRODUCTS = 2048, 10
+"""Side of the product's square matrices, and products in a measurement."""
 
 
 @dataclass(kw_only=True)
 class Options(StepOptions):
-    """What to measure."""
+    """Model and size of the steps."""
 
+    model: Literal["bert", "mae", "mm_mae"] = "bert"
+    """Model to measure."""
     precision: Precision = "bf16"
     """Of forward and backward, on both sides."""
     compile: bool = False
     """torch.compile on both sides."""
 
 
-def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], torch.Tensor], PlainEngine]:
-    """Proportional weights: the very loss of the peer."""
+def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], Tensor], PlainEngine]:
+    """Return a step as in the loop with proportional weights (the loss of the peer), and its engine."""
     engine, objective, batch = work.plain(device), work.objective, work.rows.to(device)
     counts = objective.count(batch)
     weights = counts / counts[:-1].sum()
     weights[-1] = 1.0
 
-    def loss() -> torch.Tensor:
-        return (weights / counts.clamp(min=1) * objective(engine, batch).sums).sum()
-
-    def step() -> torch.Tensor:
-        value = loss()
+    def step() -> Tensor:
+        value = (weights / counts.clamp(min=1) * objective(engine, batch).sums).sum()
         engine.backward(value, last=True)
         engine.check_gradients()
         engine.step(work.config.optimizer.lr)
@@ -61,35 +79,136 @@ def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], torch.T
 
 
 def peer_step(
-    config: PosBertConfig, batch: Batch, device: torch.device, weights: dict[str, torch.Tensor]
-) -> tuple[Callable[[], torch.Tensor], torch.nn.Module]:
-    """transformers' model as its documentation has it: labels at all positions, -100 where nothing is masked."""
+    peer: nn.Module, inputs: Mapping[str, Tensor], config: Config, device: torch.device
+) -> Callable[[], Tensor]:
+    """Return a step as in transformers' documentation, with our precision and optimizer; it returns the loss."""
+    peer.to(device)
+    optimizer = build_optimizer(peer, config.optimizer)
+    forward = torch.compile(peer) if config.training.compile == "whole" else peer
+    on_device = {name: value.to(device) for name, value in inputs.items()}
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.training.precision == "bf16"):
+            loss: Tensor = forward(**on_device).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def bert_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return transformers' BERT and its inputs: labels at all positions, -100 where nothing is masked."""
+    config, batch = work.config, work.rows
+    assert isinstance(config, PosBertConfig)
     peer = BertForPreTraining(bert_config(config.model, VOCABULARY, attn_implementation="sdpa"))
     peer.load_state_dict(to_transformers(weights, VOCABULARY))
-    labels = torch.full_like(batch["tokens"], -100).scatter(1, batch["masked_positions"], batch["labels"])
     inputs = {
         "input_ids": batch["tokens"],
         "token_type_ids": batch["token_types"],
-        "labels": labels,
+        "labels": torch.full_like(batch["tokens"], -100).scatter(1, batch["masked_positions"], batch["labels"]),
         "next_sentence_label": batch["next_sentence"],
     }
-    return peer_step_of(peer, inputs, config, device), peer
+    return peer, inputs
+
+
+def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return transformers' ViTMAE and its inputs: normalised images [B, 3, S, S], and noise [B, N] whose smallest
+    values choose the visible patches."""
+    config = work.config
+    assert isinstance(config, MaeConfig)
+    description = vitmae_config(config)
+    description._attn_implementation = "sdpa"
+    peer = ViTMAEForPreTraining(description)
+    patch_size = config.vision.patch_size
+    names = {published_name(name): name for name in peer.state_dict()}
+    state = to_vitmae(weights, patch_size=patch_size, grid=config.crops.size // patch_size)
+    peer.load_state_dict({names[name]: tensor for name, tensor in state.items()})
+    patches = mae_objective(config).patches(work.rows)  # [B, N, P]
+    visible = work.rows["visible"].flatten(0, 1)  # [B, V]
+    steps = torch.arange(patches.shape[1]) / (2 * patches.shape[1])  # no ties
+    noise = torch.ones(patches.shape[:2]).scatter(1, visible, 0.0) + steps
+    return peer, {"pixel_values": unpatchify(patches, patch_size), "noise": noise}
+
+
+def both_sides(
+    work: Workload, device: torch.device, *, check: bool = True
+) -> tuple[dict[str, Callable[[], Tensor]], list[float]]:
+    """Return the steps of both sides by name, and their first losses without dropout (none without `check`)."""
+    ours, engine = our_step(work, device)
+    build = bert_peer if isinstance(work.config, PosBertConfig) else mae_peer
+    module, inputs = build(work, engine.full_weights())
+    peer = peer_step(module, inputs, work.config, device)
+    losses = []
+    if check:
+        set_training(False, engine, module)
+        losses = [float(ours()), float(peer())]
+    set_training(True, engine, module)
+    return {"ours": ours, "transformers": peer}, losses
+
+
+def set_training(training: bool, engine: Engine, peer: nn.Module) -> None:
+    """Switch dropout on or off on both sides."""
+    engine.train(training)
+    peer.train(training)
+
+
+def relative_gap(losses: list[float]) -> float:
+    """Return the distance of two losses over the second."""
+    ours, peer = losses
+    return abs(ours - peer) / abs(peer)
+
+
+def workload(options: Options) -> Workload:
+    """Return the model over random rows."""
+    config: PosBertConfig | MaeConfig | MmMaeConfig
+    if options.model == "bert":
+        config = PosBertConfig(model=small_bert(), objective=PosBertObjectiveConfig(other="task"))
+    elif options.model == "mae":
+        config = image_recipe("mae_vit_b", MaeConfig, "tiny")
+    else:
+        config = image_recipe(MM_MAE, MmMaeConfig, "tiny")
+        config.balancer = settings_of("balancer", "uniform")
+    endless(config, options.rows, precision=options.precision)
+    config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
+    if isinstance(config, PosBertConfig):
+        return text_workload(config)
+    return mae_workload(config) if isinstance(config, MaeConfig) else mm_mae_workload(config)
+
+
+def print_share(options: Options, work: Workload, device: torch.device) -> None:
+    """Print the rate of MM-MAE's step over that of a matrix product."""
+    assert isinstance(work.config, MmMaeConfig)
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    left, right, out = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(3))
+
+    def multiply() -> None:
+        for _ in range(PRODUCTS):
+            torch.matmul(left, right, out=out)
+
+    measured = alternate({"step": whole_step(work, device), "product": multiply}, rounds=options.rounds)
+    flops = mm_mae_step_flops(work.config, rows=options.rows, classes=CLASSES)
+    expected = 2.0 * SIDE**3 * PRODUCTS
+    for clock in ("wall", "cpu"):
+        step, product = (getattr(measured[name], f"{clock}s") for name in ("step", "product"))
+        share = pair_ratio([flops / expected * seconds for seconds in product], step)
+        print(f"{clock}: step {getattr(measured['step'], clock) * 1e3:.0f} ms, {flops / 1e9:.1f} GFLOP, share {share}")
 
 
 def main(options: Options) -> None:
     device = options.device()
-    config = PosBertConfig(model=small_bert(), objective=PosBertObjectiveConfig(other="task"))
-    config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
-    work = text_workload(endless(config, options.rows, precision=options.precision))
-    ours, engine = our_step(work, device)
-    peer, module = peer_step(config, work.rows, device, engine.full_weights())
-    set_training(False, engine, module)
-    first = [float(ours()), float(peer())]
-    set_training(True, engine, module)
-    print(f"{options.rows} x {LENGTH} tokens, {options.precision}, {device.type}, {torch.get_num_threads()} threads; ")
-    print_same_work(*first)
-    measured = alternate({"trp_scale": ours, "transformers": peer}, rounds=options.rounds)
-    print_ratios(measured, "transformers")
+    work = workload(options)
+    title = (
+        f"{options.model}, {options.rows} rows, {options.precision}, {device.type}, {torch.get_num_threads()} threads"
+    )
+    if options.model == "mm_mae":
+        print(title)
+        print_share(options, work, device)
+        return
+    sides, losses = both_sides(work, device)
+    assert relative_gap(losses) < SAME_LOSS, f"the losses differ: {losses}"
+    print_ratios(f"{title}; first losses {losses}", alternate(sides, rounds=options.rounds), "transformers")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md are what benchmarks/recipe_tables.py prints now."""
+"""The tables of docs/recipes.md are what benchmarks/document_tables.py prints now."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import re
 
 import pytest
 
-from benchmarks.recipe_tables import BEGIN, DOCUMENT, END, fine_tuning_row, is_tiny, planned_row
+from benchmarks.document_tables import fine_tuning_row, planned_recipes, planned_row, written_tables
 from trp_scale.config import PretrainConfig
 from trp_scale.config.listing import summary
 from trp_scale.config.loader import known_recipes
 
 PRE_TRAINING = known_recipes(PretrainConfig)
-PLANNED = [name for name in PRE_TRAINING if not is_tiny(name)]
 ALWAYS = ("pos_bert_base",)
 
 
 def rows() -> dict[str, list[str]]:
     """The cells of each recipe's row."""
-    text = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    lines = re.findall(r"^\| `.*\|$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^\| `.*\|$", written_tables("recipes"), flags=re.MULTILINE)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): row for row in cells}
 
@@ -35,7 +33,7 @@ def test_a_row_of_fine_tuning_is_what_the_recipe_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in planned_recipes()]
 )
 def test_a_row_is_what_the_planner_says(name: str) -> None:
     assert rows()[name] == planned_row(name, "h100")

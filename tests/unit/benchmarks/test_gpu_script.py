@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity, text_steps
+from benchmarks import gpu, gpu_images, gpu_modalities, gpu_parity, text_steps
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
 from trp_scale.config import RefusedError
@@ -193,7 +193,7 @@ def test_memory_is_the_peak_above_what_was_there(setting: Setting, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12 * 2**20)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    figures = gpu_memory.peak(setting, "plain")
+    figures = gpu_parity.peak(setting, "plain")
     assert figures["peak_mb"] == 7
     assert figures["between_steps_mb"] == 4
     assert figures["states_alone_mb"] == pytest.approx(16 * figures["parameters"] / 2**20)  # type: ignore[operator]

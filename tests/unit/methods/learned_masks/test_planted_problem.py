@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.planted_patches import D_TR, D_VAL, PATCHES, SIGNALS, PlantedRun, planted_run
+from benchmarks.mlo_planted import D_TR, D_VAL, PATCHES, SIGNALS, PlantedRun, planted_run
 from tests.synthetic_hypergradients import held_adamw, state
 from tests.unit.methods.learned_masks.exact_hypergradient import Masked, hypergradient
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss

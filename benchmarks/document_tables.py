@@ -1,9 +1,9 @@
-"""The tables of docs/recipes.md: every recipe, its model and data, and what a run of it takes on 8 GPUs, as predicted.
+"""Tables of docs/recipes.md and docs/scaling.md, as the planner predicts.
 
-    python benchmarks/recipe_tables.py [--gpu h100] [--write]
+    python benchmarks/document_tables.py recipes|scaling [--gpu h100] [--write]
 
-`trp-scale plan --recipe R --gpus 8 --gpu h100` prints the same of one recipe, with all that is assumed. --write puts
-the tables into the document.
+recipes: every recipe, its model and data, and the cost of a run on 8 GPUs. scaling: for every recipe of pre-training
+the best layout on 8, 64, 256 and 1,024 GPUs. `trp-scale plan` prints the same of a single recipe with all assumptions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -26,12 +26,13 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.tables import GIB, table
+from trp_scale.planning.tables import GIB, curve, table
 from trp_scale.pretraining.base import DataFacts
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs/recipes.md"
-BEGIN, END = "<!-- python benchmarks/recipe_tables.py --write -->", "<!-- end of the tables -->"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+END = "<!-- end of the tables -->"
 RANKS = 8
+WORLDS = (8, 64, 256, 1024)
 LENGTHS = {"pos_bert_large_32k": 128}
 """Pieces of a sequence where the recipe's data have fewer than its model has positions for."""
 HEAD = ("recipe", "what it is", "data", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
@@ -44,14 +45,30 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+Document = Literal["recipes", "scaling"]
+
+
 @dataclass(kw_only=True)
 class Options:
-    """What to plan."""
+    """Document and machine."""
 
+    document: tyro.conf.Positional[Document]
+    """Its tables are printed."""
     gpu: str = "h100"
     """As of trp-scale plan."""
     write: bool = False
-    """Put the tables into docs/recipes.md."""
+    """Put the tables into the document."""
+
+
+def begin(document: Document) -> str:
+    """Return the line of the document before its tables."""
+    return f"<!-- python benchmarks/document_tables.py {document} --write -->"
+
+
+def written_tables(document: Document) -> str:
+    """Return the tables that the document has."""
+    text = (DOCS / f"{document}.md").read_text(encoding="utf-8")
+    return text.partition(begin(document))[2].partition(END)[0]
 
 
 def learns_masks(config: Any) -> bool:
@@ -69,7 +86,7 @@ def planned_row(name: str, gpu: str) -> list[str]:
     config = load_recipe(name)
     config.data.path = "(none)"
     counted = Counted(config, DataFacts(length=LENGTHS.get(name, 0)))
-    found = best_on(counted, GPUS[gpu], (RANKS,))[RANKS]
+    plan = best_on(counted, GPUS[gpu], (RANKS,))[RANKS]
     row = [
         f"`{name}`",
         summary(name),
@@ -78,10 +95,10 @@ def planned_row(name: str, gpu: str) -> list[str]:
         f"{config.batch.global_size:,} x {counted.outline.positions:,}",
         f"{config.training.steps:,}",
     ]
-    if isinstance(found, RefusedError):
-        return [*row, str(found).partition(":")[0], "", ""]
-    hours = found.gpu_hours / RANKS
-    return [*row, found.layout.name, f"{found.memory.device / GIB:.1f}", f"{hours:,.{0 if hours >= 10 else 1}f}"]
+    if isinstance(plan, RefusedError):
+        return [*row, str(plan).partition(":")[0], "", ""]
+    hours = plan.gpu_hours / RANKS
+    return [*row, plan.layout.name, f"{plan.memory.device / GIB:.1f}", f"{hours:,.{0 if hours >= 10 else 1}f}"]
 
 
 def fine_tuning_row(name: str) -> list[str]:
@@ -93,8 +110,8 @@ def fine_tuning_row(name: str) -> list[str]:
     return [f"`{name}`", summary(name), data(name), f"{config.batch.global_size:,}", length]
 
 
-def tables(gpu: str) -> Iterator[str]:
-    """The lines of all tables."""
+def recipe_tables(gpu: str) -> Iterator[str]:
+    """Yield the lines of docs/recipes.md."""
     pre_training = known_recipes(PretrainConfig)
     for heading, belongs in KINDS.items():
         names = [name for name in pre_training if not is_tiny(name) and belongs(load_recipe(name))]
@@ -105,16 +122,37 @@ def tables(gpu: str) -> Iterator[str]:
     yield from ("### For trying things out", "", *table(("recipe", "what it is", "data"), tiny), "")
 
 
+def planned_recipes() -> list[str]:
+    """Return the recipes of pre-training except the tiny ones."""
+    return [name for name in known_recipes(PretrainConfig) if not is_tiny(name)]
+
+
+def scaling_section(name: str, gpu: str) -> list[str]:
+    """Return a recipe's heading and table of docs/scaling.md."""
+    config = load_recipe(name)
+    config.data.path = "(none)"
+    counted = Counted(config, DataFacts())
+    rows = f"{config.batch.global_size:,} rows of {counted.outline.positions:,} positions"
+    heading = [f"### {name}", f"{counted.parameters / 1e6:,.0f} M parameters, {rows} a step.", ""]
+    return [*heading, *curve(best_on(counted, GPUS[gpu], WORLDS)), ""]
+
+
+def scaling_tables(gpu: str) -> Iterator[str]:
+    """Yield the lines of docs/scaling.md."""
+    for name in planned_recipes():
+        yield from scaling_section(name, gpu)
+
+
 def main(options: Options) -> None:
     """Print the tables, or put them into the document."""
     lines = []
-    for line in tables(options.gpu):
+    for line in (recipe_tables if options.document == "recipes" else scaling_tables)(options.gpu):
         lines.append(line)
         print(line, flush=True)
     if options.write:
-        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        DOCUMENT.write_text(before + "\n".join([BEGIN, "", *lines]) + END + after, encoding="utf-8")
+        path, first = DOCS / f"{options.document}.md", begin(options.document)
+        before, _, rest = path.read_text(encoding="utf-8").partition(first)
+        path.write_text(before + "\n".join([first, "", *lines]) + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""Cost of a method over the same step without it: the whole training step, on one process.
+
+    python benchmarks/method_cost.py --method balancers|minimax|adversaries|crops [--rows 16] [--rounds 15]
+
+balancers: MM-MAE ViT-Ti (three tasks) and PoS-BERT (ten tasks) with each balancer, beside what TRP's Table 3 states, T
+being a step without balancing. minimax: PoS-BERT with one and with four micro-batches; `exact` with several adds a
+forward pass without gradients. adversaries: each over MAE+ with the same positions (the paper says less than 1.015,
+AdPE 4.1.1), and relative positions over absolute ones. crops: MAE+ with k crops over MAE, ViT-B, per image.
+FLOPs are those that torch counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
+from benchmarks.rounds import alternate, print_ratios
+from benchmarks.steps import StepOptions, Workload, counted_flops, endless, whole_step
+from benchmarks.text_steps import small_bert, text_workload
+from trp_scale.config.registry import settings_of
+from trp_scale.config.settings import Settings
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+
+BALANCING: dict[str, tuple[Settings, str]] = {
+    "uniform": (settings_of("balancer", "uniform"), "T"),
+    "minimax": (settings_of("balancer", "minimax"), "2T"),
+    "uncertainty": (settings_of("balancer", "uncertainty"), "2T"),
+    "dwa": (settings_of("balancer", "dwa", interval_steps=2), "3T"),
+    "gradnorm": (settings_of("balancer", "gradnorm"), "4T"),
+    "gradnorm, representation": (settings_of("balancer", "gradnorm", at="representation"), ""),
+    "group_dro": (settings_of("balancer", "group_dro"), ""),
+}
+"""Settings, and the FLOPs that TRP's Table 3 states."""
+MINIMAX = {
+    "uniform": settings_of("balancer", "uniform"),
+    "minimax lagged": settings_of("balancer", "minimax", estimate="lagged"),
+    "minimax exact": settings_of("balancer", "minimax", estimate="exact"),
+}
+BASES: dict[str, tuple[Literal["absolute", "relative"], Literal["rounded", "relaxed"]]] = {
+    "MAE+ absolute": ("absolute", "rounded"),
+    "MAE+ relative, rounded": ("relative", "rounded"),
+    "MAE+ relative, relaxed": ("relative", "relaxed"),
+}
+"""vision.positions and vision.index."""
+ADVERSARIES = {
+    "absolute_embedding": "MAE+ absolute",
+    "absolute_coordinate": "MAE+ absolute",
+    "relative_embedding": "MAE+ relative, rounded",
+    "relative_coordinate": "MAE+ relative, relaxed",
+}
+"""Baseline of each: the same arithmetic without the adversary."""
+
+
+@dataclass(kw_only=True)
+class Options(StepOptions):
+    """Method and size of the steps."""
+
+    method: Literal["balancers", "minimax", "adversaries", "crops"]
+    """Method to measure."""
+    rows: int = 16
+    """Images of a step; twice as many sequences for balancers."""
+    rounds: int = 15
+    """Measured steps of each."""
+    model: EncoderSize = "tiny"
+    """Encoder of images: ViT-Ti, S, B or L."""
+    kinds: tuple[str, ...] = tuple(ADVERSARIES)
+    """Adversaries to measure."""
+    crops: tuple[int, ...] = (1,)
+    """Crops of MAE+ per image."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Workloads by name, the first of which is the base, and a further column for the table."""
+
+    title: str
+    workloads: dict[str, Workload]
+    columns: dict[str, dict[str, str]]
+
+
+def compare_balancers(options: Options) -> Iterator[Comparison]:
+    """Compare all balancers on MM-MAE and on PoS-BERT with `other` as a tenth task."""
+    stated = {"stated": {name: flops for name, (_, flops) in BALANCING.items()}}
+    images, texts = {}, {}
+    for name, (balancer, _) in BALANCING.items():
+        config = image_recipe(MM_MAE, MmMaeConfig, options.model)
+        config.balancer = replace(balancer)
+        images[name] = mm_mae_workload(endless(config, options.rows, precision=options.precision))
+        objective = PosBertObjectiveConfig(other="task")
+        bert = PosBertConfig(model=small_bert(), objective=objective, balancer=replace(balancer))
+        texts[name] = text_workload(endless(bert, 2 * options.rows, precision=options.precision))
+    yield Comparison("MM-MAE", images, stated)
+    yield Comparison("PoS-BERT", texts, stated)
+
+
+def compare_minimax(options: Options) -> Iterator[Comparison]:
+    """Compare minimax weights with uniform ones, with one and with four micro-batches."""
+    for accumulation in (1, 4):
+        works = {}
+        for name, balancer in MINIMAX.items():
+            config = PosBertConfig(model=small_bert(), balancer=balancer)
+            micro = max(1, options.rows // accumulation)
+            works[name] = text_workload(endless(config, micro, accumulation=accumulation, precision=options.precision))
+        yield Comparison(f"PoS-BERT, {accumulation} micro-batches", works, {})
+
+
+def compare_adversaries(options: Options) -> Iterator[Comparison]:
+    """Compare each adversary with its base, then the bases."""
+    bases = {}
+    for base, (positions, index) in BASES.items():
+        config = image_recipe("mae_plus_vit_b", MaeConfig, options.model)
+        config.vision.positions, config.vision.index = positions, index
+        bases[base] = endless(config, options.rows, precision=options.precision)
+    for kind in options.kinds:
+        base = ADVERSARIES[kind]
+        config = copy.deepcopy(bases[base])
+        config.adversary = settings_of("adversary", kind)
+        yield Comparison(kind, {base: mae_workload(bases[base]), f"AdPE {kind}": mae_workload(config)}, {})
+    yield Comparison("positions", {base: mae_workload(config) for base, config in bases.items()}, {})
+
+
+def compare_crops(options: Options) -> Iterator[Comparison]:
+    """Compare MAE+ of k crops, and with a linear decoder, with MAE.
+
+    MAE sees 49 of 196 patches of a 224 px image, MAE+ all 49 of a 112 px crop (AdPE 3.2): a crop costs the encoder the
+    same and the decoder a quarter.
+    """
+    configs = {"MAE": image_recipe("mae_vit_b", MaeConfig, options.model)}
+    decoders: tuple[Literal["transformer", "linear"], ...] = ("transformer", "linear")
+    for count in options.crops:
+        for decoder in decoders:
+            config = image_recipe("mae_plus_vit_b", MaeConfig, options.model)
+            config.crops.count, config.vision.decoder = count, decoder
+            configs[f"MAE+ k={count}, {decoder}"] = config
+    works = {
+        name: mae_workload(endless(config, options.rows, precision=options.precision))
+        for name, config in configs.items()
+    }
+    yield Comparison("crops", works, {})
+
+
+METHODS = {
+    "balancers": compare_balancers,
+    "minimax": compare_minimax,
+    "adversaries": compare_adversaries,
+    "crops": compare_crops,
+}
+
+
+def main(options: Options) -> None:
+    device = options.device()
+    for comparison in METHODS[options.method](options):
+        steps = {name: whole_step(work, device) for name, work in comparison.workloads.items()}
+        flops = {name: counted_flops(step) for name, step in steps.items()}
+        base = next(iter(steps))
+        over = {name: f"{count / flops[base]:.4f}" for name, count in flops.items()}
+        size = f"{options.rows} rows, {options.precision}, {device.type}, {torch.get_num_threads()} threads"
+        title = f"{comparison.title}: {size}, {options.rounds} rounds, base {flops[base] / 1e9:.1f} GFLOP"
+        measured = alternate(steps, rounds=options.rounds)
+        print_ratios(title, measured, base, {"FLOPs over base": over, **comparison.columns})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
