@@ -92,7 +92,7 @@ def pretrain(
             sections[name] = {**_section(hook), **sections.get(name, {})}
         assert names is not None
         names.append(name)
-    given = Arguments(
+    parsed = Arguments(
         recipe=os.fspath(recipe),
         module=_paths(module),
         run_dir=None if run_dir is None else Path(run_dir),
@@ -100,7 +100,7 @@ def pretrain(
         ds_config=None if ds_config is None else Path(ds_config),
         resume=os.fspath(resume),
     )
-    arguments = arguments_of(given, names, sections)
+    arguments = arguments_of(parsed, names, sections)
     if MAIN[0] in arguments.module and arguments.config.data.workers:
         raise RefusedError(
             f"data.workers is {arguments.config.data.workers}, but a component is registered by no file (a notebook, "
@@ -171,11 +171,11 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
     from trp_scale.sharding.images.settings import ShardImagesConfig
     from trp_scale.sharding.images.shard import shard_images as shard
 
-    given = _sharding(output, inputs, settings)
-    for name in given.get("module", ()):
+    config = _sharding(output, inputs, settings)
+    for name in config.get("module", ()):
         load_module(name)
     kind = ShardImagesConfig.completed()
-    return shard(read_section(kind, given, "trp_scale.shard_images"))
+    return shard(read_section(kind, config, "trp_scale.shard_images"))
 
 
 def known_recipes() -> Mapping[str, str]:
@@ -204,9 +204,9 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _paths(given: StrPath | Sequence[StrPath]) -> list[str]:
+def _paths(paths: StrPath | Sequence[StrPath]) -> list[str]:
     """One path, or several."""
-    return [os.fspath(one) for one in ([given] if isinstance(given, (str, os.PathLike)) else given)]
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
 
 
 def _refuse_in_worker(function: str) -> None:

@@ -119,8 +119,8 @@ def as_told(error: BaseException) -> tuple[ExitStatus, str]:
         failing = isinstance(error.__cause__, OSError) and error.__cause__.errno in FAILING
         return ExitStatus.FAILED if failing else error.status, str(error)
     if isinstance(error, OSError) and error.errno in (*DENIED, *FAILING) and isinstance(error.filename, str):
-        said = f"{shortened(error.filename)}: {error.strerror}"
-        return ExitStatus.STORAGE, f"{said}; give another path, or see to it that this one can be used"
+        reason = f"{shortened(error.filename)}: {error.strerror}"
+        return ExitStatus.STORAGE, f"{reason}; give another path, or see to it that this one can be used"
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if (extra := EXTRA_OF.get(package)) is not None:
         return ExitStatus.REFUSED, f"this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"
@@ -145,5 +145,5 @@ def listed_problems(problems: list[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The words "; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
-    found = difflib.get_close_matches(name[:LONGEST_QUOTE], sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name[:LONGEST_QUOTE], sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -25,15 +25,15 @@ class Command:
     """One command.
 
     Attributes:
-        place: module and function; the function takes the arguments behind the command's name and returns the status.
+        target: module and function; the function takes the arguments behind the command's name and returns the status.
         line: what it does.
     """
 
-    place: str
+    target: str
     line: str
 
     def __call__(self, argv: Sequence[str]) -> int:
-        module, _, function = self.place.partition(":")
+        module, _, function = self.target.partition(":")
         status: int = getattr(importlib.import_module(module), function)(argv)
         return status
 

@@ -273,11 +273,14 @@ def verify(argv: Sequence[str]) -> int:
 
     require_dataset(dataset)
     try:
-        found = verify_dataset(dataset)
+        verified = verify_dataset(dataset)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{dataset}: {found.shards} shards, {found.blocks} blocks, {found.rows} rows, {found.bytes} bytes are whole")
+    print(
+        f"{dataset}: {verified.shards} shards, {verified.blocks} blocks, {verified.rows} rows, {verified.bytes} bytes "
+        "are whole"
+    )
     return 0
 
 

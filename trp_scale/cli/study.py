@@ -48,8 +48,8 @@ def list_studies(argv: Sequence[str]) -> int:
     names = known_studies()
     width = max(map(len, names), default=0)
     for name in names:
-        found = load_study(name)
-        print(f"{name:<{width}}  {found.source.paper}, {found.source.place}: {found.title} ({', '.join(found.scales)})")
+        study = load_study(name)
+        print(f"{name:<{width}}  {study.source.paper}, {study.source.place}: {study.title} ({', '.join(study.scales)})")
     return 0
 
 
@@ -66,22 +66,22 @@ def show(argv: Sequence[str]) -> int:
     arguments = read(ShowArguments, argv, prog="trp-scale study show")
     from trp_scale.studies.study import load_study, needed_inputs
 
-    found = load_study(arguments.file)
-    source = found.source
-    print(f"{found.title} ({source.paper}, arXiv:{source.arxiv}, {source.place})\n{found.question}")
-    print(f"outcome: {found.outcome.row} of {', '.join(found.outcome.judges)}, against {found.baseline}")
-    for name, variant in found.variants.items():
-        settings = " ".join(f"--{each} {value}" for each, value in variant.settings.items())
+    study = load_study(arguments.file)
+    source = study.source
+    print(f"{study.title} ({source.paper}, arXiv:{source.arxiv}, {source.place})\n{study.question}")
+    print(f"outcome: {study.outcome.row} of {', '.join(study.outcome.judges)}, against {study.baseline}")
+    for name, variant in study.variants.items():
+        settings = " ".join(f"--{input_} {value}" for input_, value in variant.settings.items())
         print(f"  {name}: {variant.title}{f'  {settings}' if settings else ''}")
-    for name, scale in found.scales.items():
-        judges = "; ".join(f"{each} ({judge.command}, {judge.seeds} seeds)" for each, judge in scale.judges.items())
+    for name, scale in study.scales.items():
+        judges = "; ".join(f"{input_} ({judge.command}, {judge.seeds} seeds)" for input_, judge in scale.judges.items())
         print(f"scale {name}: recipe {scale.recipe}, {scale.seeds} seeds, budgets {', '.join(scale.budgets)}; {judges}")
         if scale.outcome is not None:
             print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
         if (tuning := scale.tuning) is not None:
             print(f"  each variant by itself has the best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
-        for each in needed_inputs(found, scale):
-            print(f"  --input {each}=PATH  {found.inputs[each]}")
+        for input_ in needed_inputs(study, scale):
+            print(f"  --input {input_}=PATH  {study.inputs[input_]}")
     return 0
 
 
@@ -107,13 +107,13 @@ def plan(argv: Sequence[str]) -> int:
     from trp_scale.studies.plan import hours_left, planned_hours
     from trp_scale.studies.study import load_study
 
-    found = load_study(arguments.file)
-    scale = found.scale(arguments.scale)
-    print("\n".join(planned_hours(found, scale, price=arguments.price)))
+    study = load_study(arguments.file)
+    scale = study.scale(arguments.scale)
+    print("\n".join(planned_hours(study, scale, price=arguments.price)))
     if arguments.run_dir is not None:
         inputs = read_claim(arguments.run_dir).inputs
         claim(arguments.run_dir, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=inputs))
-        print("\n".join(hours_left(Graph(found, scale, arguments.run_dir.resolve(), inputs))))
+        print("\n".join(hours_left(Graph(study, scale, arguments.run_dir.resolve(), inputs))))
     return 0
 
 
@@ -149,11 +149,11 @@ def run(argv: Sequence[str]) -> int:
     from trp_scale.studies.execute import Claim, Executor, claim, submit
     from trp_scale.studies.study import load_study
 
-    found = load_study(arguments.file)
-    scale = found.scale(arguments.scale)
+    study = load_study(arguments.file)
+    scale = study.scale(arguments.scale)
     if arguments.jobs < 0:
         raise RefusedError(f"--jobs is {arguments.jobs}, allowed: 1 or more, or 0")
-    graph = _graph(found, scale, arguments.run_dir, arguments.input)
+    graph = _graph(study, scale, arguments.run_dir, arguments.input)
     if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
         raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")
     claim(graph.directory, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=graph.inputs))
@@ -186,11 +186,11 @@ def _stated(file: str) -> str:
     return str(Path(file).resolve()) if file.endswith((".yaml", ".yml")) else file
 
 
-def _graph(found: Study, scale: Scale, directory: Path, given: list[str]) -> Graph:
+def _graph(study: Study, scale: Scale, directory: Path, flags: list[str]) -> Graph:
     from trp_scale.studies.graph import Graph
     from trp_scale.studies.study import given_inputs
 
-    return Graph(found, scale, directory.resolve(), given_inputs(found, scale, given))
+    return Graph(study, scale, directory.resolve(), given_inputs(study, scale, flags))
 
 
 @dataclass(kw_only=True)
@@ -214,17 +214,17 @@ def report(argv: Sequence[str]) -> int:
     from trp_scale.studies.study import load_study
 
     begun = read_claim(arguments.directory)
-    found = load_study(begun.study)
-    named = found.baseline
+    study = load_study(begun.study)
+    named = study.baseline
     if arguments.baseline:
-        found = found.against(arguments.baseline, begun.scale)
-    graph = Graph(found, found.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
+        study = study.against(arguments.baseline, begun.scale)
+    graph = Graph(study, study.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
     against = f"_against_{arguments.baseline}" if arguments.baseline else ""
     output = arguments.output or arguments.directory / f"report{against}"
     inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
     command = f"trp-scale study run {begun.study} --scale {begun.scale} --run_dir DIR{inputs}"
-    if found.baseline != named:
-        command += f"; differences: trp-scale study report DIR --baseline {found.baseline} (the study's: {named})"
+    if study.baseline != named:
+        command += f"; differences: trp-scale study report DIR --baseline {study.baseline} (the study's: {named})"
     print(write_report(graph, output, command), end="")
     print(output / "README.md", file=sys.stderr)
     return 0

@@ -418,16 +418,16 @@ class Config:
     def parts(cls, document: Mapping[str, Any], problems: list[str]) -> list[Component]:
         """The components that the settings `document` list, as far as there are such; the others are problems."""
         listed = document.get("hooks")
-        given, known = [str(name) for name in listed] if isinstance(listed, list) else [], names("hook")
-        problems += [f"hooks: {unknown_component('hook', name)}" for name in given if name not in known]
-        return [find("hook", name) for name in given if name in known]
+        hooks, known = [str(name) for name in listed] if isinstance(listed, list) else [], names("hook")
+        problems += [f"hooks: {unknown_component('hook', name)}" for name in hooks if name not in known]
+        return [find("hook", name) for name in hooks if name in known]
 
     def absent(self, section: str) -> str:
         """Why this run lacks the section of a component, and which flag adds it; empty where no list would."""
         for listed, role in self.lists.items():
             if role in listed_roles(section):
-                place, _, name = listed.rpartition(".")
-                now = getattr(getattr(self, place) if place else self, name)
+                module, _, name = listed.rpartition(".")
+                now = getattr(getattr(self, module) if module else self, name)
                 return f"this run has no {role} {section}; --{listed} {' '.join([*now, section])} adds it"
         return ""
 

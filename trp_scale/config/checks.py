@@ -37,16 +37,16 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     Args:
         steps_per_epoch: global batches that the training rows make; 0 = not known yet.
     """
-    found: list[str] = []
+    lines: list[str] = []
     for section in sections(config).values():
         if isinstance(section, Section):
-            found += section.cautions(config, steps_per_epoch)
-    return [*found, *config.cautions()]
+            lines += section.cautions(config, steps_per_epoch)
+    return [*lines, *config.cautions()]
 
 
 def against_compiling(config: Config) -> list[str]:
     """Why `training.compile auto` leaves a run of these settings as it is; empty where nothing speaks against it."""
-    parts = [each for each in sections(config).values() if isinstance(each, Section)]
+    parts = [section for section in sections(config).values() if isinstance(section, Section)]
     return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
 
 
@@ -120,7 +120,7 @@ def hook_problems(config: Config) -> Iterator[str]:
     listed = config.hooks
     for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
         yield f"--hooks has {name} more than once; allowed: each once"
-    for place, name in enumerate(listed):
-        late = [first for first in find("hook", name).after if first in listed[place + 1 :]]
+    for position, name in enumerate(listed):
+        late = [first for first in find("hook", name).after if first in listed[position + 1 :]]
         if late:
             yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"

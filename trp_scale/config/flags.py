@@ -85,18 +85,18 @@ class TakesModalities(TakesModules):
             RefusedError: a modality that has the name of one of the command's own flags.
         """
         sections = preparation_sections(cls.part)
-        if taken := [each.name for each in dataclasses.fields(cls) if each.name in sections]:
-            raise RefusedError(f"the modality {taken[0]} has a section here, and --{taken[0]} is a flag; rename it")
-        added = [(name, each, dataclasses.field(default_factory=each)) for name, each in sections.items()]
-        made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), kw_only=True)
-        made.__doc__ = cls.__doc__
-        return made
+        if clashes := [item.name for item in dataclasses.fields(cls) if item.name in sections]:
+            raise RefusedError(f"the modality {clashes[0]} has a section here, and --{clashes[0]} is a flag; rename it")
+        added = [(name, item, dataclasses.field(default_factory=item)) for name, item in sections.items()]
+        extended = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), kw_only=True)
+        extended.__doc__ = cls.__doc__
+        return extended
 
     def section(self, modality: str) -> Section | None:
         """The settings of a modality; its defaults where the command was made without; None: it has none here."""
         kind = preparation_sections(self.part).get(modality)
-        found: Section | None = getattr(self, modality, None) if kind is not None else None
-        return kind() if found is None and kind is not None else found
+        section: Section | None = getattr(self, modality, None) if kind is not None else None
+        return kind() if section is None and kind is not None else section
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -157,8 +157,8 @@ def read(
 def _modules(argv: Sequence[str]) -> list[str]:
     """The modules that --module gives: what they register may have flags of its own."""
     words = pairwise([*argv, ""])
-    given = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
-    return [module for module in given if module]
+    paths = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
+    return [module for module in paths if module]
 
 
 def _parsed(
@@ -199,19 +199,19 @@ def _unwrap_docstrings(kind: type[Any], default: object) -> None:
     """
     from docstring_parser import parse_from_object
 
-    said = {
-        each.arg_name: " ".join((each.description or "").split())
+    descriptions = {
+        parameter.arg_name: " ".join((parameter.description or "").split())
         for owner in reversed(kind.__mro__)
         if dataclasses.is_dataclass(owner)
-        for each in parse_from_object(owner).params
+        for parameter in parse_from_object(owner).params
     }
     for field in dataclasses.fields(kind):
-        if text := said.get(field.name):
+        if text := descriptions.get(field.name):
             field.metadata = MappingProxyType({**field.metadata, "help": text})
     for name, type_ in get_type_hints(kind, include_extras=True).items():
-        own = getattr(default, name, None)
-        if dataclasses.is_dataclass(own):
-            _unwrap_docstrings(type(own), own)
+        current = getattr(default, name, None)
+        if dataclasses.is_dataclass(current):
+            _unwrap_docstrings(type(current), current)
         elif section := _section(type_):
             _unwrap_docstrings(section, None)
 
@@ -223,8 +223,8 @@ def _components(config: Any) -> Iterator[str]:
     if hasattr(config, "hooks"):
         yield f"--hooks {' '.join(config.hooks) or '(none)'}; known, each with a section of its own if it is listed:"
         known = [find("hook", name) for name in sorted(names("hook"))]
-        width = max(len(each.name) for each in known)
-        yield from (f"  {each.name:<{width}}  {each.summary.rstrip('.')}" for each in known)
+        width = max(len(command.name) for command in known)
+        yield from (f"  {command.name:<{width}}  {command.summary.rstrip('.')}" for command in known)
 
 
 def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
@@ -243,17 +243,17 @@ def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
     """
     kind = kind if default is None else type(default)
     for name, type_ in get_type_hints(kind, include_extras=True).items():
-        own = getattr(default, name, None)
-        section = type(own) if dataclasses.is_dataclass(own) else _section(type_)
+        current = getattr(default, name, None)
+        section = type(current) if dataclasses.is_dataclass(current) else _section(type_)
         if section is None:
             continue
         if any(getattr(mark, "name", None) == "" for mark in get_args(type_)[1:]):  # its fields stand in its place
-            yield from _sections(section, own)
+            yield from _sections(section, current)
         else:
             words = " ".join(inspect.cleandoc(section.__doc__ or "").split())
             line = re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
-            if isinstance(own, Settings) and (kinds := kinds_beside(name, type(own))):
-                line = f"{own.kind}: {line}. Kinds: {', '.join(kinds)}"
+            if isinstance(current, Settings) and (kinds := kinds_beside(name, type(current))):
+                line = f"{current.kind}: {line}. Kinds: {', '.join(kinds)}"
             yield name.rstrip("_"), line
 
 

@@ -71,10 +71,10 @@ def inherit(
     merged: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     for file, document in reversed(documents.items()):
-        own = {key: value for key, value in document.items() if key not in (EXTENDS, MAKES_DATA)}
+        settings = {key: value for key, value in document.items() if key not in (EXTENDS, MAKES_DATA)}
         for section in of_components:
-            _replace_another_kind(merged, own, section, origin)
-        _merge(merged, own, file, origin, "")
+            _replace_another_kind(merged, settings, section, origin)
+        _merge(merged, settings, file, origin, "")
     makes = next((document[MAKES_DATA] for document in documents.values() if MAKES_DATA in document), "")
     if not isinstance(makes, str):
         raise RefusedError(

@@ -37,7 +37,7 @@ def read_json(
     path: Path,
     raised: type[RefusedError] = RefusedError,
     *,
-    said: str = "",
+    source: str = "",
     missing: str = "not found",
     largest: int = LARGEST,
 ) -> Any:
@@ -45,56 +45,56 @@ def read_json(
 
     Args:
         raised: the error of a file that is refused.
-        said: how the file is named in messages; empty: its path.
+        source: how the file is named in messages; empty: its path.
         missing: what is said of a file that is not there.
         largest: bytes that are allowed.
 
     Raises:
         raised: the file cannot be read, is too large, is no JSON, or holds what `checked` refuses.
     """
-    said = said or str(path)
-    return parse_json(read_content(path, raised, said=said, missing=missing, largest=largest), said, raised)
+    source = source or str(path)
+    return parse_json(read_content(path, raised, source=source, missing=missing, largest=largest), source, raised)
 
 
 def read_object(
     path: Path,
     raised: type[RefusedError] = RefusedError,
     *,
-    said: str = "",
+    source: str = "",
     missing: str = "not found",
     largest: int = LARGEST,
 ) -> dict[str, Any]:
     """The object in a JSON file; arguments and errors as of `read_json`. Another value is refused too."""
-    said = said or str(path)
-    document = read_json(path, raised, said=said, missing=missing, largest=largest)
+    source = source or str(path)
+    document = read_json(path, raised, source=source, missing=missing, largest=largest)
     if not isinstance(document, dict):
-        raise raised(f"{said}: a JSON object expected, {type(document).__name__} found")
+        raise raised(f"{source}: a JSON object expected, {type(document).__name__} found")
     return document
 
 
 def read_content(
-    path: Path, raised: type[RefusedError], *, said: str = "", missing: str = "not found", largest: int = LARGEST
+    path: Path, raised: type[RefusedError], *, source: str = "", missing: str = "not found", largest: int = LARGEST
 ) -> bytes:
     """The bytes of a file that may be refused; arguments as of `read_json`.
 
     Raises:
         raised: the file cannot be read, or is too large.
     """
-    said = said or str(path)
+    source = source or str(path)
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > largest:
-                raise raised(f"{said}: {size} bytes found, at most {largest} allowed")
+                raise raised(f"{source}: {size} bytes found, at most {largest} allowed")
             content = stream.read(size) if size else b"".join(_parts(stream, largest))  # a pipe says no size
     except FileNotFoundError as error:
-        raise raised(f"{said}: {missing}") from error
+        raise raised(f"{source}: {missing}") from error
     except RefusedError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        raise raised(f"{said}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise raised(f"{source}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(content) > largest:
-        raise raised(f"{said}: more than {largest} bytes found, at most so many allowed")
+        raise raised(f"{source}: more than {largest} bytes found, at most so many allowed")
     return content
 
 
@@ -107,7 +107,7 @@ def _parts(stream: IO[bytes], most: int) -> Iterator[bytes]:
 
 def parse_json(
     content: bytes | str,
-    said: str,
+    source: str,
     raised: type[RefusedError] = RefusedError,
     *,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
@@ -117,7 +117,7 @@ def parse_json(
 
     Args:
         content: in UTF-8, or text.
-        said: where it comes from, for messages.
+        source: where it comes from, for messages.
         pairs: makes an object of its fields; may raise ValueError.
         looked_through: also refuse what `checked` refuses. False: of a long list of samples, whose reader looks at the
             fields that it takes, and at no others: looking through all takes as long as a tenth of the parsing.
@@ -129,13 +129,13 @@ def parse_json(
         text = content if isinstance(content, str) else content.decode("utf-8")
         document = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
-        raise raised(f"{said}: not JSON ({_TOO_DEEP})") from error
+        raise raised(f"{source}: not JSON ({_TOO_DEEP})") from error
     except ValueError as error:  # JSON's, UTF-8's, a number of more than 4,300 digits, or that of `pairs`
-        raise raised(f"{said}: not JSON ({said_by(error)})") from error
-    return checked(document, said, raised) if looked_through else document
+        raise raised(f"{source}: not JSON ({said_by(error)})") from error
+    return checked(document, source, raised) if looked_through else document
 
 
-def checked(document: Any, said: str, raised: type[RefusedError]) -> Any:
+def checked(document: Any, source: str, raised: type[RefusedError]) -> Any:
     """The document, if it has not more than DEEPEST levels, no number beyond LARGEST_NUMBER and no text with half of a
     surrogate pair, which can neither be written nor printed.
 
@@ -156,11 +156,11 @@ def checked(document: Any, said: str, raised: type[RefusedError]) -> Any:
                 inner += value
             elif kind is str:
                 if not can_be_written(value):
-                    raise raised(f"{said}: text with half of a surrogate pair, {quoted(value)}")
+                    raise raised(f"{source}: text with half of a surrogate pair, {quoted(value)}")
             elif kind is int and not -LARGEST_NUMBER < value < LARGEST_NUMBER:
-                raise raised(f"{said}: a number of {len(str(abs(value)))} digits, 40 are allowed")
+                raise raised(f"{source}: a number of {len(str(abs(value)))} digits, 40 are allowed")
         level = inner
-    raise raised(f"{said}: {_TOO_DEEP}")
+    raise raised(f"{source}: {_TOO_DEEP}")
 
 
 def can_be_written(text: str) -> bool:
@@ -192,20 +192,20 @@ def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterato
         raise raised(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, said: str = "", what: str = "") -> list[str]:
+def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source: str = "", what: str = "") -> list[str]:
     """The lines of a text file, in UTF-8.
 
     Args:
-        said: how the file is named in messages; empty: its path.
+        source: how the file is named in messages; empty: its path.
         what: the file should be, for messages; empty: a text file that can be read.
 
     Raises:
         raised: it cannot be read, is too large or no text.
     """
-    said = said or str(path)
-    content = read_content(path, raised, said=said)
+    source = source or str(path)
+    content = read_content(path, raised, source=source)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise raised(f"{said}: not {what or 'a text file that can be read'} ({said_by(error)})") from error
+        raise raised(f"{source}: not {what or 'a text file that can be read'} ({said_by(error)})") from error
     return text.splitlines()

@@ -73,8 +73,8 @@ def data(name: str) -> str:
     of the nearest recipe that it extends; empty if none says it."""
     for path in reversed(resolve(recipe_path(name))[1].chain):
         head = "" if mapping_at(path) is not None else _head(path)
-        if found := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
-            return " ".join(found[1].split())
+        if match := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
+            return " ".join(match[1].split())
     return ""
 
 

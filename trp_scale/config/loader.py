@@ -73,10 +73,10 @@ def data_command(recipe: str, path: str) -> str:
 
     Raises: as `load_recipe`.
     """
-    config, found = resolve(recipe_path(recipe)) if recipe else (None, None)
-    if config is None or found is None or not found.makes_data or config.data.path != path:
+    config, provenance = resolve(recipe_path(recipe)) if recipe else (None, None)
+    if config is None or provenance is None or not provenance.makes_data or config.data.path != path:
         return ""
-    return f"trp-scale {found.makes_data} --output {path}"
+    return f"trp-scale {provenance.makes_data} --output {path}"
 
 
 def _inherited(path: Path) -> Inherited:
@@ -104,18 +104,18 @@ def _is_name(name_or_path: str) -> bool:
     return path.suffix.lower() not in (".yaml", ".yml") and len(path.parts) == 1
 
 
-def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None = None) -> Path:
+def recipe_path(name_or_path: str, said_by: str = "--recipe", source: str | None = None) -> Path:
     """The file of a recipe.
 
     Args:
         name_or_path: a name of the package's or of a module's, or the path of a .yaml file.
         said_by: who names it, for error messages.
-        said: how it is named there; None = as `name_or_path`.
+        source: how it is named there; None = as `name_or_path`.
 
     Raises:
         RefusedError: there is no such recipe or file.
     """
-    path, words = Path(name_or_path), f"{said_by} {said or name_or_path}"
+    path, words = Path(name_or_path), f"{said_by} {source or name_or_path}"
     if not _is_name(name_or_path):
         if not path.is_dir() and path.suffix.lower() not in (".yaml", ".yml"):  # a message may quote what a file holds
             raise RefusedError(f"{words}: not a recipe; allowed: a recipe's name, or the path of a .yaml file")
@@ -140,18 +140,18 @@ def to_dict(config: Config) -> dict[str, Any]:
         section: {setting_name(field): value for field, value in fields.items()} if isinstance(fields, dict) else fields
         for section, fields in dataclasses.asdict(config).items()
     }
-    return dict(sorted(written.items(), key=lambda each: isinstance(each[1], dict)))
+    return dict(sorted(written.items(), key=lambda item: isinstance(item[1], dict)))
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:
     """{"section.field": value} of nested settings; what is no section stands under its own name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, fields in document.items():
         if isinstance(fields, Mapping):
-            found |= {f"{section}.{field}": value for field, value in fields.items()}
+            values |= {f"{section}.{field}": value for field, value in fields.items()}
         else:
-            found[section] = fields
-    return found
+            values[section] = fields
+    return values
 
 
 def setting_name(field: str) -> str:
@@ -226,32 +226,32 @@ def _base_type(document: object, problems: list[str]) -> type[Config]:
         raise RefusedError("\n".join([str(error), *problems[:MOST_PROBLEMS]])) from None
 
 
-def upstream_settings(name: str, said: str = "upstream") -> type[PretrainConfig]:
+def upstream_settings(name: str, source: str = "upstream") -> type[PretrainConfig]:
     """The settings of a pre-training run; raises RefusedError if there is no such upstream."""
-    found: type[PretrainConfig] = find("upstream", name, said).settings
-    return found
+    settings: type[PretrainConfig] = find("upstream", name, source).settings
+    return settings
 
 
-def task_settings(name: str, said: str = "downstream.kind") -> type[FinetuneConfig]:
+def task_settings(name: str, source: str = "downstream.kind") -> type[FinetuneConfig]:
     """The settings of a fine-tuning run; raises RefusedError if there is no such task."""
-    found: type[FinetuneConfig] = find("task", name, said).settings
-    return found
+    settings: type[FinetuneConfig] = find("task", name, source).settings
+    return settings
 
 
 def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]) -> type[Config]:
     """The settings of a run with these hooks and modalities: those of `kind`, and a section for each that has settings
     of its own beside them. One whose section another has is a problem."""
     sections: dict[str, type[Settings]] = {}
-    taken = {field.name for _, _, run in runs() for field in dataclasses.fields(run)}
+    names_in_use = {field.name for _, _, run in runs() for field in dataclasses.fields(run)}
     for part in dict.fromkeys(parts):
-        if part.has_settings and part.name in taken:
+        if part.has_settings and part.name in names_in_use:
             problems.append(
                 f"{part.role} {part.name} of {part.module} has settings, and a section {part.name} is there already; "
                 f"give the {part.role} another name"
             )
         elif part.has_settings:
             sections[part.name] = part.settings
-            taken.add(part.name)
+            names_in_use.add(part.name)
     return _with_sections(kind, tuple(sections.items()))  # type: ignore[arg-type]  # a class can be hashed, whatever its instances can
 
 
@@ -261,9 +261,9 @@ def _with_sections(kind: type[Config], sections: tuple[tuple[str, type[Settings]
     if not sections:
         return kind
     fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in sections]
-    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), kw_only=True)
-    copyreg.pickle(made, _by_its_parts)  # a loader worker cannot import a type that no module holds
-    return made
+    completed = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), kw_only=True)
+    copyreg.pickle(completed, _by_its_parts)  # a loader worker cannot import a type that no module holds
+    return completed
 
 
 def _by_its_parts(config: Config) -> tuple[Callable[..., Config], tuple[list[str], dict[str, Any]]]:
@@ -347,7 +347,7 @@ def describe_owners(run: type[Any], kind: type[Any], section: str, key: str) -> 
 
 def _describe_other_kinds(kind: type[Any], section: str, key: str) -> str:
     """The kinds of a component's role that have a setting which this one has not."""
-    role, own = next(((role, name) for role, name, settings in registered() if settings is kind), ("", ""))
+    role, registered_name = next(((role, name) for role, name, settings in registered() if settings is kind), ("", ""))
     having = [
         name
         for other, name, settings in registered()
@@ -355,21 +355,21 @@ def _describe_other_kinds(kind: type[Any], section: str, key: str) -> str:
         for field in dataclasses.fields(settings)
         if key == setting_name(field.name)
     ]
-    return f"a setting of kind {', '.join(having)}; this run's {section}.kind is {own}" if having else ""
+    return f"a setting of kind {', '.join(having)}; this run's {section}.kind is {registered_name}" if having else ""
 
 
 def _describe_other_runs(run: type[Any], section: str, key: str) -> str:
     """The upstreams, or the tasks, whose runs have a section or a setting of one that this run has not."""
     # The last that fits: what a module registers may derive from one of the package's.
     fitting = [(role, name) for role, name, settings in runs() if issubclass(run, settings)]
-    role, own = fitting[-1] if fitting else ("", "")
+    role, registered_name = fitting[-1] if fitting else ("", "")
     having: dict[str, list[str]] = {}
-    for other, name, settings in sorted(runs(), key=lambda each: each[1]):
-        if any(key in each for each in _keys(settings, section)):
+    for other, name, settings in sorted(runs(), key=lambda entry: entry[1]):
+        if any(key in entry for entry in _keys(settings, section)):
             having.setdefault(other, []).append(name)
     what = "setting" if section else "section"
     if role in having:
-        return f"a {what} of {RUNS[role]} {', '.join(having[role])}; this run's is {own}"
+        return f"a {what} of {RUNS[role]} {', '.join(having[role])}; this run's is {registered_name}"
     others = [f"{TRAINING[other]} ({RUNS[other]} {', '.join(names)})" for other, names in having.items()]
     return f"a {what} of runs of {' or '.join(others)} alone" if role and others else ""
 
@@ -377,7 +377,7 @@ def _describe_other_runs(run: type[Any], section: str, key: str) -> str:
 def _keys(run: type[Any], section: str) -> list[set[str]]:
     """The keys that a section may have, for each of its kinds; those of the whole run if section is ""."""
     kinds = _sections(run).get(section, []) if section else [run]
-    return [{setting_name(field.name) for field in dataclasses.fields(each)} for each in kinds]
+    return [{setting_name(field.name) for field in dataclasses.fields(settings)} for settings in kinds]
 
 
 def _sections(run: type[Any]) -> dict[str, list[type[Any]]]:
@@ -441,7 +441,7 @@ def _value_of_any(kinds: Sequence[Any], value: object) -> object:
     """`value` as the first of these types that it can be."""
     if value is None and NoneType in kinds:
         return None
-    first, *others = (one for one in kinds if one is not NoneType)
+    first, *others = (option for option in kinds if option is not NoneType)
     try:
         return _value(first, value)
     except TypeError as error:

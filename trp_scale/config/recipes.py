@@ -68,4 +68,4 @@ def recipe(name: str, settings: str | os.PathLike[str] | Mapping[str, Any], line
 
 def mapping_at(path: Path) -> Mapping[str, Any] | None:
     """The mapping that stands for this path; None where it is a file's."""
-    return next((each.document for each in registered_recipes.values() if each.path == path), None)
+    return next((recipe.document for recipe in registered_recipes.values() if recipe.path == path), None)

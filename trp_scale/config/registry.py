@@ -88,9 +88,9 @@ class Component:
         return (self.settings.__doc__ or "").strip().split("\n")[0]
 
 
-def named(place: str) -> Any:
+def named(location: str) -> Any:
     """What stands at "module:name"; the module is imported now."""
-    module, _, name = place.partition(":")
+    module, _, name = location.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -135,10 +135,10 @@ def component(
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # whoever takes a name of the package's is told here, and not the package
         module = _module_of(cls)
-        own = cls if implementation else cls.__dict__.get("Settings", Settings)
+        settings = cls if implementation else cls.__dict__.get("Settings", Settings)
         where = f"{cls.__module__}.{cls.__qualname__}"
-        _check_section(own, _base(role), f"{where}: Settings")
-        _check_kind(role, name, own, where)
+        _check_section(settings, _base(role), f"{where}: Settings")
+        _check_kind(role, name, settings, where)
         of_files, of_labels = files or cls.__dict__.get("FileSettings"), labels or cls.__dict__.get("LabelSettings")
         for called, section in (("FileSettings", of_files), ("LabelSettings", of_labels)):
             if section is not None:
@@ -146,13 +146,15 @@ def component(
         known = _components.get((role, name))
         if known is not None and known.module != module:
             raise RefusedError(f"{module}: the {role} {name!r} is registered already, by {known.module}")
-        for other in (each for (own_role, _), each in _components.items() if own_role == role and each.name != name):
+        for other in (
+            component for (own_role, _), component in _components.items() if own_role == role and component.name != name
+        ):
             if both := {*(tasks or (name,))} & {*other.tasks}:
                 raise RefusedError(
                     f"{module}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
                     f"{other.module} has already"
                 )
-        tagged = own if role == "task" else _tagged(role, own, name, documented_by=cls)
+        tagged = settings if role == "task" else _tagged(role, settings, name, documented_by=cls)
         if not implementation:
             cls.Settings = tagged
         _components[role, name] = Component(
@@ -185,24 +187,24 @@ def _module_of(cls: type[Any]) -> str:
     return name
 
 
-def _check_section(own: object, base: type[Any], where: str) -> None:
+def _check_section(section: object, base: type[Any], where: str) -> None:
     """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
-    if not (isinstance(own, type) and issubclass(own, base) and "__dataclass_fields__" in own.__dict__):
+    if not (isinstance(section, type) and issubclass(section, base) and "__dataclass_fields__" in section.__dict__):
         raise RefusedError(
-            f"{where} is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
+            f"{where} is {section!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
             f"trp_scale.{base.__name__}"
         )
-    for each in fields(own):
-        if each.default is MISSING and each.default_factory is MISSING:
+    for field_ in fields(section):
+        if field_.default is MISSING and field_.default_factory is MISSING:
             raise RefusedError(
-                f"{where}: the setting {each.name} has no default; give one, such as `{each.name}: float = "
+                f"{where}: the setting {field_.name} has no default; give one, such as `{field_.name}: float = "
                 "setting(1.0, above=0)`"
             )
 
 
-def _check_kind(role: Role, name: str, own: type[Any], where: str) -> None:
+def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
     """Refuse a task whose section `downstream` says that it is another."""
-    section = next((each.default_factory for each in fields(own) if each.name == "downstream"), MISSING)
+    section = next((field_.default_factory for field_ in fields(settings) if field_.name == "downstream"), MISSING)
     if role == "task" and section is not MISSING and (kind := section().kind) != name:
         raise RefusedError(
             f"{where}: the kind of its section downstream is {kind!r}; allowed: the name that it is registered by, "
@@ -220,16 +222,21 @@ def _base(role: Role) -> type[Any]:
     return PretrainConfig if role == "upstream" else FinetuneConfig
 
 
-def _tagged(role: Role, own: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
+def _tagged(role: Role, settings: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
     """The same section, whose `kind` is this name and no other; or the same run, whose `upstream` is."""
     tag = RUNS.get(role, "kind")
-    described = next(each for each in fields(own) if each.name == tag).metadata
+    described = next(field_ for field_ in fields(settings) if field_.name == tag).metadata
     tagged = make_dataclass(
-        own.__name__, [(tag, Literal[name], field(default=name, metadata=described))], bases=(own,), kw_only=True
+        settings.__name__,
+        [(tag, Literal[name], field(default=name, metadata=described))],
+        bases=(settings,),
+        kw_only=True,
     )
-    tagged.__module__, tagged.__qualname__ = own.__module__, own.__qualname__
-    unsaid = own is Settings or (own.__doc__ or "").startswith(f"{own.__name__}(")  # dataclass writes its call
-    tagged.__doc__ = documented_by.__doc__ if unsaid else own.__doc__
+    tagged.__module__, tagged.__qualname__ = settings.__module__, settings.__qualname__
+    unsaid = settings is Settings or (settings.__doc__ or "").startswith(
+        f"{settings.__name__}("
+    )  # dataclass writes its call
+    tagged.__doc__ = documented_by.__doc__ if unsaid else settings.__doc__
     return tagged
 
 
@@ -243,7 +250,7 @@ def _load_all() -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         _load_entry(entry)
     global _always
-    _always = frozenset(each.module for each in _components.values())
+    _always = frozenset(registered.module for registered in _components.values())
 
 
 def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
@@ -264,11 +271,11 @@ def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
         ) from error
 
 
-def find(role: str, name: str, said: str = "") -> Component:
+def find(role: str, name: str, source: str = "") -> Component:
     """A component by its name.
 
     Args:
-        said: the flag or key that names it, for the message.
+        source: the flag or key that names it, for the message.
 
     Raises:
         RefusedError: there is none; names the nearest and all known ones.
@@ -276,7 +283,7 @@ def find(role: str, name: str, said: str = "") -> Component:
     _load_all()
     if (role, name) in _components:
         return _components[role, name]
-    raise RefusedError(f"{said or role} is {quoted(name)}: {unknown_component(role, name)}")
+    raise RefusedError(f"{source or role} is {quoted(name)}: {unknown_component(role, name)}")
 
 
 def unknown_component(role: str, name: str) -> str:
@@ -291,7 +298,7 @@ def unknown_component(role: str, name: str) -> str:
 def names(role: str) -> list[str]:
     """Names of all components of a role, in the order of registration."""
     _load_all()
-    return [name for own, name in _components if own == role]
+    return [name for component_role, name in _components if component_role == role]
 
 
 def listed_roles(section: str) -> list[str]:
@@ -302,13 +309,19 @@ def listed_roles(section: str) -> list[str]:
 def own_modules() -> list[str]:
     """Modules that registered components here but not in every process; another imports them by these names."""
     _load_all()
-    return list(dict.fromkeys(each.module for each in _components.values() if each.module not in _always))
+    return list(
+        dict.fromkeys(component.module for component in _components.values() if component.module not in _always)
+    )
 
 
 def registered() -> list[tuple[str, str, type[Settings]]]:
     """(role, name, settings) of all components that are a section of a run."""
     _load_all()
-    return [(each.role, each.name, each.settings) for each in _components.values() if each.role not in RUNS]
+    return [
+        (component.role, component.name, component.settings)
+        for component in _components.values()
+        if component.role not in RUNS
+    ]
 
 
 def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Section]]:
@@ -320,7 +333,11 @@ def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Sec
 def runs() -> list[tuple[str, str, type[Any]]]:
     """(role, name, settings) of all components that a whole run is of."""
     _load_all()
-    return [(each.role, each.name, each.settings) for each in _components.values() if each.role in RUNS]
+    return [
+        (component.role, component.name, component.settings)
+        for component in _components.values()
+        if component.role in RUNS
+    ]
 
 
 def registered_as(thing: Settings | type[Any]) -> Component:
@@ -330,9 +347,9 @@ def registered_as(thing: Settings | type[Any]) -> Component:
         RefusedError: it is of none.
     """
     _load_all()
-    for each in _components.values():
-        if each.settings is type(thing) or each.implementation in (thing, _place(thing)):
-            return each
+    for component in _components.values():
+        if component.settings is type(thing) or component.implementation in (thing, _place(thing)):
+            return component
     raise RefusedError(f"{thing!r} is no component; @trp_scale.component(ROLE, NAME) above a class registers it")
 
 
@@ -343,7 +360,7 @@ def _place(cls: object) -> str:
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
     """Names of all components of the role that the settings of this section are of; empty where no `kind` chooses."""
     of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
-    role = next(of_runs, next((role for role, _, own in registered() if own is settings), None))
+    role = next(of_runs, next((role for role, _, kind in registered() if kind is settings), None))
     return [] if role in (None, *LISTED) else names(role)
 
 
@@ -386,7 +403,9 @@ def load_module(name_or_path: str) -> str:
         raise
     except Exception as error:
         raise RefusedError(f"--module {name_or_path}: {type(error).__name__}: {error}") from error
-    found = getattr(module, "__file__", None)
-    if path.suffix == ".py" and found and Path(found).resolve() != path.resolve():
-        raise RefusedError(f"--module {name_or_path}: a module {name} from {found} is in its place; rename the file")
+    path_text = getattr(module, "__file__", None)
+    if path.suffix == ".py" and path_text and Path(path_text).resolve() != path.resolve():
+        raise RefusedError(
+            f"--module {name_or_path}: a module {name} from {path_text} is in its place; rename the file"
+        )
     return name

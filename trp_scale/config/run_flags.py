@@ -145,29 +145,29 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     return arguments
 
 
-def arguments_of(given: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
+def arguments_of(arguments: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
     """What `parse` reads of a command line that says the same, in Python's words.
 
     Args:
-        given: the command's own flags.
+        arguments: the command's own flags.
         hooks: as --hooks; None = those of the recipe.
         settings: {section: {field: value}} that differ from the recipe's.
 
     Raises:
         RefusedError: as `parse`; also for unknown settings and values of a wrong type, all in one message.
     """
-    given.module = list(dict.fromkeys([*map(load_module, given.module), *own_modules()]))
-    upstream, run_dir = str(settings.get("upstream", "")), str(given.run_dir or "")
-    first = First(recipe=given.recipe, run_dir=run_dir, modules=tuple(given.module), upstream=upstream)
-    config = starting_settings(first, given.module, PretrainConfig, prog="trp_scale.pretrain")
+    arguments.module = list(dict.fromkeys([*map(load_module, arguments.module), *own_modules()]))
+    upstream, run_dir = str(settings.get("upstream", "")), str(arguments.run_dir or "")
+    first = First(recipe=arguments.recipe, run_dir=run_dir, modules=tuple(arguments.module), upstream=upstream)
+    config = starting_settings(first, arguments.module, PretrainConfig, prog="trp_scale.pretrain")
     listed = {} if hooks is None else {"hooks": list(hooks)}
     document = to_dict(with_components(config, flat(settings) | listed))
     for name, value in settings.items():
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
-    given.config = from_dict(document, source="trp_scale.pretrain")
-    _check_flags(given)
-    check(given.config)
-    return given
+    arguments.config = from_dict(document, source="trp_scale.pretrain")
+    _check_flags(arguments)
+    check(arguments.config)
+    return arguments
 
 
 def starting_settings(first: First, modules: list[str], settings: type[Config], *, prog: str) -> Config:
@@ -224,9 +224,9 @@ def read_first(argv: Sequence[str]) -> First:
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("--upstream", default="")
     parser.add_argument("--downstream.kind", dest="task", default="")
-    found = _known(parser, argv)
-    modules = tuple(found.pop("module", ()))
-    return First(modules=modules, **found)
+    flags = _known(parser, argv)
+    modules = tuple(flags.pop("module", ()))
+    return First(modules=modules, **flags)
 
 
 def _partial_parser() -> argparse.ArgumentParser:
@@ -243,7 +243,7 @@ def _known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, An
 
 def component_sections(kind: type[Config]) -> dict[str, str]:
     """{section: role} of the sections whose settings are those of a component of this kind."""
-    return {each.name: each.metadata["role"] for each in dataclasses.fields(kind) if "role" in each.metadata}
+    return {field.name: field.metadata["role"] for field in dataclasses.fields(kind) if "role" in field.metadata}
 
 
 def of_upstream(config: Config, upstream: str) -> Config:
@@ -260,13 +260,13 @@ def of_task(config: FinetuneConfig, kind: str) -> Config:
 
 def _kept(config: Config, new: type[Config]) -> dict[str, Any]:
     """The values of the settings that a run and another kind of run have from one class."""
-    own, other = get_type_hints(type(config)), get_type_hints(new)
+    types, other = get_type_hints(type(config)), get_type_hints(new)
     kept: dict[str, Any] = {}
     for name, value in to_dict(config).items():
-        if name in config.hooks or other.get(name) == own[name]:
+        if name in config.hooks or other.get(name) == types[name]:
             kept[name] = value
-        elif dataclasses.is_dataclass(own[name]) and name in other:
-            kept[name] = _shared(own[name], other[name], value)
+        elif dataclasses.is_dataclass(types[name]) and name in other:
+            kept[name] = _shared(types[name], other[name], value)
     return kept
 
 
@@ -280,28 +280,28 @@ def component_flags(argv: Sequence[str], run: type[Config]) -> dict[str, Any]:
     return {name: value for name, value in _known(parser, argv).items() if value is not None}
 
 
-def with_components(config: Config, given: Mapping[str, Any]) -> Config:
+def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
     """The same settings with the components that are named. Another kind starts from its own defaults, but for the
     settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
     stay.
 
     Args:
-        given: {"section.field": value}, of which `section.kind` and the run's lists are read.
+        chosen: {"section.field": value}, of which `section.kind` and the run's lists are read.
     """
     run, roles, document = type(config), component_sections(type(config)), to_dict(config)
     for section, role in roles.items():
-        if (kind := given.get(f"{section}.kind")) and kind != getattr(config, section).kind:
+        if (kind := chosen.get(f"{section}.kind")) and kind != getattr(config, section).kind:
             old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
             document[section] = _shared(old, new, document[section]) | {"kind": kind}
     before = run.parts(document, [])
-    for name in given.get("hooks", ()):
+    for name in chosen.get("hooks", ()):
         find("hook", name, "--hooks")
     for listed in run.lists:
         section, _, name = listed.rpartition(".")
-        if listed in given:
-            (document[section] if section else document)[name] = given[listed]
+        if listed in chosen:
+            (document[section] if section else document)[name] = chosen[listed]
     stay = run.parts(document, [])
-    for gone in (each.name for each in before if each.has_settings and each not in stay):
+    for gone in (part.name for part in before if part.has_settings and part not in stay):
         document.pop(gone)
     return from_dict(document)
 
@@ -317,13 +317,13 @@ def _owners(kind: type[Any]) -> dict[str, type[Any]]:
     return {setting_name(name): owner for owner in reversed(kind.__mro__) for name in inspect.get_annotations(owner)}
 
 
-def require_modules(run_dir: str, given: Sequence[str]) -> None:
+def require_modules(run_dir: str, modules: Sequence[str]) -> None:
     """Refuse to go on in a run directory without the modules that its run was made with."""
     path = Path(run_dir) / "config.yaml"
     if not run_dir or not path.is_file():
         return
     made_with = Fields(read_document(path), str(path)).texts("modules", [])
-    if missing := [name for name in made_with if name not in given]:
+    if missing := [name for name in made_with if name not in modules]:
         raise RefusedError(
             f"{run_dir} is a run with --module {' --module '.join(map(str, missing))}; give it here too, by its "
             "file or its dotted name, or another --run_dir"
@@ -335,14 +335,14 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     for argument in argv:
         flag = argument.removeprefix("--").partition("=")[0]
         section, _, name = flag.replace("-", "_").partition(".")
-        own = getattr(config, section, None)
+        current = getattr(config, section, None)
         if not argument.startswith("--") or not name:
             continue
-        if own is None and (words := config.absent(section)):
+        if current is None and (words := config.absent(section)):
             raise RefusedError(f"--{section}.{name}: {words}")
-        kind: type[Any] = type(config if own is None else own)
-        known = {setting_name(each.name) for each in dataclasses.fields(kind)}
-        if own is not None and name in known:
+        kind: type[Any] = type(config if current is None else current)
+        known = {setting_name(field.name) for field in dataclasses.fields(kind)}
+        if current is not None and name in known:
             continue
         if words := describe_owners(type(config), kind, section, name):
             raise RefusedError(f"--{section}.{name}: {words}")

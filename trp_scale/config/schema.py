@@ -115,23 +115,23 @@ class Fields:
 
     def whole(self, name: str, *, least: int = 0, default: int = _NEEDED) -> int:
         """A whole number from `least` on."""
-        found: int = self.take(name, Annotated[int, Least(least)], default)
-        return found
+        value: int = self.take(name, Annotated[int, Least(least)], default)
+        return value
 
     def text(self, name: str, default: str = _NEEDED) -> str:
         """A text."""
-        found: str = self.take(name, str, default)
-        return found
+        value: str = self.take(name, str, default)
+        return value
 
     def texts(self, name: str, default: list[str] = _NEEDED) -> list[str]:
         """A list of texts."""
-        found: list[str] = self.take(name, list[str], default)
-        return found
+        value: list[str] = self.take(name, list[str], default)
+        return value
 
     def file_names(self, name: str) -> list[str]:
         """A list of names of files, none of which leads to another folder."""
-        found: list[str] = self.take(name, list[FileName])
-        return found
+        value: list[str] = self.take(name, list[FileName])
+        return value
 
     def section(self, name: str) -> Fields:
         """The fields of an object within; of one that is not there or null: none."""
@@ -140,8 +140,8 @@ class Fields:
 
     def objects(self, name: str) -> list[dict[str, Any]]:
         """A list of objects."""
-        found: list[dict[str, Any]] = self.take(name, list[dict[str, Any]])
-        return found
+        value: list[dict[str, Any]] = self.take(name, list[dict[str, Any]])
+        return value
 
     def refusal(self, words: str) -> RefusedError:
         """The error that says `words` of the object."""
@@ -171,12 +171,12 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
         raised: it has not.
     """
     try:
-        found: Kind = of_kind(kind, document)
+        result: Kind = of_kind(kind, document)
     except WrongValueError as error:
-        place = error.at("").removeprefix(".")
-        words = f"{f'{place} ' * bool(place)}{quoted(error.value)} found, {error.allowed} expected"
+        location = error.at("").removeprefix(".")
+        words = f"{f'{location} ' * bool(location)}{quoted(error.value)} found, {error.allowed} expected"
         raise raised(f"{where}: {words}{f'; {advice}' * bool(advice)}") from None
-    return found
+    return result
 
 
 Read = Callable[[Any], Any]
@@ -246,7 +246,7 @@ def _plain(kind: Any) -> Read:
 
 def _choice(allowed: tuple[Any, ...]) -> Read:
     def read(value: Any) -> Any:
-        if not any(type(value) is type(each) and value == each for each in allowed):
+        if not any(type(value) is type(option) and value == option for option in allowed):
             raise WrongValueError(value, f"one of {', '.join(map(str, allowed))}")
         return value
 
@@ -259,12 +259,12 @@ def _limited(inner: Read, limit: Limit) -> Read:
 
     def read(value: Any) -> Any:
         try:
-            found = inner(value)
+            result = inner(value)
         except WrongValueError:
             raise WrongValueError(value, allowed) from None
-        if not keeps(found):
+        if not keeps(result):
             raise WrongValueError(value, allowed)
-        return found
+        return result
 
     return read
 
@@ -289,7 +289,7 @@ def _reader_of_any(kinds: tuple[Any, ...]) -> Read:
 
 
 def _list_reader(as_tuple: bool, arguments: tuple[Any, ...]) -> Read:
-    one = _reader(arguments[0] if arguments else Any)
+    read_item = _reader(arguments[0] if arguments else Any)
     fixed = [_reader(kind) for kind in arguments] if as_tuple and arguments[1:] != (...,) else None
 
     def read(value: Any) -> Any:
@@ -297,32 +297,32 @@ def _list_reader(as_tuple: bool, arguments: tuple[Any, ...]) -> Read:
             raise WrongValueError(value, "a list")
         if fixed is not None and len(value) != len(fixed):
             raise WrongValueError(value, f"a list of {len(fixed)}")
-        place = 0
-        found = []
+        position = 0
+        items = []
         try:
-            for place, each in enumerate(value):
-                found.append((one if fixed is None else fixed[place])(each))
+            for position, item in enumerate(value):
+                items.append((read_item if fixed is None else fixed[position])(item))
         except WrongValueError as error:
-            raise error.below(f"[{place}]") from None
-        return tuple(found) if as_tuple else found
+            raise error.below(f"[{position}]") from None
+        return tuple(items) if as_tuple else items
 
     return read
 
 
 def _mapping_reader(arguments: tuple[Any, ...]) -> Read:
-    name_of, one = (_reader(kind) for kind in arguments or (Any, Any))
+    name_of, read_value = (_reader(kind) for kind in arguments or (Any, Any))
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise WrongValueError(value, "fields by name: {...}")
         name: Any = ""
-        found = {}
+        items = {}
         try:
-            for name, each in value.items():
-                found[name_of(name)] = one(each)
+            for name, item in value.items():
+                items[name_of(name)] = read_value(item)
         except WrongValueError as error:
             raise error.below(f".{name}") from None
-        return found
+        return items
 
     return read
 
@@ -349,14 +349,14 @@ def _record_reader(kind: Any) -> Read:
             raise WrongValueError(value, f"a field {min(needed - value.keys())!r} in it")
         if not passes_over and not value.keys() <= known:
             raise WrongValueError(min(value.keys() - known), f"a field among {', '.join(fields)}")
-        name, found = "", {}
+        name, values = "", {}
         try:
             for name, reader in readers.items():
                 if name in value:
-                    found[name] = reader(value[name])
+                    values[name] = reader(value[name])
         except WrongValueError as error:
             raise error.below(f".{name}") from None
-        return kind(**found)
+        return kind(**values)
 
     return read
 

@@ -91,30 +91,30 @@ def near_divisors(whole: int, wanted: int) -> str:
 def given(section: Section) -> dict[str, Any]:
     """The settings of a section that are not at their defaults."""
     default = type(section)()
-    values = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
+    values = {field_.name: getattr(section, field_.name) for field_ in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def sections(config: Any) -> Mapping[str, Any]:
     """The sections of a run, or of a command, by name."""
     return {
-        each.name: value
-        for each in dataclasses.fields(config)
-        if dataclasses.is_dataclass(value := getattr(config, each.name))
+        field_.name: value
+        for field_ in dataclasses.fields(config)
+        if dataclasses.is_dataclass(value := getattr(config, field_.name))
     }
 
 
 def range_problems(config: Any) -> Iterator[str]:
     """Every number of a section outside its range."""
     for name, section in sections(config).items():
-        for each in dataclasses.fields(section):
-            allowed, value = each.metadata.get("range"), getattr(section, each.name)
+        for field_ in dataclasses.fields(section):
+            allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
             if allowed is None or value is None or isinstance(value, str):  # a word such as auto, in place of a number
                 continue
             if value not in allowed:
                 finite = ", and finite" if value == math.inf else ""
-                words = f"{allowed}{finite}{_or_words(section, each)}"
-                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {words}"
+                words = f"{allowed}{finite}{_or_words(section, field_)}"
+                yield f"--{name}.{field_.name.rstrip('_')} is {value}, allowed: {words}"
 
 
 def _or_words(section: Any, setting: dataclasses.Field[Any]) -> str:

@@ -62,15 +62,15 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys: set[Any] = set()
-        for place, _ in node.value:
-            if not isinstance(place, yaml.ScalarNode):
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
                 raise _LimitError(
-                    f"line {place.start_mark.line + 1}: a key that is a list or a mapping; a name expected"
+                    f"line {key_node.start_mark.line + 1}: a key that is a list or a mapping; a name expected"
                 )
-            key = self.construct_object(place, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {quoted(key)} is given twice", place.start_mark
+                    None, None, f"key {quoted(key)} is given twice", key_node.start_mark
                 )
             keys.add(key)
         return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]

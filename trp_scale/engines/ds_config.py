@@ -138,7 +138,7 @@ def read(path: Path) -> Document:
         return dict(pairs)
 
     said = f"--ds_config {path}"
-    document = parse_json(read_content(path, RefusedError, said=said), said, pairs=unique)
+    document = parse_json(read_content(path, RefusedError, source=said), said, pairs=unique)
     if not isinstance(document, dict):
         raise RefusedError(f"{said} is a {type(document).__name__}; allowed: a JSON object")
     return document

@@ -67,18 +67,18 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 
 @contextmanager
-def directories_for(*given: Path | None, world: Group) -> Iterator[None]:
+def directories_for(*paths: Path | None, world: Group) -> Iterator[None]:
     """Context with directories that all ranks see. After an error those that it made are gone, where they are empty."""
-    directories = [each for each in given if each is not None]
-    made = {each for directory in directories for each in (directory, *directory.parents) if not each.exists()}
+    directories = [path for path in paths if path is not None]
+    created = {path for directory in directories for path in (directory, *directory.parents) if not path.exists()}
     try:
         for directory in directories:
             check_shared_directory(directory, world)
         yield
     except BaseException:
-        for each in sorted(made, reverse=True) if world.rank == 0 else ():  # what lies in another comes first
+        for path in sorted(created, reverse=True) if world.rank == 0 else ():  # what lies in another comes first
             with suppress(OSError):
-                each.rmdir()
+                path.rmdir()
         raise
 
 
@@ -117,7 +117,7 @@ def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environm
 
 def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     if sets:
-        parts = ["robustness", *(one.name for one in sets)]
+        parts = ["robustness", *(robustness_set.name for robustness_set in sets)]
     else:
         parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
         parts += [str(arguments.rows or ""), "masks" if arguments.background else ""]
@@ -133,13 +133,13 @@ def _own(
     Args:
         several: a task has several seeds: each has predictions in a directory of its own.
     """
-    found = []
+    results = []
     for run in seeds:
         directory = arguments.predictions
         if directory is not None and several:
             directory /= f"seed_{run.config.training.seed}"
-        found.append(measure_run(run, arguments, environment, directory))
-    figures = [one for one in found if one is not None]
+        results.append(measure_run(run, arguments, environment, directory))
+    figures = [result for result in results if result is not None]
     return [join(figures)] if figures else []
 
 
@@ -149,7 +149,7 @@ def _robust(
     """Each set over the seeds of one classifier."""
     from trp_scale.evaluation.robustness import measure_robustness
 
-    found = [
+    results = [
         measure_robustness(
             run,
             sets,
@@ -160,7 +160,7 @@ def _robust(
         )
         for run in seeds
     ]
-    return [join(list(of_set)) for of_set in zip(*found, strict=True)]
+    return [join(list(of_set)) for of_set in zip(*results, strict=True)]
 
 
 def measure_run(
@@ -186,7 +186,7 @@ def measure_run(
         engine = predicting_engine(task.model(), run, environment)
         collected = None if task.unlabelled else task.metrics()
         saved = None if directory is None else task.predictions(directory, engine.data_group)
-        collectors: list[Collector] = [each for each in (collected, saved) if each is not None]
+        collectors: list[Collector] = [collector for collector in (collected, saved) if collector is not None]
         predict(engine, task, task.sources.validation.windows(), collectors)
         written = [] if saved is None else saved.finish()
     finally:
@@ -245,10 +245,11 @@ def _check_data(
 
 def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTask) -> None:
     """Refuse data whose classes are not the model's: where the training data is gone, nothing else compares them."""
-    found = task.checkpoint_extra().get("classes")
-    if run.classes is not None and found is not None and tuple(found) != run.classes:
+    classes = task.checkpoint_extra().get("classes")
+    if run.classes is not None and classes is not None and tuple(classes) != run.classes:
         raise RefusedError(
-            f"--data: classes {_listed(tuple(found))} found, the model's are {_listed(run.classes)}; shard data of the "
+            f"--data: classes {_listed(tuple(classes))} found, the model's are {_listed(run.classes)}; "
+            "shard data of the "
             "same classes, in the same order; sets of some of ImageNet's classes are measured with --robustness"
         )
     if config.downstream.classes != run.config.downstream.classes:

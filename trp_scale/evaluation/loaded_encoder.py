@@ -56,8 +56,8 @@ class TextEncoder(Encoder):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """[B, L] pieces, as `tokenizer(texts, padding=True, return_tensors="pt")` gives them -> [B, L, D]."""
-        found = self.backbone(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        return found.last_hidden_state  # type: ignore[no-any-return]
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class VisionEncoder(Encoder):

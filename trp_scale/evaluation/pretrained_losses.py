@@ -69,14 +69,14 @@ def check_flags(arguments: EvaluateArguments) -> None:
     Raises:
         RefusedError: naming the flag.
     """
-    for flag, given in (
+    for flag, value in (
         ("robustness", arguments.robustness),
         ("images", arguments.images),
         ("classes", arguments.classes),
         ("predictions", arguments.predictions),
         ("partial", arguments.partial),
     ):
-        if given:
+        if value:
             raise RefusedError(
                 f"--{flag} is for fine-tuned runs, and --run {arguments.run} is one of pre-training; leave it out"
             )
@@ -131,24 +131,24 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
         upstream.sources.close()
     refuse_unread(corrupt, engine.data_group)
     assert losses is not None, "nothing asks to leave it"
-    balanced = {upstream.objective.tasks[place] for place in upstream.objective.balanced}
+    balanced = {upstream.objective.tasks[number] for number in upstream.objective.balanced}
     which = "all" if arguments.data else f"held out {run.config.data.validation_fraction:g}"
-    found = [
+    results = [
         SeedResult(
             task=name,
             metric=LOSS,
             split=arguments.split or ("test" if arguments.data else "dev"),
             lower_is_better=True,
             seed=config.training.seed,
-            metrics={LOSS: one["loss"]},
-            detail={"elements": one["count"], "rows": plan.rows},
+            metrics={LOSS: task["loss"]},
+            detail={"elements": task["count"], "rows": plan.rows},
             rows=f"{plan.rows} rows of {rows.digest()[:12]} ({which})",
             judged=name in balanced,
         )
-        for name, one in losses["tasks"].items()
-        if one["count"]
+        for name, task in losses["tasks"].items()
+        if task["count"]
     ]
-    return Results(recipe=run.config.upstream, encoder=run.describe(), tasks=[join([one]) for one in found])
+    return Results(recipe=run.config.upstream, encoder=run.describe(), tasks=[join([task]) for task in results])
 
 
 def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Any:

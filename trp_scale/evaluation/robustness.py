@@ -37,38 +37,39 @@ from trp_scale.finetuning.task import GatheredRows, measure
 from trp_scale.reporting.results import SeedResult
 
 
-def class_columns(model: tuple[str, ...], found: tuple[str, ...] | None, where: Path) -> Tensor:
+def class_columns(model: tuple[str, ...], set_classes: tuple[str, ...] | None, where: Path) -> Tensor:
     """[k] int64: the model's number of each class of a set, by name.
 
     Args:
         model: names of the model's classes.
-        found: of the set's.
+        set_classes: of the set's.
         where: the set.
 
     Raises:
         RefusedError: the set's classes have no names, or the model does not know one of them, or has two of its name.
     """
-    if found is None:
+    if set_classes is None:
         raise RefusedError(
             f"{where}: dataset.json names no classes, and they are matched with the model's by name; shard it from a "
             "folder with a sub-folder for each class, such as n01440764, or with --class_names"
         )
-    number = {name: place for place, name in enumerate(model)}
-    unknown = [name for name in found if name not in number]
+    number = {name: number_of_name for number_of_name, name in enumerate(model)}
+    unknown = [name for name in set_classes if name not in number]
     if unknown:
         raise RefusedError(
-            f"{where}: {len(unknown)} of its {len(found)} classes ({', '.join(unknown[:3])}) are not among the model's "
+            f"{where}: {len(unknown)} of its {len(set_classes)} classes ({', '.join(unknown[:3])}) are not among "
+            "the model's "
             f"{len(model)} ({', '.join(model[:3])}, ...); the names of the folders that both were sharded from must be "
             "the same, such as n01440764"
         )
-    if found == model:
-        return torch.arange(len(found))
-    if several := [name for name, count in Counter(model).items() if count > 1 and name in found]:
+    if set_classes == model:
+        return torch.arange(len(set_classes))
+    if several := [name for name, count in Counter(model).items() if count > 1 and name in set_classes]:
         raise RefusedError(
             f"{where}: the model has two classes of the name {several[0]}, so that it is not known which one is meant; "
             "fine-tune and shard with the names of folders, such as n01440764"
         )
-    return torch.tensor([number[name] for name in found])
+    return torch.tensor([number[name] for name in set_classes])
 
 
 class SubsetAccuracy:
@@ -173,13 +174,13 @@ class RobustClassifier:
         columns = class_columns(self.classes, images.opened.meta.classes, directory)
         return measure(self.engine, SubsetTask(columns, ImageClassification()), images.batches(self.environment.data))
 
-    def on_set(self, one: RobustnessSet) -> SeedResult:
+    def on_set(self, images: RobustnessSet) -> SeedResult:
         """Accuracy on a set of images as they are."""
-        found = self.accuracy(one.directory)
-        detail = found.pop("detail")
-        return self._result(one, "accuracy", found, detail, lower_is_better=False)
+        accuracy = self.accuracy(images.directory)
+        detail = accuracy.pop("detail")
+        return self._result(images, "accuracy", accuracy, detail, lower_is_better=False)
 
-    def on_corruptions(self, one: RobustnessSet, *, partial: bool) -> SeedResult:
+    def on_corruptions(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
         """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
         the errors that it is divided by, and published ones, are of the images as they are.
 
@@ -187,40 +188,44 @@ class RobustClassifier:
             partial: whether it may be over some of the corruptions and severities alone.
         """
         present = {
-            name: [level for level in SEVERITIES if (one.directory / name / str(level) / "dataset.json").is_file()]
+            name: [level for level in SEVERITIES if (images.directory / name / str(level) / "dataset.json").is_file()]
             for name in ALEXNET_ERRORS
         }
-        check_complete(present, str(one.directory), partial=partial)
+        check_complete(present, str(images.directory), partial=partial)
         if len(self.classes) != IMAGENET:
             logger.warning(
                 "%s: the model has %d classes; the errors of AlexNet that the mean corruption error is divided by are "
                 "of ImageNet's %d, so it is no published figure",
-                one.directory,
+                images.directory,
                 len(self.classes),
                 IMAGENET,
             )
         errors = {
-            name: {level: self._error(one.directory / name / str(level)) for level in levels}
+            name: {level: self._error(images.directory / name / str(level)) for level in levels}
             for name, levels in present.items()
             if levels
         }
-        found = corruption_error(errors)
-        label = "" if found.complete else f" (partial: {found.severities} of {len(ALEXNET_ERRORS) * len(SEVERITIES)})"
+        corruption = corruption_error(errors)
+        label = (
+            ""
+            if corruption.complete
+            else f" (partial: {corruption.severities} of {len(ALEXNET_ERRORS) * len(SEVERITIES)})"
+        )
         metric = f"mean_corruption_error{label}"
-        metrics = {metric: found.mce, f"mean_error{label}": found.mean_error}
-        metrics |= {f"error_{name}": value for name, value in found.errors.items()}
+        metrics = {metric: corruption.mce, f"mean_error{label}": corruption.mean_error}
+        metrics |= {f"error_{name}": value for name, value in corruption.errors.items()}
         detail = {
             "errors": {name: {str(level): error for level, error in levels.items()} for name, levels in errors.items()},
-            "corruption_errors": found.relative,
+            "corruption_errors": corruption.relative,
         }
-        return self._result(one, metric, metrics, detail, lower_is_better=True)
+        return self._result(images, metric, metrics, detail, lower_is_better=True)
 
     def _error(self, directory: Path) -> float:
         return 1.0 - float(self.accuracy(directory, whole=True)["accuracy"])
 
     def _result(
         self,
-        one: RobustnessSet,
+        images: RobustnessSet,
         metric: str,
         metrics: dict[str, float],
         detail: dict[str, Any],
@@ -228,7 +233,7 @@ class RobustClassifier:
         lower_is_better: bool,
     ) -> SeedResult:
         return SeedResult(
-            task=one.title,
+            task=images.title,
             metric=metric,
             split="test",
             lower_is_better=lower_is_better,
@@ -251,6 +256,6 @@ def measure_robustness(
     """One seed on each of the sets, in their order. Collective; arguments as for `RobustClassifier`."""
     classifier = RobustClassifier(run, environment, classes_of=classes_of, micro_size=micro_size)
     return [
-        classifier.on_corruptions(one, partial=partial) if one.name == CORRUPTED else classifier.on_set(one)
-        for one in sets
+        classifier.on_corruptions(images, partial=partial) if images.name == CORRUPTED else classifier.on_set(images)
+        for images in sets
     ]

@@ -103,7 +103,7 @@ def open_encoder(path: str) -> EncoderSource:
             f"hub are not downloaded{name_seed_runs(place)}"
         )
     said = f"--from {path}: config.json"
-    found = read_object(description, said=said)
+    found = read_object(description, source=said)
     if found.get("model_type") == "bert":
         return _of_bert(path, Fields(found, said))
     if found.get("model_type") == "vit_mae":

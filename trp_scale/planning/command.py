@@ -27,11 +27,11 @@ def print_plan(arguments: PlanArguments) -> int:
     """`trp-scale plan`."""
     facts, whence = facts_of(arguments)
     counted = Counted(arguments.config, facts)
-    given = given_of(arguments)
+    choices = given_of(arguments)
     cluster = Cluster(gpu=gpu_of(arguments.gpu), gpus=arguments.gpus)
-    for line in report(counted, cluster, given, recipe=arguments.recipe, best=arguments.best):
+    for line in report(counted, cluster, choices, recipe=arguments.recipe, best=arguments.best):
         print(line, flush=True)
-    for line in predicted(counted, cluster.gpu, arguments.worlds(), given):
+    for line in predicted(counted, cluster.gpu, arguments.worlds(), choices):
         print(line, flush=True)
     print("\nassumed:")
     print("\n".join(f"- {line}" for line in [whence, *tables.assumed(cluster.gpu)]))
@@ -57,50 +57,50 @@ def given_of(arguments: Arguments) -> Given:
     return Given(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
 
 
-def report(counted: Counted, cluster: Cluster, given: Given, *, recipe: str, best: int) -> Iterator[str]:
+def report(counted: Counted, cluster: Cluster, choices: Given, *, recipe: str, best: int) -> Iterator[str]:
     """The best layouts with their commands, and what each takes.
 
     Raises:
         RefusedError: nothing fits; names the nearest that does.
     """
     yield from tables.described(counted, cluster)
-    plans = planned(counted, cluster, given)
-    found = fitting(plans)
-    if not found:
-        raise refusal(counted, plans, given)
+    plans = planned(counted, cluster, choices)
+    plans_that_fit = fitting(plans)
+    if not plans_that_fit:
+        raise refusal(counted, plans, choices)
     yield ""
-    yield from tables.ranking(found[:best])
+    yield from tables.ranking(plans_that_fit[:best])
     yield ""
     yield from tables.memory_of(plans)
     yield ""
-    yield f"best: {found[0].layout.name}"
-    yield from tables.time_of(found[0])
+    yield f"best: {plans_that_fit[0].layout.name}"
+    yield from tables.time_of(plans_that_fit[0])
     yield ""
-    yield from (f"{number}. {one.command(recipe)}" for number, one in enumerate(found[:best], 1))
+    yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
 
 
-def predicted(counted: Counted, gpu: Gpu, worlds: Sequence[int], given: Given) -> Iterator[str]:
+def predicted(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given) -> Iterator[str]:
     """The curve over numbers of GPUs; nothing where none is asked for."""
     if not worlds:
         return
     yield ""
-    yield from tables.curve(best_on(counted, gpu, worlds, given))
+    yield from tables.curve(best_on(counted, gpu, worlds, choices))
 
 
 def best_on(
-    counted: Counted, gpu: Gpu, worlds: Sequence[int], given: Given | None = None
+    counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given | None = None
 ) -> dict[int, Plan | RefusedError]:
     """The fastest plan on each number of GPUs, or why there is none."""
-    found: dict[int, Plan | RefusedError] = {}
+    plan_of_world: dict[int, Plan | RefusedError] = {}
     for gpus in worlds:
         try:
-            plans = planned(counted, Cluster(gpu=gpu, gpus=gpus), given)
+            plans = planned(counted, Cluster(gpu=gpu, gpus=gpus), choices)
         except RefusedError as error:
-            found[gpus] = error
+            plan_of_world[gpus] = error
             continue
         that_fit = fitting(plans)
-        found[gpus] = that_fit[0] if that_fit else RefusedError("no layout fits")
-    return found
+        plan_of_world[gpus] = that_fit[0] if that_fit else RefusedError("no layout fits")
+    return plan_of_world
 
 
 def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
@@ -112,14 +112,14 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     gpu, why = this_gpu()
     config = arguments.config
     counted = Counted(config, upstream_of(config).facts(config))
-    given = replace(given_of(arguments), engine=arguments.engine_for(world))
+    choices = replace(given_of(arguments), engine=arguments.engine_for(world))
     yield from tables.described(counted, Cluster(gpu=gpu, gpus=world))
-    yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), given)
+    yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), choices)
     yield "\nassumed:"
     yield from (f"- {line}" for line in [*why, *tables.assumed(gpu)])
 
 
-def report_of_one(counted: Counted, cluster: Cluster, given: Given) -> Iterator[str]:
+def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[str]:
     """The plan of one layout, that of the command.
 
     Raises:
@@ -128,19 +128,19 @@ def report_of_one(counted: Counted, cluster: Cluster, given: Given) -> Iterator[
     stated = counted.config.training.activation_checkpointing
     tensor = counted.config.megatron.tensor_parallel
     plans = [
-        one
-        for one in planned(counted, cluster, given)
-        if one.layout.checkpointing == stated and one.layout.tensor == tensor
+        plan
+        for plan in planned(counted, cluster, choices)
+        if plan.layout.checkpointing == stated and plan.layout.tensor == tensor
     ]
-    found = fitting(plans)
-    if not found:
-        raise refusal(counted, plans, given)
+    plans_that_fit = fitting(plans)
+    if not plans_that_fit:
+        raise refusal(counted, plans, choices)
     yield ""
-    yield from tables.ranking(found)
+    yield from tables.ranking(plans_that_fit)
     yield ""
-    yield from tables.memory_of(found)
+    yield from tables.memory_of(plans_that_fit)
     yield ""
-    yield from tables.time_of(found[0])
+    yield from tables.time_of(plans_that_fit[0])
 
 
 def this_gpu() -> tuple[Gpu, list[str]]:

@@ -106,7 +106,7 @@ class Counted:
     @cached_property
     def blocks(self) -> list[int]:
         """Parameters of each block, a unit of sharding of its own."""
-        return [sum(each.numel() for each in layer.parameters()) for layer in self.model.layers]  # type: ignore[union-attr]
+        return [sum(parameter.numel() for parameter in layer.parameters()) for layer in self.model.layers]  # type: ignore[union-attr]
 
     @property
     def rest(self) -> int:
@@ -119,8 +119,8 @@ class Counted:
         masks = getattr(self.config, "multilevel", None)
         if masks is None or not masks.learns:
             return 0
-        made = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
-        return sum(each.numel() for each in made.parameters())
+        network = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
+        return sum(parameter.numel() for parameter in network.parameters())
 
     def _over(self, ranks: int, split: bool) -> Counted:
         """What one of the ranks that share its matrices, and may split its tokens, has; itself on one."""
@@ -139,8 +139,8 @@ class Counted:
         few, more = (self._noted(number, rounded=rounded) for number in FITTED)
         slopes = [(b.size - a.size) / (FITTED[1] - FITTED[0]) for a, b in zip(few, more, strict=True)]
         return [
-            replace(one, size=round(one.size + slope * (rows - FITTED[0])))
-            for one, slope in zip(few, slopes, strict=True)
+            replace(operation, size=round(operation.size + slope * (rows - FITTED[0])))
+            for operation, slope in zip(few, slopes, strict=True)
         ]
 
     def partial(self, part: Counted) -> int:
@@ -167,21 +167,23 @@ class Counted:
     def _passes(self, how: Checkpointing, rounded: bool, fused: bool) -> dict[str, Pass]:
         """Forward and backward, by these names."""
         few, more = (self._recorded(rows, how, rounded=rounded, fused=fused) for rows in FITTED)
-        if [(one.phase, one.name) for one in few] != [(one.phase, one.name) for one in more]:
+        if [(operation.phase, operation.name) for operation in few] != [
+            (operation.phase, operation.name) for operation in more
+        ]:
             raise RefusedError(
                 f"--upstream {getattr(self.config, 'upstream', '')}: with {FITTED[0]} and {FITTED[1]} rows its passes "
                 "are of different operations, so that other numbers of rows cannot be predicted"
             )
-        found = {}
+        operations = {}
         for phase, host in HOST.items():
             pairs = [(a, b) for a, b in zip(few, more, strict=True) if a.phase == phase]
-            found[phase] = Pass(
+            operations[phase] = Pass(
                 moved=_lines([(a.moved, b.moved) for a, b in pairs]),
                 flops=_lines([(a.flops, b.flops) for a, b in pairs]),
                 attention=np.array(["attention" in a.name for a, _ in pairs]),
                 host=host,
             )
-        return found
+        return operations
 
     def _recorded(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
         """The operations of both passes over so many rows."""
@@ -208,8 +210,8 @@ class Counted:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, attention_of_a_gpu():
 
             def fake(tensor: Tensor) -> Tensor:
-                made = mode.from_tensor(tensor, static_shapes=True).to(CPU)
-                return made.bfloat16() if rounded and tensor.is_floating_point() and tensor.is_meta else made
+                fake = mode.from_tensor(tensor, static_shapes=True).to(CPU)
+                return fake.bfloat16() if rounded and tensor.is_floating_point() and tensor.is_meta else fake
 
             def forward(*arguments: Any, **named: Any) -> Any:
                 with torch.autocast("cpu", torch.bfloat16, enabled=half and not rounded):

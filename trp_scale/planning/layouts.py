@@ -119,7 +119,7 @@ class Memory:
     @property
     def device(self) -> float:
         """Of the GPU."""
-        return float(sum(getattr(self, each.name) for each in fields(self) if each.name != "host"))
+        return float(sum(getattr(self, field_.name) for field_ in fields(self) if field_.name != "host"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,23 +155,25 @@ def traffic(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumul
     if layout.engine == "megatron":
         return list(_megatron(counted, layout, ranks, micro, accumulation))
     tasks = len(counted.outline.objective.tasks)
-    found = [
+    messages = [
         Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start"),  # counts, wishes to stop
         Collective(kind="all-reduce", size=16 * tasks, phase="update"),  # losses
     ]
     if layout.engine != "ddp":
-        found.append(Collective(kind="all-reduce", size=8, phase="update"))  # the gradient's norm
+        messages.append(Collective(kind="all-reduce", size=8, phase="update"))  # the gradient's norm
     if counted.config.optimizer.kind == "lamb" and layout.engine != "ddp" and layout.stage != 0:
         number = len(list(counted.model.parameters()))
-        found.append(Collective(kind="all-reduce", size=16 * number, phase="update"))  # norms of all matrices
+        messages.append(Collective(kind="all-reduce", size=16 * number, phase="update"))  # norms of all matrices
     by_engine = {"ddp": _ddp, "fsdp": _fsdp}
     by_stage = {0: _zero_0, 1: _zero_1_and_2, 2: _zero_1_and_2, 3: _zero_3}
     make = by_engine[layout.engine] if layout.stage is None else by_stage[layout.stage]
-    return [*found, *make(counted, layout, ranks, accumulation)]
+    return [*messages, *make(counted, layout, ranks, accumulation)]
 
 
 def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
-    members = [Member(read=each, own=each) for each in counted.model.parameters() if each.requires_grad]
+    members = [
+        Member(read=parameter, own=parameter) for parameter in counted.model.parameters() if parameter.requires_grad
+    ]
     for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
         yield Collective(kind="all-reduce", size=layout.sent * bucket.flat.numel(), phase="last")
 
@@ -194,13 +196,15 @@ def _megatron(counted: Counted, layout: Layout, ranks: int, micro: int, accumula
             number = len(list(part.model.parameters()))
             yield Collective(kind="all-reduce", size=16 * number, phase="update", ranks=norms)
     sums = part.tensor_sums(micro, layout.rounded) if layout.tensor > 1 else []
-    for one, times in Counter(sums).items():
-        yield Collective(kind=one.kind, size=one.size, phase=one.phase, times=times * accumulation, **inside)
+    for message, times in Counter(sums).items():
+        yield Collective(
+            kind=message.kind, size=message.size, phase=message.phase, times=times * accumulation, **inside
+        )
     if layout.split:
         yield Collective(kind="all-reduce", size=MASTER * counted.partial(part), phase="last", **inside)
     if data == 1:
         return
-    members = [Member(read=each, own=each) for each in part.model.parameters()]
+    members = [Member(read=parameter, own=parameter) for parameter in part.model.parameters()]
     for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
         numbers = bucket.flat.numel()
         if shared:
@@ -249,29 +253,31 @@ def _zero_1_and_2(counted: Counted, layout: Layout, ranks: int, accumulation: in
             else:
                 yield Collective(kind="reduce", size=layout.sent * size, phase="backward", times=accumulation)
     for group in groups:
-        size = layout.read * sum(each.numel() for each in group)
+        size = layout.read * sum(tensor.numel() for tensor in group)
         yield Collective(kind="gather", size=size, phase="update")
 
 
 def _zero_3(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
     """Blocks are gathered whole, other parameters one by one, forward and backward. The last block stays for its
     backward pass. So does the largest of the others, which the model's end asks for again. Small ones stay on every
-    rank, and each is gathered by itself after the update."""
+    rank, and tensor is gathered by itself after the update."""
     small = layout.key("stage3_param_persistence_threshold")
-    of_blocks = {id(each) for layer in counted.model.layers for each in layer.parameters()}  # type: ignore[union-attr]
+    of_blocks = {id(tensor) for layer in counted.model.layers for tensor in layer.parameters()}  # type: ignore[union-attr]
     blocks = [
-        sum(each.numel() for each in layer.parameters() if each.numel() > small)
+        sum(tensor.numel() for tensor in layer.parameters() if tensor.numel() > small)
         for layer in counted.model.layers  # type: ignore[union-attr]
     ]
     others = sorted(
-        each.numel() for each in counted.model.parameters() if id(each) not in of_blocks and each.numel() > small
+        tensor.numel()
+        for tensor in counted.model.parameters()
+        if id(tensor) not in of_blocks and tensor.numel() > small
     )
     gathers = {"forward": [*others, *blocks], "backward": [*others[:-1], *blocks[:-1]]}
     for phase, sizes in gathers.items():
         for size in sizes:
             yield Collective(kind="gather", size=layout.read * size, phase=phase, times=accumulation)
     for bucket in in_buckets(_last_to_first(counted.model), layout.key("reduce_bucket_size")):
-        size = layout.sent * sum(each.numel() for each in bucket)
+        size = layout.sent * sum(tensor.numel() for tensor in bucket)
         yield Collective(kind="scatter", size=size, phase="backward", times=accumulation)
     for parameter in counted.model.parameters():
         if parameter.numel() <= small:
@@ -295,12 +301,12 @@ def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[
 
 def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
     """As a backward pass makes their gradients."""
-    return [each for each in reversed(list(model.parameters())) if each.requires_grad]
+    return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
 def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
     """The optimizer's."""
-    named = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return [group["params"] for group in decay_groups(named, 1.0)]
 
 
@@ -310,11 +316,11 @@ class _Owners:
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
         self.places: dict[int, tuple[int, int]] = {}  # a parameter's first number in its group, and a rank's share
         for group in groups:
-            share = -(-sum(each.numel() for each in group) // ranks)
+            share = -(-sum(parameter.numel() for parameter in group) // ranks)
             start = 0
-            for each in group:
-                self.places[id(each)] = (start, share)
-                start += each.numel()
+            for parameter in group:
+                self.places[id(parameter)] = (start, share)
+                start += parameter.numel()
 
     def of(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
         """(rank, numbers) of each part."""
@@ -365,10 +371,10 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
             "buckets": layout.sent * every,
         }
     if layout.engine == "fsdp":
-        own, whole = MASTER * every / layout.sharers(ranks), MASTER * (every if several else counted.rest)
-        shards = {"weights": own, "gradients": own + whole, "moments": 2 * own}
+        shard, whole = MASTER * every / layout.sharers(ranks), MASTER * (every if several else counted.rest)
+        shards = {"weights": shard, "gradients": shard + whole, "moments": 2 * shard}
         if layout.offload:
-            shards = {"weights": 0.0, "gradients": whole, "moments": 0.0, "host": 4 * own}
+            shards = {"weights": 0.0, "gradients": whole, "moments": 0.0, "host": 4 * shard}
         # Sums of two blocks are under way beside what is gathered; the rest's begin when that is gone.
         gathered = layout.read * (counted.rest + 2 * block)
         buckets = max(2 * layout.sent * block, layout.sent * counted.rest - gathered)
@@ -376,18 +382,18 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
     return _zero_states(counted, layout, ranks)
 
 
-def _megatron_states(own: int, layout: Layout, ranks: int, *, several: bool) -> dict[str, float]:
+def _megatron_states(parameters: int, layout: Layout, ranks: int, *, several: bool) -> dict[str, float]:
     """The same where a rank has `own` parameters, and moments of a share of their rows."""
     share, data = layout.sharing(ranks), layout.data_ranks(ranks)
-    masters = MASTER * own / share if layout.rounded else 0
-    beside = MASTER * own if several or data == 1 else min(MASTER * own, BUCKET_BYTES)
-    flat = layout.sent * own if data > 1 else 0
-    gathering = layout.read * min(own, BUCKET_BYTES // MASTER) if share > 1 else 0
+    masters = MASTER * parameters / share if layout.rounded else 0
+    beside = MASTER * parameters if several or data == 1 else min(MASTER * parameters, BUCKET_BYTES)
+    flat = layout.sent * parameters if data > 1 else 0
+    gathering = layout.read * min(parameters, BUCKET_BYTES // MASTER) if share > 1 else 0
     return {
-        "weights": layout.read * own + masters,
+        "weights": layout.read * parameters + masters,
         "gradients": beside,
-        "moments": 2 * MASTER * own / share,
-        "buckets": flat + (layout.sent * own / share if share > 1 else 0) + gathering,
+        "moments": 2 * MASTER * parameters / share,
+        "buckets": flat + (layout.sent * parameters / share if share > 1 else 0) + gathering,
     }
 
 
@@ -406,7 +412,7 @@ def _zero_states(counted: Counted, layout: Layout, ranks: int) -> dict[str, floa
             where: master_and_moments,
             "buckets": 2 * bucket,
         } | ({} if where == "moments" else {"moments": 0.0})
-    largest = max((each.numel() for each in counted.model.parameters()), default=0)
+    largest = max((parameter.numel() for parameter in counted.model.parameters()), default=0)
     held = 0 if ((layout.zero or {}).get("offload_param") or {}).get("device", "none") != "none" else layout.read
     return {
         "weights": held * every / ranks,

@@ -49,24 +49,24 @@ class Operation:
 @dataclass(kw_only=True)
 class Kernel:
     """Operations that are counted as one. Attributes: names: of them; read: bytes by storage that was there before;
-    made: storages that they made, alive or not, with their bytes."""
+    created: storages that they created, alive or not, with their bytes."""
 
     names: set[str] = field(default_factory=set)
     read: dict[int, int] = field(default_factory=dict)
-    made: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    created: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
-    def add(self, name: str, given: list[Tensor], writes: list[Tensor]) -> None:
+    def add(self, name: str, inputs: list[Tensor], writes: list[Tensor]) -> None:
         """One operation more."""
         self.names.add(name)
-        for tensor in given:
-            if storage(tensor) not in self.made:
+        for tensor in inputs:
+            if storage(tensor) not in self.created:
                 self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), size_of(tensor))
         for tensor in writes:
-            self.made[storage(tensor)] = (weak(tensor), size_of(tensor))
+            self.created[storage(tensor)] = (weak(tensor), size_of(tensor))
 
     def moved(self) -> int:
         """Bytes read, and written to what is still alive."""
-        alive = [size for found, size in self.made.values() if not found.expired()]  # type: ignore[no-untyped-call]
+        alive = [size for storage, size in self.created.values() if not storage.expired()]  # type: ignore[no-untyped-call]
         return sum(self.read.values()) + sum(alive)
 
 
@@ -101,21 +101,21 @@ class RecordsOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
-        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
         alone = stands_alone(function)
         if alone:
             self.end_kernel()
         result = function(*arguments, **named)
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if launches(function, made):
-            writes = written(function, arguments, named, made)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if launches(function, outputs):
+            writes = written(function, arguments, named, outputs)
             if self.fused and not alone:
                 self.kernel = self.kernel or Kernel()
-                self.kernel.add(short(function), given, writes)
+                self.kernel.add(short(function), inputs, writes)
                 return result
             count = flop_registry.get(function._overloadpacket)
             flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
-            self.add(short(function), sum(map(size_of, [*given, *writes])), flops)
+            self.add(short(function), sum(map(size_of, [*inputs, *writes])), flops)
         return result
 
     def end_kernel(self) -> None:
@@ -149,23 +149,23 @@ def stands_alone(function: Any) -> bool:
     return function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
 
 
-def launches(function: Any, made: list[Tensor]) -> bool:
+def launches(function: Any, outputs: list[Tensor]) -> bool:
     """Whether an operation gives the device work: not a view, not memory without content, not a question."""
     if function.namespace == "prim" or function.is_view or "empty" in function.name() or "detach" in function.name():
         return False
     if function._overloadpacket in (torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.alias):
         return False
-    return bool(made) or function._schema.is_mutable
+    return bool(outputs) or function._schema.is_mutable
 
 
-def written(function: Any, arguments: Any, named: Any, made: list[Tensor]) -> list[Tensor]:
+def written(function: Any, arguments: Any, named: Any, outputs: list[Tensor]) -> list[Tensor]:
     """Tensors whose content an operation writes: those it changes in place, or those it makes."""
     parameters = function._schema.arguments
-    given = [*arguments, *(named[each.name] for each in parameters[len(arguments) :] if each.name in named)]
+    inputs = [*arguments, *(named[value_.name] for value_ in parameters[len(arguments) :] if value_.name in named)]
     if not function._schema.is_mutable:
-        return made
-    changed = [value for each, value in zip(parameters, given, strict=False) if each.is_write]
-    return [each for each in tree_leaves(changed) if isinstance(each, Tensor)]
+        return outputs
+    changed = [value for value_, value in zip(parameters, inputs, strict=False) if value_.is_write]
+    return [value_ for value_ in tree_leaves(changed) if isinstance(value_, Tensor)]
 
 
 WIDENING = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
@@ -185,26 +185,26 @@ def attention_of_a_gpu() -> Iterator[None]:
     def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         return fused(queries, keys, values, attn_mask=bias)
 
-    widening = [place.attend for place in places]
+    widening = [module.attend for module in places]
     nn.functional.scaled_dot_product_attention = attention
-    for place in places:
-        place.attend = attend
+    for module in places:
+        module.attend = attend
     try:
         yield
     finally:
         nn.functional.scaled_dot_product_attention = fused
-        for place, own in zip(places, widening, strict=True):
-            place.attend = own
+        for module, original in zip(places, widening, strict=True):
+            module.attend = original
 
 
-def replace_parameters(module: nn.Module, made: Callable[[Tensor], Tensor]) -> None:
+def replace_parameters(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Each parameter and buffer by `made` of it; one that is used twice stays one."""
     done: dict[int, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                known = done.setdefault(id(parameter), (parameter, nn.Parameter(made(parameter.detach()))))
+                known = done.setdefault(id(parameter), (parameter, nn.Parameter(convert(parameter.detach()))))
                 part._parameters[name] = known[1]
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = made(buffer)
+                part._buffers[name] = convert(buffer)

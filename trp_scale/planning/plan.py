@@ -83,15 +83,15 @@ class Plan:
     @property
     def collectives(self) -> int:
         """Of a step, small ones too."""
-        return sum(each.times for each in self.messages)
+        return sum(message.times for message in self.messages)
 
     def bytes_sent(self) -> float:
         """That a rank sends in a step, of rings."""
         sent = 0.0
-        for each in self.messages:
-            ranks = each.ranks or self.cluster.gpus
-            trips = 2 if each.kind == "all-reduce" else 1
-            sent += trips * each.times * each.size * (ranks - 1) / ranks
+        for message in self.messages:
+            ranks = message.ranks or self.cluster.gpus
+            trips = 2 if message.kind == "all-reduce" else 1
+            sent += trips * message.times * message.size * (ranks - 1) / ranks
         return sent
 
     def command(self, recipe: str) -> str:
@@ -130,7 +130,7 @@ class Given:
     path: str = ""
 
 
-def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Iterator[Layout]:
+def layouts(config: Config, gpus: int, choices: Given, per_node: int = 8) -> Iterator[Layout]:
     """All that these settings allow on so many GPUs. FSDP2 is tried with one copy and with one on each node.
 
     Raises:
@@ -145,7 +145,7 @@ def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Itera
     ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
     read, sent = BYTES_OF[config.training.weights], BYTES_OF[config.training.gradients]
     engines = ("plain",) if gpus == 1 else ("ddp", "fsdp")
-    for engine in engines if given.engine is None and given.document is None else (given.engine,):
+    for engine in engines if choices.engine is None and choices.document is None else (choices.engine,):
         if engine is not None and engine != "deepspeed":
             for shard_ranks in _groups(config, gpus, per_node) if engine == "fsdp" else (0,):
                 offload = engine == "fsdp" and config.fsdp.offload
@@ -158,7 +158,7 @@ def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Itera
                         shard_ranks=shard_ranks,
                         offload=offload,
                     )
-    for path, document in _documents(config, gpus, given):
+    for path, document in _documents(config, gpus, choices):
         resolved = _resolved(config, document, path, gpus)
         half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
@@ -185,10 +185,10 @@ def _groups(config: Config, gpus: int, per_node: int) -> tuple[int, ...]:
     return (0, per_node) if gpus > per_node and gpus % per_node == 0 else (0,)
 
 
-def _documents(config: Config, gpus: int, given: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if given.document is not None:
-        yield given.path, given.document
-    elif given.engine in (None, "deepspeed") and gpus > 1 and config.training.weights == "fp32":
+def _documents(config: Config, gpus: int, choices: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if choices.document is not None:
+        yield choices.path, choices.document
+    elif choices.engine in (None, "deepspeed") and gpus > 1 and config.training.weights == "fp32":
         for name in SHIPPED_FILES:
             if config.optimizer.kind == "lamb" and "offload" in name:
                 continue  # the engine refuses it
@@ -207,29 +207,29 @@ OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 """Keys that the run itself compares with the micro-batch that it takes."""
 
 
-def planned(counted: Counted, cluster: Cluster, given: Given | None = None) -> list[Plan]:
+def planned(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[Plan]:
     """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
     lacks least.
 
     Raises:
         RefusedError: the global batch does not divide over the GPUs, or no micro-batch goes with the settings.
     """
-    given = given or Given()
-    if given.engine == "megatron":
+    choices = choices or Given()
+    if choices.engine == "megatron":
         return in_order(_plans_of_megatron(counted, cluster))
     sizes = _sizes(counted.config, cluster.gpus)
-    found: list[Plan] = []
+    plans: list[Plan] = []
     enough: set[tuple[str, int | None, str, int]] = set()
-    for layout in layouts(counted.config, cluster.gpus, given, cluster.gpu.per_node):
+    for layout in layouts(counted.config, cluster.gpus, choices, cluster.gpu.per_node):
         same = (layout.engine, layout.stage, layout.ds_config, layout.shard_ranks)
         if same in enough:
             continue
-        one = best(counted, layout, cluster, sizes)
-        busy = one.micro * counted.outline.positions >= ENOUGH_POSITIONS or one.accumulation == 1
-        if one.fits and busy:
+        plan = best(counted, layout, cluster, sizes)
+        busy = plan.micro * counted.outline.positions >= ENOUGH_POSITIONS or plan.accumulation == 1
+        if plan.fits and busy:
             enough.add(same)
-        found.append(one)
-    return in_order(found)
+        plans.append(plan)
+    return in_order(plans)
 
 
 def in_order(plans: Sequence[Plan]) -> list[Plan]:
@@ -252,16 +252,16 @@ def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
             f"--megatron.tensor_parallel is {stated}; allowed for this model on {cluster.gpus} GPUs in nodes of "
             f"{cluster.gpu.per_node}: {', '.join(map(str, allowed))}"
         )
-    found, refused = [], []
+    fitting_plans, refused = [], []
     for ranks in [stated] if stated > 1 else allowed:
         layout = megatron_layout(config, ranks)
         try:
-            found.append(best(counted, layout, cluster, _sizes(config, layout.data_ranks(cluster.gpus))))
+            fitting_plans.append(best(counted, layout, cluster, _sizes(config, layout.data_ranks(cluster.gpus))))
         except RefusedError as error:
             refused.append(error)
-    if not found:
+    if not fitting_plans:
         raise refused[-1]
-    return found
+    return fitting_plans
 
 
 def megatron_layout(config: Config, tensor: int) -> Layout:
@@ -289,15 +289,15 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
     limit = (SURE if config.batch.micro_size == "auto" else STATED) * cluster.gpu.memory
     for micro in reversed(sizes):
         accumulation = config.batch.global_size // (layout.data_ranks(gpus) * micro)
-        taken = memory(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
-        if taken.device <= limit:
+        memory_needed = memory(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
+        if memory_needed.device <= limit:
             break
     plan = Plan(
         layout=layout,
         cluster=cluster,
         micro=micro,
         accumulation=accumulation,
-        memory=taken,
+        memory=memory_needed,
         limit=limit,
         messages=[],
         step=None,
@@ -315,7 +315,7 @@ def fitting(plans: Sequence[Plan]) -> list[Plan]:
     return [plan for plan in plans if plan.fits]
 
 
-def nearest_that_fits(counted: Counted, cluster: Cluster, given: Given | None = None) -> Plan | None:
+def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None = None) -> Plan | None:
     """The smallest cluster that some layout fits on: other GPUs before more of them; None: none of those tried."""
     larger = [gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory]
     gpus = cluster.gpus
@@ -323,19 +323,19 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, given: Given | None = 
         kinds = [cluster.gpu, *larger] if gpus > cluster.gpus else larger
         for gpu in kinds:
             try:
-                found = fitting(planned(counted, Cluster(gpu=gpu, gpus=gpus), given))
+                plans_that_fit = fitting(planned(counted, Cluster(gpu=gpu, gpus=gpus), choices))
             except RefusedError:
                 continue  # the batch does not divide over so many
-            if found:
-                return found[0]
+            if plans_that_fit:
+                return plans_that_fit[0]
         gpus *= 2
     return None
 
 
-def refusal(counted: Counted, plans: Sequence[Plan], given: Given | None = None) -> RefusedError:
+def refusal(counted: Counted, plans: Sequence[Plan], choices: Given | None = None) -> RefusedError:
     """That nothing fits, what is lacking, and the nearest that does."""
     least = min(plans, key=lambda plan: plan.short)
-    cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, given)
+    cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, choices)
     words = (
         f"no layout fits on {cluster.gpus} x {cluster.gpu.name}: {least.layout.name} with micro-batches of "
         f"{least.micro} lacks least and takes {least.memory.device / 2**30:.1f} GiB of "

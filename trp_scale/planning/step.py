@@ -60,10 +60,10 @@ class Step:
     @property
     def bound(self) -> str:
         """What it waits for."""
-        found = {"loader": self.loader, "host": self.host, "communication": self.exposed, "GPU": self.compute}
+        seconds = {"loader": self.loader, "host": self.host, "communication": self.exposed, "GPU": self.compute}
         if self.seconds in (self.loader, self.host):
             return "loader" if self.seconds == self.loader else "host"
-        return max(("communication", "GPU"), key=lambda name: found[name])
+        return max(("communication", "GPU"), key=lambda name: seconds[name])
 
 
 def peak_of(config: Config, gpu: Gpu) -> float:
@@ -87,40 +87,42 @@ def step_of(
     fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
     passes = counted.over(layout.tensor, layout.split).passes(layout.checkpointing, layout.rounded, fused)
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
-    hidden, sums = ([each for each in messages if each.hides == hides] for hides in (True, False))
-    taken = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
-    gathers = [each for each in hidden if each.phase == "forward"]
+    hidden, sums = ([message for message in messages if message.hides == hides] for hides in (True, False))
+    hidden_seconds = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
+    gathers = [message for message in hidden if message.phase == "forward"]
     first = time_of(gathers[0], cluster) if gathers else 0.0
-    each_forward, each_backward = taken["forward"] / accumulation, taken["backward"] / accumulation
+    each_forward, each_backward = hidden_seconds["forward"] / accumulation, hidden_seconds["backward"] / accumulation
     exposed = accumulation * (max(0.0, each_forward - forward) + first)
     exposed += (accumulation - 1) * max(0.0, each_backward - backward)
-    exposed += max(0.0, each_backward + taken["last"] - backward) + _tail(hidden, cluster) + taken["update"]
+    exposed += (
+        max(0.0, each_backward + hidden_seconds["last"] - backward) + _tail(hidden, cluster) + hidden_seconds["update"]
+    )
     # What the ranks of a tensor group sum is needed at once.
     again = {"forward": 1 + prepass(config, accumulation)}
-    summing = sum(again.get(each.phase, 1) * each.times * time_of(each, cluster) for each in sums)
+    summing = sum(again.get(message.phase, 1) * message.times * time_of(message, cluster) for message in sums)
     exposed += summing
     times = extra_passes(counted, accumulation, cluster.gpus)
     compute = accumulation * (forward + backward) * times + accumulation * forward * prepass(config, accumulation)
     launching = sum(passes[name].launching() for name in passes) * times
-    collectives = sum(each.times for each in messages) * LAUNCH_OF_A_COLLECTIVE
+    collectives = sum(message.times for message in messages) * LAUNCH_OF_A_COLLECTIVE
     rows = micro * accumulation
     positions = counted.outline.positions
-    made = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
+    samples = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
     model = counted.outline_on(cluster.gpus).step_flops
     update = _update(counted, layout, cluster, accumulation)
-    found = Step(
+    step = Step(
         compute=compute,
         update=update,
         exposed=exposed,
         waiting=WAITING * math.log2(cluster.nodes) * (compute + update + exposed),
-        communication=sum(taken.values()) + summing,
+        communication=sum(hidden_seconds.values()) + summing,
         host=accumulation * launching + collectives + cluster.agreement(),
-        loader=made / ROWS_A_CORE[config.reads] / gpu.cores,
+        loader=samples / ROWS_A_CORE[config.reads] / gpu.cores,
         cores=0.0,
         flops=0.0,
     )
-    share = model / cluster.gpus / found.seconds / peak
-    return Step(**{**vars(found), "flops": share, "cores": made / ROWS_A_CORE[config.reads] / found.seconds})
+    share = model / cluster.gpus / step.seconds / peak
+    return Step(**{**vars(step), "flops": share, "cores": samples / ROWS_A_CORE[config.reads] / step.seconds})
 
 
 def time_of(message: Collective, cluster: Cluster) -> float:
@@ -129,30 +131,30 @@ def time_of(message: Collective, cluster: Cluster) -> float:
 
 
 def _seconds(messages: list[Collective], cluster: Cluster, phase: str) -> float:
-    return sum(each.times * time_of(each, cluster) for each in messages if each.phase == phase)
+    return sum(message.times * time_of(message, cluster) for message in messages if message.phase == phase)
 
 
 def _tail(messages: list[Collective], cluster: Cluster) -> float:
     """The last collective of gradients, of each kind: it begins when the backward pass has ended."""
     last = {
-        each.kind: each
-        for each in messages
-        if each.phase == "last" or (each.phase == "backward" and each.kind != "gather")
+        message.kind: message
+        for message in messages
+        if message.phase == "last" or (message.phase == "backward" and message.kind != "gather")
     }
-    return sum(time_of(each, cluster) for each in last.values())
+    return sum(time_of(message, cluster) for message in last.values())
 
 
 def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: int) -> float:
     """The optimizer's step over what a rank owns."""
     whole = layout.engine in ("plain", "ddp") or layout.stage == 0
-    own = counted.parameters / (1 if whole else layout.sharers(cluster.gpus))
+    parameters = counted.parameters / (1 if whole else layout.sharers(cluster.gpus))
     if layout.offload:  # weights come for both passes of each micro-batch, gradients go once
-        return own * (2 * accumulation + 1) * MASTER / HOST_LINK + own / HOST_UPDATE
+        return parameters * (2 * accumulation + 1) * MASTER / HOST_LINK + parameters / HOST_UPDATE
     if layout.engine == "megatron":
-        own = counted.over(layout.tensor, layout.split).parameters / layout.sharing(cluster.gpus)
+        parameters = counted.over(layout.tensor, layout.split).parameters / layout.sharing(cluster.gpus)
     if layout.offloads:
-        return own * 2 * MASTER / HOST_LINK + own / HOST_UPDATE
-    seconds = UPDATE_BYTES * own / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
+        return parameters * 2 * MASTER / HOST_LINK + parameters / HOST_UPDATE
+    seconds = UPDATE_BYTES * parameters / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
     return seconds * (2 if counted.config.optimizer.kind == "lamb" else 1)
 
 

@@ -48,7 +48,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 def memory_of(plans: Sequence[Plan]) -> list[str]:
     """GiB of each kind, a line for each plan."""
-    names = [each.name for each in fields(plans[0].memory)]
+    names = [field_.name for field_ in fields(plans[0].memory)]
     rows = [
         [plan.layout.name, *(f"{getattr(plan.memory, name) / GIB:.2f}" for name in names), _fit(plan)] for plan in plans
     ]
@@ -63,38 +63,38 @@ def _fit(plan: Plan) -> str:
 
 def time_of(plan: Plan) -> list[str]:
     """How long a run takes, and where a step's time goes."""
-    found = plan.step
-    assert found is not None, "of a plan that fits"
+    step = plan.step
+    assert step is not None, "of a plan that fits"
     parts = {
-        "arithmetic": found.compute,
-        "update": found.update,
-        "collectives not hidden": found.exposed,
-        "waiting for the slowest": found.waiting,
-        "all collectives": found.communication,
-        "host": found.host,
-        "loader": found.loader,
+        "arithmetic": step.compute,
+        "update": step.update,
+        "collectives not hidden": step.exposed,
+        "waiting for the slowest": step.waiting,
+        "all collectives": step.communication,
+        "host": step.host,
+        "loader": step.loader,
     }
     listed = ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in parts.items())
     return [
         f"{plan.steps:,} steps take {plan.days:,.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
         f"milliseconds of a step: {listed}",
-        f"the loader needs {found.cores:.1f} cores a GPU of {plan.cluster.gpu.cores}",
+        f"the loader needs {step.cores:.1f} cores a GPU of {plan.cluster.gpu.cores}",
     ]
 
 
 CURVE = ("GPUs", "layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "efficiency", "peak", "days", "GPU-hours")
 
 
-def curve(found: Mapping[int, Plan | RefusedError]) -> list[str]:
+def curve(plan_of_world: Mapping[int, Plan | RefusedError]) -> list[str]:
     """The best plan on each number of GPUs. Efficiency: rows a second and GPU over those of the first that fits."""
-    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    plans = [plan for plan in plan_of_world.values() if isinstance(plan, Plan)]
     rows = []
-    for gpus, plan in found.items():
+    for gpus, plan in plan_of_world.items():
         if isinstance(plan, RefusedError):
             rows.append([str(gpus), _short(plan), *[""] * (len(CURVE) - 2)])
             continue
         assert plan.step is not None, "of a plan that fits"
-        each, first = (one.rows_a_second / one.cluster.gpus for one in (plan, plans[0]))
+        rate, first = (plan_.rows_a_second / plan_.cluster.gpus for plan_ in (plan, plans[0]))
         rows.append(
             [
                 str(gpus),
@@ -103,7 +103,7 @@ def curve(found: Mapping[int, Plan | RefusedError]) -> list[str]:
                 f"{plan.memory.device / GIB:.1f}",
                 f"{plan.seconds * 1e3:,.0f}",
                 f"{plan.rows_a_second:,.0f}",
-                f"{each / first:.0%}",
+                f"{rate / first:.0%}",
                 f"{plan.step.flops:.0%}",
                 f"{plan.days:,.2f}",
                 f"{plan.gpu_hours:,.0f}",

@@ -44,10 +44,10 @@ class CountsSums(Cut):
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         self.together = True
-        found = tuple(layer(tokens) for layer in layers)
+        outputs = tuple(layer(tokens) for layer in layers)
         self.together = False
-        self.note("backward", tokens.numel() * found[0].element_size())
-        return found
+        self.note("backward", tokens.numel() * outputs[0].element_size())
+        return outputs
 
     def shared(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -93,17 +93,17 @@ class CountsTokens(CountsSums):
         return own(tokens, Group("tensor", size=self.ranks))
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        found = products(tokens, self.all(self.count), self.own, layers)
-        size = self.ranks * tokens.numel() * found[0].element_size()
+        outputs = products(tokens, self.all(self.count), self.own, layers)
+        size = self.ranks * tokens.numel() * outputs[0].element_size()
         for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "scatter")):
             self.note(phase, size, kind)
-        return found
+        return outputs
 
     def split(self, tokens: Tensor) -> Tensor:
         self.count = tokens.shape[-2]
-        found = exchanged(tokens, self.own, self.all(self.count))
-        self.note("backward", self.ranks * found.nbytes, "gather")
-        return found
+        outputs = exchanged(tokens, self.own, self.all(self.count))
+        self.note("backward", self.ranks * outputs.nbytes, "gather")
+        return outputs
 
     def whole(self, tokens: Tensor) -> Tensor:
         self.note("forward", self.ranks * tokens.nbytes, "gather")

@@ -71,7 +71,7 @@ def test_other_values_than_objects_missing_and_large_files_are_refused(tmp_path:
     with pytest.raises(OwnError, match=r"x\.json: 3 bytes found, at most 2 allowed"):
         read_content(path, OwnError, largest=2)
     with pytest.raises(OwnError, match=r"--flag: not there yet"):
-        read_json(tmp_path / "y.json", OwnError, said="--flag", missing="not there yet")
+        read_json(tmp_path / "y.json", OwnError, source="--flag", missing="not there yet")
     with pytest.raises(OwnError, match=r"cannot be read \(Is a directory\)"):
         read_json(tmp_path, OwnError)
     path.write_bytes(b"\xff")

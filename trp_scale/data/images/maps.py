@@ -248,7 +248,7 @@ def read_names(flag: str, file: str) -> tuple[list[str], bytes]:
     Raises:
         DataError: the file cannot be read, holds no name, or a line between names is empty.
     """
-    content = read_content(Path(file), DataError, said=f"{flag} {file}")
+    content = read_content(Path(file), DataError, source=f"{flag} {file}")
     try:
         names = [line.strip() for line in content.decode("utf-8").rstrip().splitlines()]
     except UnicodeDecodeError as error:

@@ -46,16 +46,16 @@ def recorded_attention(encoder: ImageEncoder, number: int) -> Iterator[list[Tens
         of each pass [B, N, N] fp32, the mean over heads: row i is what patch i looks at. The class token is left out,
         so rows sum to at most one.
     """
-    found: list[Tensor] = []
+    maps: list[Tensor] = []
 
     def record(block: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(block, TransformerBlock)
         with torch.no_grad():
-            found.append(attention_weights(block, *arguments).mean(1)[:, 1:, 1:])
+            maps.append(attention_weights(block, *arguments).mean(1)[:, 1:, 1:])
 
     handle = encoder.blocks[number].register_forward_pre_hook(record)
     try:
-        yield found
+        yield maps
     finally:
         handle.remove()
 

@@ -47,7 +47,7 @@ def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.
             "a representation is zero or not finite: it has no cosine; look at how the encoder was trained"
         )
     units = wide / norms  # [n, D]
-    classes, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    classes, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
     same_pairs = float((counts * (counts - 1)).sum()) / 2
     other_pairs = len(labels) * (len(labels) - 1) / 2 - same_pairs
     if same_pairs == 0 or other_pairs == 0:
@@ -56,7 +56,7 @@ def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.
             "look at more images (--images)"
         )
     sums = np.zeros((len(classes), units.shape[1]))  # [C, D]
-    np.add.at(sums, place, units)
+    np.add.at(sums, index, units)
     same = (float(np.square(sums).sum()) - len(labels)) / 2
     every = (float(np.square(units.sum(0)).sum()) - len(labels)) / 2
     intra, inter = same / same_pairs, (every - same) / other_pairs

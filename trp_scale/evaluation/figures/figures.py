@@ -65,9 +65,9 @@ def draw_average_attention(attention: Tensor, positions: Sequence[Position], pat
     chosen = torch.stack([attention[grid * at[0] + at[1]] for at in positions])
     brightest = float(chosen.quantile(BRIGHTEST))
     drawn = None
-    for place, position, values in zip(axes.flat, positions, chosen, strict=False):
-        drawn = _show_map(place, values.view(grid, grid), position, brightest)
-        place.set_title(f"{position[0]}, {position[1]}", fontsize=8)
+    for panel, position, values in zip(axes.flat, positions, chosen, strict=False):
+        drawn = _show_map(panel, values.view(grid, grid), position, brightest)
+        panel.set_title(f"{position[0]}, {position[1]}", fontsize=8)
     figure.colorbar(drawn, ax=axes.ravel().tolist(), shrink=0.8, label="attention")
     figure.savefig(path, dpi=DPI)
 
@@ -143,13 +143,15 @@ def draw_activations(
         axes[0, column].set_title(caption, fontsize=8)
     for row, (name, of_run) in enumerate(decisions.items(), start=1):
         axes[row, 0].set_ylabel(name, fontsize=8)
-        for column, one in enumerate(of_run):
-            _show(axes[row, column], one.image)
-            largest = float(one.map.max())
-            scaled = one.map / largest if largest > 0 else one.map
-            smooth = F.interpolate(scaled[None, None], size=one.image.shape[-2:], mode="bilinear")[0, 0]
+        for column, picture in enumerate(of_run):
+            _show(axes[row, column], picture.image)
+            largest = float(picture.map.max())
+            scaled = picture.map / largest if largest > 0 else picture.map
+            smooth = F.interpolate(scaled[None, None], size=picture.image.shape[-2:], mode="bilinear")[0, 0]
             axes[row, column].imshow(smooth.numpy(), cmap="jet", vmin=0, vmax=1, alpha=0.5)
-            axes[row, column].set_title(one.prediction, fontsize=8, color="tab:green" if one.right else "tab:red")
+            axes[row, column].set_title(
+                picture.prediction, fontsize=8, color="tab:green" if picture.right else "tab:red"
+            )
     figure.savefig(path, dpi=DPI)
 
 
@@ -157,8 +159,8 @@ def small_axes(rows: int, columns: int, side: float = SIDE) -> tuple[Any, Any]:
     """Places without ticks for small pictures, and their figure."""
     figure = figure_class()(figsize=(side * columns + 0.4, (side + 0.15) * rows + 0.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    for each in axes.flat:
-        each.set(xticks=[], yticks=[], frame_on=False)
+    for panel in axes.flat:
+        panel.set(xticks=[], yticks=[], frame_on=False)
     return axes, figure
 
 

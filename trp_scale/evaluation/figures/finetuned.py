@@ -46,31 +46,31 @@ def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, Finet
         RefusedError: one is no finished fine-tuned run, of a kind that has no pictures or of another kind than the
             first, or cannot be shown on these images.
     """
-    found = dict(zip(_names(runs), map(read_run, runs), strict=True)) if runs else {}
-    kinds = [run.config.downstream.kind for run in found.values()]
-    for run, kind in zip(found.values(), kinds, strict=True):
+    runs_by_name = dict(zip(_names(runs), map(read_run, runs), strict=True)) if runs else {}
+    kinds = [run.config.downstream.kind for run in runs_by_name.values()]
+    for run, kind in zip(runs_by_name.values(), kinds, strict=True):
         pictures = _pictures(kind)
         if pictures is None:
-            allowed = ", ".join(each for each in names("task") if _pictures(each) is not None)
+            allowed = ", ".join(task for task in names("task") if _pictures(task) is not None)
             raise RefusedError(f"--run {run.directory}: fine-tuned on {kind}; allowed: {allowed}")
         if kind != kinds[0]:
             raise RefusedError(
                 f"--run {run.directory}: fine-tuned on {kind}, the first on {kinds[0]}; allowed: one kind"
             )
         pictures.check(run, choice)
-    return found
+    return runs_by_name
 
 
 def _pictures(kind: str) -> type[FinetunedPictures] | None:
     """What draws the runs of a task; None: nothing does."""
-    place: str = find("task", kind).load().pictures
-    return named(place) if place else None
+    location: str = find("task", kind).load().pictures
+    return named(location) if location else None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """Those of the directories that trp-scale finetune was given (DIR/TASK/seed_N), if they tell the runs apart."""
-    given = [run.resolve().parent.parent.name for run in runs]
-    return given if len(set(given)) == len(given) else shortest_names(runs)
+    folders = [run.resolve().parent.parent.name for run in runs]
+    return folders if len(set(folders)) == len(folders) else shortest_names(runs)
 
 
 def finetuned_pictures(

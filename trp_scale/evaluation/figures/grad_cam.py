@@ -113,12 +113,12 @@ def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) 
     model = ImageClassifier(run.config)
     predicting_engine(model, run, environment)
     model.eval()
-    names, pixels, found = run.classes or shown.choice.classes, Pixels(), []
+    names, pixels, decisions = run.classes or shown.choice.classes, Pixels(), []
     labels = iter(shown.labels.tolist())
     for batch in measured_images(run.config, shown.choice):
         seen = batch["images"]  # [B, 3, S, S]
         maps, predicted = class_activation(model, pixels(seen.to(environment.device)))
-        for image, one, guess in zip(seen.float() / 255.0, maps.cpu(), predicted.tolist(), strict=True):
+        for image, map_, guess in zip(seen.float() / 255.0, maps.cpu(), predicted.tolist(), strict=True):
             word = names[guess] if names else str(guess)
-            found.append(Decision(image=image, map=one, prediction=word, right=guess == next(labels)))
-    return found
+            decisions.append(Decision(image=image, map=map_, prediction=word, right=guess == next(labels)))
+    return decisions

@@ -98,7 +98,7 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
     split = split_patches(config.crops.size, size, trained.config.masking.ratio)
     if network is not None:  # a curriculum has a ratio of its own at the end
         split = split_at(trained.config.training.steps - 1, trained.config)
-    found: dict[str, Places] = {}
+    objects_of_image: dict[str, Places] = {}
     with torch.no_grad():
         for batch in _batches(opened, config, rows):
             valid = batch["semseg"] != VOID  # [R, S, S]
@@ -112,8 +112,8 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
                 embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
                 choices = {OWN: network(embeddings), BEFORE: untrained(embeddings)}
             for name, scores in choices.items():
-                found.setdefault(name, Places()).add(*shares, select(scores, split).masked)
-    if not any(places.on_objects for places in found.values()):
+                objects_of_image.setdefault(name, Places()).add(*shares, select(scores, split).masked)
+    if not any(places.on_objects for places in objects_of_image.values()):
         raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
     return Results(
         recipe=trained.config.upstream,
@@ -142,7 +142,7 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
                     )
                 ]
             )
-            for name, places in found.items()
+            for name, places in objects_of_image.items()
         ],
     )
 
@@ -161,13 +161,13 @@ def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> It
     source = ValidationSource(plan, rows.builder, config, rank=ALONE.rank, world=ALONE.size, pin_memory=False)
     try:
         for batch in source.windows():
-            there = batch["row_weights"] > 0
-            fields = {name: batch[name][there] for name in ("images", "semseg")}
-            yield Batch(fields=fields, keys=batch.keys[there], start=batch.start)
+            present = batch["row_weights"] > 0
+            fields = {name: batch[name][present] for name in ("images", "semseg")}
+            yield Batch(fields=fields, keys=batch.keys[present], start=batch.start)
     finally:
         source.close()
 
 
-def _by_patch(there: Tensor, size: int) -> Tensor:
+def _by_patch(present: Tensor, size: int) -> Tensor:
     """[R, S, S] -> [R, N] the share of each patch's pixels that is True, patches row by row."""
-    return torch.nn.functional.avg_pool2d(there.float()[:, None], size).flatten(1)
+    return torch.nn.functional.avg_pool2d(present.float()[:, None], size).flatten(1)

@@ -55,8 +55,8 @@ def draw_masks(
     images = len(probabilities)
     figure = figure_of(figsize=(1.3 * images + 1.0, 1.3 * (len(shown) + 1)), layout="constrained")
     axes = figure.subplots(len(shown) + 1, images, squeeze=False)
-    for each in axes.flat:
-        each.set(xticks=[], yticks=[], frame_on=False)
+    for panel in axes.flat:
+        panel.set(xticks=[], yticks=[], frame_on=False)
     for row, (name, strip) in enumerate(shown.items()):
         axes[row, 0].set_ylabel(name, fontsize=8)
         for column, image in enumerate(strip):
@@ -102,10 +102,10 @@ def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -
 def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -> Tensor:
     """[R, N, P] normalised -> [R, 3, S, S] in [0, 1], each patch times its brightness [R, N, 1]."""
     mean, deviation = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION]).view(2, 1, 3, 1, 1)
-    found: Tensor = (unpatchify(patches, patch_size) * deviation + mean).clamp(0, 1)
+    images: Tensor = (unpatchify(patches, patch_size) * deviation + mean).clamp(0, 1)
     if brightness is None:
-        return found
-    return found * unpatchify(brightness.expand_as(patches), patch_size)
+        return images
+    return images * unpatchify(brightness.expand_as(patches), patch_size)
 
 
 def random_scores(seed: int, key: int, count: int) -> Tensor:
@@ -151,10 +151,10 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
     if upstream_name(source) == "mm_mae":
         several = load_trained_modalities(source, data)
         alone = own_images_alone(several, images) if images else several.images(rows)
-        return [str(one) for one in draw_modalities_of(several, alone, output)]
+        return [str(path) for path in draw_modalities_of(several, alone, output)]
     trained = load_trained_images(source, data)
     batch = own_images(trained, images) if images else trained.images(rows)
-    return [str(one) for one in draw_images_of(trained, batch, output)]
+    return [str(path) for path in draw_images_of(trained, batch, output)]
 
 
 def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
@@ -165,8 +165,8 @@ def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[P
     path = output / "reconstructions.png"
     _draw_strips(figure_of, strips, path)
     losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
-    given = f"; {GIVEN}" if trained.objective.normalised else ""
-    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){given}")]
+    note = f"; {GIVEN}" if trained.objective.normalised else ""
+    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){note}")]
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
         pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
@@ -183,8 +183,8 @@ def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -
     draw_modalities(figure_class(), modality_reconstructions(trained, batch), path, trained.class_names())
     measured = task_losses(trained, batch)
     losses = ", ".join(f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in measured.items())
-    given = f"; of rgb {GIVEN}" if "rgb" in measured else ""
-    return [Picture(path, f"{losses}; {batch.rows} images{given}")]
+    note = f"; of rgb {GIVEN}" if "rgb" in measured else ""
+    return [Picture(path, f"{losses}; {batch.rows} images{note}")]
 
 
 @torch.no_grad()
@@ -211,13 +211,13 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
     if objective.normalised:
         variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
         prediction = prediction * (variance + TARGET_EPS).sqrt() + mean
-    place = masked.unsqueeze(-1).expand_as(prediction)
+    mask = masked.unsqueeze(-1).expand_as(prediction)
     grey = (GREY - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
     hidden = grey.repeat(patches.shape[-1] // 3).expand_as(prediction)
     shown = {
         "image": patches,
-        "masked": patches.scatter(1, place, hidden),
-        "reconstruction": patches.scatter(1, place, prediction),
+        "masked": patches.scatter(1, mask, hidden),
+        "reconstruction": patches.scatter(1, mask, prediction),
     }
     return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
 
@@ -342,7 +342,7 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
         guess = modality.reconstruction(task, prediction, true)
         unknown = torch.tensor(torch.nan if true.is_floating_point() else modality.blank, dtype=true.dtype)
         stages = (true, torch.where(masked, unknown, true), torch.where(masked, guess, true))
-        shown[task] = {stage: modality.maps(one) for stage, one in zip(STAGES, stages, strict=True)}
+        shown[task] = {stage: modality.maps(stage_values) for stage, stage_values in zip(STAGES, stages, strict=True)}
     return shown
 
 
@@ -354,9 +354,9 @@ def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[flo
     objective = trained.objective
     losses = objective(trained.model, batch)
     plain = objective(_plainest(trained, batch), batch)
-    means = [(one.sums / one.counts.clamp(min=1)).tolist() for one in (losses, plain)]
-    found = zip(objective.tasks, *means, losses.counts.tolist(), strict=True)
-    return {task: (loss, guess) for task, loss, guess, count in found if count > 0}
+    means = [(sums.sums / sums.counts.clamp(min=1)).tolist() for sums in (losses, plain)]
+    rows = zip(objective.tasks, *means, losses.counts.tolist(), strict=True)
+    return {task: (loss, guess) for task, loss, guess, count in rows if count > 0}
 
 
 def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
@@ -399,8 +399,8 @@ def draw_modalities(
     axes = figure.subplots(len(rows), count, squeeze=False)
     for row, (task, stage, maps) in enumerate(rows):
         axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
-        for column, one in enumerate(maps):
-            kinds[task].show(axes[row, column], one, shown[task]["input"][column] if known[task] else one)
+        for column, map_ in enumerate(maps):
+            kinds[task].show(axes[row, column], map_, shown[task]["input"][column] if known[task] else map_)
             axes[row, column].set(xticks=[], yticks=[], frame_on=False)
     entries = [
         entry

@@ -84,14 +84,14 @@ def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environme
     predicted: list[Tensor] = []
     true: list[Tensor] = []
     for batch in planned_batches(builder, shown.choice):
-        predicted += [one.cpu() for one in task.predict(engine, batch.to(environment.device))]
+        predicted += [map_.cpu() for map_ in task.predict(engine, batch.to(environment.device))]
         wholes = zip(batch["images"], batch[f"whole_{task.maps.name}"], batch["sizes"].tolist(), strict=True)
         for image, whole, (height, width) in wholes:
             images.append(F.interpolate(image[None].float() / 255.0, size=(height, width), mode="bilinear")[0])
             true.append(whole[:height, :width])
     if isinstance(task, DepthTask):
-        predicted = [task.space.depth(one) for one in predicted]
-        true = [torch.where(one > 0, one, torch.nan) for one in true]
+        predicted = [task.space.depth(map_) for map_ in predicted]
+        true = [torch.where(map_ > 0, map_, torch.nan) for map_ in true]
     relative = isinstance(task, DepthTask) and task.config.dense.alignment != "none"
     return PixelMaps(
         kind=config.downstream.kind,
@@ -108,16 +108,16 @@ def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
     """Columns: image, runs, truth, as in the paper."""
     first = next(iter(maps.values()))
     axes, figure = small_axes(len(first.images), 2 + len(maps), side=1.6)
-    for title, place in zip(("image", *maps, "truth"), axes[0], strict=True):
-        place.set_title(title, fontsize=9)
+    for title, panel in zip(("image", *maps, "truth"), axes[0], strict=True):
+        panel.set_title(title, fontsize=9)
     kind = modality(first.modality)
     show = kind.show
     for row, (image, true) in enumerate(zip(first.images, first.true, strict=True)):
         axes[row, 0].imshow(image.permute(1, 2, 0).numpy())
-        for place, of_run in zip(axes[row, 1:-1], maps.values(), strict=True):
-            one = of_run.predicted[row]
-            show(place, one, one if of_run.relative else true)
+        for panel, of_run in zip(axes[row, 1:-1], maps.values(), strict=True):
+            prediction = of_run.predicted[row]
+            show(panel, prediction, prediction if of_run.relative else true)
         show(axes[row, -1], true, true)
-    maps_shown = [*first.true, *(one for of_run in maps.values() for one in of_run.predicted)]
+    maps_shown = [*first.true, *(prediction for of_run in maps.values() for prediction in of_run.predicted)]
     draw_legend(figure, kind.legend(maps_shown, first.classes))
     figure.savefig(path, dpi=DPI)

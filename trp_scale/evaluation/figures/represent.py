@@ -109,12 +109,12 @@ class Findings:
                 f"{self.choice.dataset.directory}: the images have no classes: no similarity within and between them"
             )
             return
-        found = class_similarity(self.study.features, self.study.labels)
-        self.numbers["class_similarity"] = asdict(found)
-        quotient = "undefined: the latter is not positive" if found.ratio is None else f"{found.ratio:.4f}"
+        similarity = class_similarity(self.study.features, self.study.labels)
+        self.numbers["class_similarity"] = asdict(similarity)
+        quotient = "undefined: the latter is not positive" if similarity.ratio is None else f"{similarity.ratio:.4f}"
         self.figures += [
-            ("cosine similarity of images of one class", f"{found.intra:.4f}"),
-            ("of images of two classes", f"{found.inter:.4f}"),
+            ("cosine similarity of images of one class", f"{similarity.intra:.4f}"),
+            ("of images of two classes", f"{similarity.inter:.4f}"),
             ("ratio (MLO-MAE, Table 13)", quotient),
         ]
 
@@ -149,11 +149,11 @@ class Findings:
     def add_pictures(self, heading: str, draw: Callable[[], Sequence[Picture]]) -> None:
         """Pictures that need more than the encoder; where that is missing, a note says what."""
         try:
-            found = draw()
+            pictures = draw()
         except RefusedError as error:
             self.notes.append(f"{heading}: no pictures: {error}")
             return
-        self.pictures += [(f"{heading}: {one.path.stem.replace('_', ' ')}", one) for one in found]
+        self.pictures += [(f"{heading}: {picture.path.stem.replace('_', ' ')}", picture) for picture in pictures]
 
     def write(self) -> None:
         """representation.json, index.html, and the figures on the terminal."""
@@ -174,7 +174,7 @@ class Findings:
             "seen": self.config.augmentation.measured,
             "pooling": self.pooling,
             **self.numbers,
-            "pictures": [one.path.name for _, one in self.pictures],
+            "pictures": [drawing.path.name for _, drawing in self.pictures],
             "notes": self.notes,
         }
         (self.output / DOCUMENT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -292,7 +292,7 @@ def read_positions(words: Sequence[str], grid: int) -> list[Position]:
     Raises:
         RefusedError: not two numbers, or outside the grid.
     """
-    found = []
+    problems = []
     for word in words:
         row, _, column = word.partition(",")
         if not (row.isdecimal() and column.isdecimal() and max(int(row), int(column)) < grid):
@@ -300,5 +300,5 @@ def read_positions(words: Sequence[str], grid: int) -> list[Position]:
                 f"--positions {word}: allowed: ROW,COLUMN, each from 0 to {grid - 1}: the encoder sees {grid} x {grid} "
                 "patches"
             )
-        found.append((int(row), int(column)))
-    return found or default_positions(grid)
+        problems.append((int(row), int(column)))
+    return problems or default_positions(grid)

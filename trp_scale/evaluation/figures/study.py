@@ -181,7 +181,7 @@ def study_images(
             labels.append(batch["labels"].numpy())
             attention = recorded.pop().cpu()  # [B, N, N]
             total += attention.double().sum(0)
-            if (missing := shown - sum(len(one) for one in images)) > 0:
+            if (missing := shown - sum(len(batch_images) for batch_images in images)) > 0:
                 images.append(batch["images"][:missing].float() / 255.0)
                 maps.append(attention[:missing])
     return Study(

@@ -89,9 +89,9 @@ class TrainedRun:
             batch = next(iter(sources.validation.windows())) if held_out else sources.train.next_window()[0]
         finally:
             sources.close()
-        there = batch["row_weights"] > 0
-        fields = {name: value[there] for name, value in batch.fields.items()}
-        return Batch(fields=fields, keys=batch.keys[there], start=batch.start)
+        present = batch["row_weights"] > 0
+        fields = {name: value[present] for name, value in batch.fields.items()}
+        return Batch(fields=fields, keys=batch.keys[present], start=batch.start)
 
 
 @dataclass(kw_only=True)
@@ -186,8 +186,8 @@ def _read(source: Path | str, data: str, kind: type[Run]) -> tuple[Path, str, Ch
     config = from_dict(document.config, source=str(checkpoint))
     config.data.path = data or config.data.path
     if not isinstance(config, kind):
-        found = document.config.get("upstream", "none: it is a fine-tuned run")
-        raise RefusedError(f"{checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {found}")
+        upstream = document.config.get("upstream", "none: it is a fine-tuned run")
+        raise RefusedError(f"{checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {upstream}")
     return checkpoint, state, document, config
 
 

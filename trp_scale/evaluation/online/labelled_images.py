@@ -51,21 +51,21 @@ class LabelledImages:
             fraction = fraction or SHARE_MEASURED
             measured = self.train.held_blocks(fraction)
         self.measured = first_blocks(self.test, measured, settings.measured)
-        self.learned = first_blocks(self.train, [~each for each in self.train.held_blocks(fraction)], settings.rows)
+        self.learned = first_blocks(self.train, [~held for held in self.train.held_blocks(fraction)], settings.rows)
         require_two_classes(self.train.labels(self.learned)[: settings.rows], path)
 
     def features(self, weights: Weights) -> Pair | None:
-        world, made = self.run.world, list[FrozenEncoder]()
+        world, encoders = self.run.world, list[FrozenEncoder]()
 
         def make() -> None:
-            given = None
+            weighted = None
             if world.rank == 0:
                 source = encoder_of(self.run.config, NAME, lambda: weights)
-                given = source.image_weights(self.config)
-            made.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=given))
+                weighted = source.image_weights(self.config)
+            encoders.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=weighted))
 
         together(world, "making the probed encoder", make)
-        (encoder,) = made
+        (encoder,) = encoders
         for parameter in encoder.module.parameters():  # rank 0 alone has them
             parameter.copy_(world.sum(parameter if world.rank == 0 else torch.zeros_like(parameter)))
         learned = self._of(encoder, self.train, self.learned, self.settings.rows)
@@ -80,10 +80,12 @@ class LabelledImages:
 def first_blocks(images: ProbedImages, among: BlockMasks, rows: int) -> BlockMasks:
     """The blocks among those given whose keys have the lowest hashes, as many as hold `rows` together, or all."""
     blocks = [dataset.blocks for dataset in images.opened.datasets]
-    identities, sizes = (np.concatenate(each) for each in zip(*((b.identities, b.rows) for b in blocks), strict=True))
+    identities, sizes = (
+        np.concatenate(columns) for columns in zip(*((b.identities, b.rows) for b in blocks), strict=True)
+    )
     order = np.argsort(identities)
     order = order[np.concatenate(among)[order]]
     enough = 1 + int(np.searchsorted(np.cumsum(sizes[order]), rows))
-    taken = np.zeros(len(identities), dtype=np.bool_)
-    taken[order[:enough]] = True
-    return np.split(taken, np.cumsum([len(b.rows) for b in blocks])[:-1])
+    chosen = np.zeros(len(identities), dtype=np.bool_)
+    chosen[order[:enough]] = True
+    return np.split(chosen, np.cumsum([len(b.rows) for b in blocks])[:-1])

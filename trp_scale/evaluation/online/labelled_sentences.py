@@ -53,16 +53,16 @@ class LabelledSentences:
         require_two_classes(self.train.labels[self.learned], settings.data)
 
     def features(self, weights: Weights) -> Pair | None:
-        found: list[Pair] = []
+        pairs: list[Pair] = []
 
         def read() -> None:
             source = encoder_of(self.run.config, NAME, lambda: weights, tokenizer=self.tokenizer)
             encoder = TextEncoder(source, self.config).eval().to(self.run.device)
             learned, measured = self._of(encoder, self.train, self.learned), self._of(encoder, self.test, self.measured)
-            found.append((learned, measured))
+            pairs.append((learned, measured))
 
         on_rank_zero(self.run.world, "reading labelled sentences", read)
-        return found[0] if found else None
+        return pairs[0] if pairs else None
 
     def _of(self, encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64]) -> LabelledFeatures:
         assert examples.labels is not None

@@ -89,17 +89,17 @@ class OnlineProbes(Hook):
     def measure(self, step: int) -> None:
         """Measure the weights as they are after `step`. Collective."""
         began = time.monotonic()
-        found = self.rows.features(self.run.engine.full_weights())
+        features = self.rows.features(self.run.engine.full_weights())
 
         def judged() -> tuple[dict[str, Any], int]:
-            assert found is not None, "rank 0 has the features"
-            return self._judged(found, step, began)
+            assert features is not None, "rank 0 has the features"
+            return self._judged(features, step, began)
 
         self.latest, self.next = on_rank_zero(self.run.world, "fitting the probes", judged)
 
-    def _judged(self, found: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
+    def _judged(self, features: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
         """The figures, and the step of the next ones."""
-        learned, measured = found
+        learned, measured = features
         neighbours = nearest_neighbours(learned, measured.features, KnnSettings(k=self.settings.neighbours))
         linear = logistic_regression(
             learned, measured.features, LogisticSettings(inverse_penalty=self.settings.inverse_penalty)
@@ -127,15 +127,16 @@ class OnlineProbes(Hook):
         """In the first line after a measurement. step: after which it was made; knn, linear: accuracies; rank_me: of
         features as wide as `width`; rows: learned from; measured: rows; seconds: of that measurement; share: of all of
         them in this start's time."""
-        one = self.latest
-        if not one or one["step"] == self.told:
+        latest = self.latest
+        if not latest or latest["step"] == self.told:
             return {}
-        self.told = one["step"]
+        self.told = latest["step"]
         notice = (
-            f"after step {one['step']}: nearest neighbours {one['knn']:.3f}, linear {one['linear']:.3f} on "
-            f"{one['measured']:,} rows, RankMe {one['rank_me']:.1f} of {one['width']}; {one['share']:.1%} of the time"
+            f"after step {latest['step']}: nearest neighbours {latest['knn']:.3f}, linear {latest['linear']:.3f} on "
+            f"{latest['measured']:,} rows, RankMe {latest['rank_me']:.1f} of {latest['width']}; "
+            f"{latest['share']:.1%} of the time"
         )
-        return {**one, "notice": notice}
+        return {**latest, "notice": notice}
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next, "latest": self.latest}

@@ -165,7 +165,7 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
 
 
 def _problems(arguments: ProbeArguments) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     scratch = arguments.from_ == SCRATCH
     if arguments.task:
         of_images = [
@@ -174,45 +174,47 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             ("--test", arguments.test is not None),
             ("--per_class", arguments.per_class > 0),
         ]
-        found += [
+        problems += [
             f"--task {arguments.task} is of text, where {flag} has no meaning"
             for flag, is_given in of_images
             if is_given
         ]
     elif arguments.rows:
-        found.append(f"--rows {arguments.rows} is for --task; of images allowed: --per_class")
+        problems.append(f"--rows {arguments.rows} is for --task; of images allowed: --per_class")
     if not arguments.from_:
-        found.append(
+        problems.append(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
     if not arguments.data:
-        found.append("--data is missing; allowed: a directory that trp-scale shard-images wrote, with classes")
+        problems.append("--data is missing; allowed: a directory that trp-scale shard-images wrote, with classes")
     if scratch and not arguments.recipe:
-        found.append(
+        problems.append(
             "--from scratch needs --recipe, for the encoder's sizes: a name, or a .yaml file such as RUN/config.yaml"
         )
     if arguments.recipe and not scratch:
-        found.append(f"--recipe {arguments.recipe} is for --from scratch; --from {arguments.from_} has its own sizes")
+        problems.append(
+            f"--recipe {arguments.recipe} is for --from scratch; --from {arguments.from_} has its own sizes"
+        )
     if not arguments.task and arguments.test is None and not 0 < arguments.validation_fraction < 1:
-        found.append(
+        problems.append(
             f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
             "measure on; allowed: more than 0 and less than 1, or --test DIR"
         )
-    found += _numbers_out_of_range(arguments)
+    problems += _numbers_out_of_range(arguments)
     if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
-        found.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
+        problems.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
     if (
         arguments.seeds > 1
         and not scratch
         and arguments.method != "linear"
         and not (arguments.per_class or arguments.rows)
     ):
-        found.append(
+        problems.append(
             f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
             "would give the same figure and a spread of 0; allowed: 1, or --method linear, --per_class K, or "
             "--from scratch; probe the runs of several seeds one by one"
         )
-    return found
+    return problems
 
 
 def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
@@ -223,10 +225,10 @@ def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
         "logistic.iterations": arguments.logistic.iterations,
         "knn.k": arguments.knn.k,
     }
-    found = [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
+    problems = [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
     if arguments.linear.batch_size < 2:
-        found.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
-    found += [
+        problems.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
+    problems += [
         f"--{name} is {value}, allowed: 0 or more"
         for name, value in {
             "seed": arguments.seed,
@@ -237,16 +239,18 @@ def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
         if value < 0
     ]
     if not 0 <= arguments.linear.warmup_epochs < arguments.linear.epochs:
-        found.append(
+        problems.append(
             f"--linear.warmup_epochs is {arguments.linear.warmup_epochs}, allowed: from 0 to below --linear.epochs "
             f"{arguments.linear.epochs}, or the learning rate would never reach its peak"
         )
     if not 0 < arguments.centre_share <= 1:
-        found.append(f"--centre_share is {arguments.centre_share}, allowed: more than 0, at most 1")
+        problems.append(f"--centre_share is {arguments.centre_share}, allowed: more than 0, at most 1")
     positive = {
         "linear.base_lr": arguments.linear.base_lr,
         "logistic.inverse_penalty": arguments.logistic.inverse_penalty,
         "knn.temperature": arguments.knn.temperature,
     }
-    found += [f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not 0 < value < inf]
-    return found
+    problems += [
+        f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not 0 < value < inf
+    ]
+    return problems

@@ -174,14 +174,14 @@ def nearest_neighbours(train: LabelledFeatures, features: Features, settings: Kn
     known = F.normalize(torch.from_numpy(train.features), dim=1)  # [n, D]
     labels = torch.from_numpy(train.labels)
     classes, k = int(labels.max()) + 1, min(settings.k, len(labels))
-    found = []
+    accuracies = []
     for part in torch.split(torch.from_numpy(features), CHUNK):
         cosines, nearest = (F.normalize(part, dim=1) @ known.T).topk(k, dim=1)  # [c, k]
         # The largest is taken off: a low temperature would overflow.
         votes = ((cosines - cosines[:, :1]) / settings.temperature).double().exp()
         scores = votes.new_zeros(len(part), classes).scatter_add_(1, labels[nearest], votes)  # [c, K]
-        found.append(scores.argmax(dim=1))
-    predicted: Integers = torch.cat(found).numpy().astype(np.int64)
+        accuracies.append(scores.argmax(dim=1))
+    predicted: Integers = torch.cat(accuracies).numpy().astype(np.int64)
     return predicted
 
 

@@ -48,13 +48,13 @@ def encoder_config(
     config = ClassificationTaskConfig()
     config.downstream.positions = positions
     if path == SCRATCH:
-        found = load_recipe(recipe)
-        if not isinstance(found, (ImagePretrainConfig, ImageTaskConfig)):
+        loaded = load_recipe(recipe)
+        if not isinstance(loaded, (ImagePretrainConfig, ImageTaskConfig)):
             raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
-        _take(config.model, found.model)
-        _take(config.vision, found.vision)
+        _take(config.model, loaded.model)
+        _take(config.vision, loaded.vision)
         config.model.weights = ""
-        config.downstream.pretraining_grid = found.crops.size // found.vision.patch_size
+        config.downstream.pretraining_grid = loaded.crops.size // loaded.vision.patch_size
     else:
         open_encoder(path).adopt(config)
     return show(config, size=size, batch=batch)
@@ -81,11 +81,11 @@ def show(config: ClassificationTaskConfig, *, size: int, batch: int) -> Classifi
     return config
 
 
-def _take(own: object, given: Any) -> None:
+def _take(target: object, source: Any) -> None:
     """Every setting of a section that the other has too."""
-    for each in fields(given):
-        if hasattr(own, each.name):
-            setattr(own, each.name, getattr(given, each.name))
+    for field in fields(source):
+        if hasattr(target, field.name):
+            setattr(target, field.name, getattr(source, field.name))
 
 
 class FrozenEncoder:
@@ -152,8 +152,8 @@ class FrozenEncoder:
 
     def digest(self) -> str:
         """Hash of the weights and of all settings that features depend on."""
-        found = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
         for name, tensor in sorted(self.module.named_parameters()):
-            found.update(f"{name} {tuple(tensor.shape)}".encode())
-            found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()

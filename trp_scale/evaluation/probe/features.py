@@ -65,14 +65,14 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
             f"{len(unread)} images, {', '.join(unread[:3])}, cannot be read, and accuracy is that of all images; "
             "copy or shard the data again"
         )
-    found = rows.gather(group)
-    features: Features = found["features"]
+    gathered = rows.gather(group)
+    features: Features = gathered["features"]
     if wrong := int((~np.isfinite(features).all(axis=1)).sum()):
         raise RefusedError(
             f"the encoder gives {wrong} of {len(features)} images features that are not finite numbers; look at how it "
             "was trained"
         )
-    return features, found["labels"]
+    return features, gathered["labels"]
 
 
 def all_features(
@@ -87,17 +87,17 @@ def all_features(
     """
     key = hashlib.blake2b(json.dumps([FORMAT, encoder.digest(), images.digest]).encode(), digest_size=16).hexdigest()
     path = cache / f"{key}.safetensors"
-    found: list[LabelledFeatures] = []
+    parts: list[LabelledFeatures] = []
 
     def read() -> bool:
         kept = _read(path)
         if kept is None:
             _require_writable(cache)  # before the encoder runs for hours
-        found.extend([] if kept is None else [kept])
+        parts.extend([] if kept is None else [kept])
         return kept is not None
 
     if on_rank_zero(group, f"reading {path}", read):
-        return (found[0] if found else None), True
+        return (parts[0] if parts else None), True
     features, labels = extract(encoder, images.batches(group), group)
     mine = LabelledFeatures(features=features, labels=labels)
     on_rank_zero(group, f"writing {path}", lambda: _write(path, mine))
@@ -109,15 +109,15 @@ def _read(path: Path) -> LabelledFeatures | None:
         return None
     try:
         with reading_tensors(path):
-            found = LabelledFeatures(**load_file(path))
-        features, labels = found.features, found.labels
+            stored = LabelledFeatures(**load_file(path))
+        features, labels = stored.features, stored.labels
         kinds = (features.dtype.str, features.ndim, labels.dtype.str, labels.ndim)
         if kinds != ("<f4", 2, "<i8", 1) or len(features) != len(labels):
             raise CheckpointError(f"{path}: other arrays than features are there")
     except CheckpointError as error:
         logger.warning("%s; the features are computed again", error)
         return None
-    return found
+    return stored
 
 
 def _require_writable(cache: Path) -> None:
@@ -131,7 +131,7 @@ def _require_writable(cache: Path) -> None:
         ) from error
 
 
-def _write(path: Path, found: LabelledFeatures) -> None:
+def _write(path: Path, features: LabelledFeatures) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    save_file({"features": np.ascontiguousarray(found.features), "labels": found.labels}, temporary)
+    save_file({"features": np.ascontiguousarray(features.features), "labels": features.labels}, temporary)
     temporary.replace(path)

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 def probe_images(arguments: ProbeArguments, environment: Environment) -> tuple[list[TaskResult], str]:
     """The results of an encoder of images, and what was measured in a few words. Collective."""
-    one = Probe(arguments, environment)
-    tasks = [join([one.measure(arguments.seed + number) for number in range(arguments.seeds)])]
-    if (own := one.stage_two()) is not None:
-        tasks.append(join([own]))
-    return tasks, one.description
+    probe = Probe(arguments, environment)
+    tasks = [join([probe.measure(arguments.seed + number) for number in range(arguments.seeds)])]
+    if (second_stage := probe.stage_two()) is not None:
+        tasks.append(join([second_stage]))
+    return tasks, probe.description
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,31 +107,31 @@ class Probe:
     def measure(self, seed: int) -> SeedResult:
         """The probe of one seed, on every rank. Collective."""
         encoder = self.encoder(self.config, self.arguments.pooling, seed=seed)
-        found = self.features(encoder)
-        predicted = self.learn_fresh(encoder, found, seed) if self.fresh else None
+        measured = self.features(encoder)
+        predicted = self.learn_fresh(encoder, measured, seed) if self.fresh else None
 
         few = f", {self.arguments.per_class} a class" if self.arguments.per_class else ""
 
         def judge() -> SeedResult:
-            assert found is not None, "rank 0 has the features"
+            assert measured is not None, "rank 0 has the features"
             answers = predicted
             if answers is None:
-                assert found.train is not None
-                train = found.train
+                assert measured.train is not None
+                train = measured.train
                 if self.arguments.per_class:
                     train = train.take(few_of_each(train.labels, self.arguments.per_class, seed))
-                answers = classify(train, found.test.features, self.arguments, seed)
+                answers = classify(train, measured.test.features, self.arguments, seed)
             return SeedResult(
                 task=f"{self.name} ({self.arguments.method} probe{few})",
                 metric="accuracy",
                 split=self.split,
                 lower_is_better=False,
                 seed=seed,
-                metrics={"accuracy": accuracy(answers, found.test.labels)},
+                metrics={"accuracy": accuracy(answers, measured.test.labels)},
                 detail={
-                    "accuracy_by_class": accuracy_by_class(answers, found.test.labels, self.train.classes),
-                    "images": len(found.test.labels),
-                    "features_from_cache": found.cached,
+                    "accuracy_by_class": accuracy_by_class(answers, measured.test.labels, self.train.classes),
+                    "images": len(measured.test.labels),
+                    "features_from_cache": measured.cached,
                 },
             )
 
@@ -159,12 +159,12 @@ class Probe:
         held = self.train.held_out(self.fraction)
         return None if train is None else Measured(train=train.take(~held), test=train.take(held), cached=cached)
 
-    def learn_fresh(self, encoder: FrozenEncoder, found: Measured | None, seed: int) -> Integers | None:
+    def learn_fresh(self, encoder: FrozenEncoder, measured: Measured | None, seed: int) -> Integers | None:
         """Answers of a linear probe that learns from random crops, on rank 0 alone. Collective."""
         return fit_fresh(
             encoder,
             self.train,
-            np.zeros((0, encoder.width), np.float32) if found is None else found.test.features,
+            np.zeros((0, encoder.width), np.float32) if measured is None else measured.test.features,
             self.arguments.linear,
             fraction=self.fraction,
             seed=seed,
@@ -173,20 +173,22 @@ class Probe:
 
     def stage_two(self) -> SeedResult | None:
         """MLO-MAE's own figure, where --from has one and there is a test set to measure it on. Collective."""
-        found = None if self.arguments.from_ == SCRATCH else stage_two(self.arguments.from_)
-        if found is None:
+        second_stage = None if self.arguments.from_ == SCRATCH else stage_two(self.arguments.from_)
+        if second_stage is None:
             return None
         test = self.arguments.test
-        reason = "it is measured on a test set; give --test DIR" if test is None else check_stage_two(found, test)
+        reason = (
+            "it is measured on a test set; give --test DIR" if test is None else check_stage_two(second_stage, test)
+        )
         if reason is not None:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
-        return self.own_figure(found)
+        return self.own_figure(second_stage)
 
-    def own_figure(self, found: StageTwo) -> SeedResult:
+    def own_figure(self, second_stage: StageTwo) -> SeedResult:
         """The accuracy of the head on all images of the test set, at the size it has learned on. Collective."""
-        config = self.settings(found.size)
-        encoder = self.encoder(config, found.pooling, weights=found.encoder_weights())
+        config = self.settings(second_stage.size)
+        encoder = self.encoder(config, second_stage.pooling, weights=second_stage.encoder_weights())
         images = open_probed(config, str(self.arguments.test))
         test, _ = all_features(encoder, images, self.world, self.arguments.cache)
 
@@ -197,8 +199,8 @@ class Probe:
                 metric="accuracy",
                 split=self.split,
                 lower_is_better=False,
-                seed=found.config.training.seed,
-                metrics={"accuracy": found.accuracy(test)},
+                seed=second_stage.config.training.seed,
+                metrics={"accuracy": second_stage.accuracy(test)},
                 judged=False,  # the probe's test set again: two measurements of one task are not two tasks
             )
 

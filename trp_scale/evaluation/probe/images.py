@@ -52,7 +52,7 @@ class ProbedImages:
         """[n] which images a run of this data.validation_fraction holds out, in stored order."""
         blocks = (dataset.blocks for dataset in self.opened.datasets)
         return np.concatenate(
-            [np.repeat(mask, each.rows) for mask, each in zip(self.held_blocks(fraction), blocks, strict=True)]
+            [np.repeat(mask, block.rows) for mask, block in zip(self.held_blocks(fraction), blocks, strict=True)]
         )
 
     def held_blocks(self, fraction: float) -> BlockMasks:

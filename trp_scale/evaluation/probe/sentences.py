@@ -68,9 +68,9 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
     }
     needed = np.unique(np.concatenate(list(drawn.values())))  # no other row is read by the encoder
-    found = pair_vectors(encoder, data.train, needed, arguments.max_length)
-    vectors = np.zeros((len(data.train.labels), found.shape[1]), np.float32)
-    vectors[needed] = found
+    needed_vectors = pair_vectors(encoder, data.train, needed, arguments.max_length)
+    vectors = np.zeros((len(data.train.labels), needed_vectors.shape[1]), np.float32)
+    vectors[needed] = needed_vectors
     measured = {
         name: (pair_vectors(encoder, examples, np.arange(len(examples.places)), arguments.max_length), examples.labels)
         for name, examples in data.measured.items()
@@ -110,8 +110,8 @@ def few_of_all(labels: Values, count: int, seed: int, *, alike: bool) -> npt.NDA
     if not alike:
         return np.sort(order[:count])
     names, sizes = np.unique(labels, return_counts=True)
-    taken = [order[labels[order] == name][:share] for name, share in zip(names, shares(sizes, count), strict=True)]
-    return np.sort(np.concatenate(taken))
+    chosen = [order[labels[order] == name][:share] for name, share in zip(names, shares(sizes, count), strict=True)]
+    return np.sort(np.concatenate(chosen))
 
 
 def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64], length: int) -> Features:
@@ -124,27 +124,27 @@ def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.
     parts = [sentence_vectors(encoder, [texts[row] for row in rows], length) for texts in examples.sentences]
     if len(parts) == 1:
         return parts[0]
-    one, two = parts
-    return np.concatenate([one, two, np.abs(one - two), one * two], axis=1)
+    first, two = parts
+    return np.concatenate([first, two, np.abs(first - two), first * two], axis=1)
 
 
 @torch.no_grad()
 def sentence_vectors(encoder: TextEncoder, texts: Sequence[str], length: int) -> Features:
     """[n, D] means over pieces. Sentences are read in the order of their lengths, so that little is padding."""
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     model = encoder.settings.model
     assert isinstance(model, TextModelConfig)
     device = next(encoder.parameters()).device
-    found, length = np.zeros((len(texts), model.hidden_size), np.float32), min(length, model.max_positions)
+    vectors, length = np.zeros((len(texts), model.hidden_size), np.float32), min(length, model.max_positions)
     for first in range(0, len(order), AT_ONCE):
         places = order[first : first + AT_ONCE]
         read = encoder.tokenizer(
-            [texts[place] for place in places], padding=True, truncation=True, max_length=length, return_tensors="pt"
+            [texts[number] for number in places], padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
         pieces, mask = (read[name].to(device) for name in ("input_ids", "attention_mask"))  # [B, L]
-        there = mask[..., None].float()  # [B, L, 1]
-        found[places] = ((encoder(pieces, mask) * there).sum(1) / there.sum(1)).cpu().numpy()
-    return found
+        present = mask[..., None].float()  # [B, L, 1]
+        vectors[places] = ((encoder(pieces, mask) * present).sum(1) / present.sum(1)).cpu().numpy()
+    return vectors
 
 
 def fit(train: Features, labels: Values, unseen: Features, *, scores: bool, arguments: ProbeArguments) -> Values:

@@ -78,10 +78,10 @@ class StageTwo:
 def stage_two(path: str) -> StageTwo | None:
     """The head of a run with learned masks; None where --from is none, learned them without a head, or names the
     average of its weights, which the head knows nothing of."""
-    place = Path(path)
-    if not (place / "checkpoints").is_dir() and not (place / DOCUMENT_NAME).is_file():
+    directory = Path(path)
+    if not (directory / "checkpoints").is_dir() and not (directory / DOCUMENT_NAME).is_file():
         return None
-    checkpoint = find_checkpoint(place)
+    checkpoint = find_checkpoint(directory)
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
     if not isinstance(config, MaeConfig) or not config.multilevel.reads_labels:
@@ -95,16 +95,16 @@ def stage_two(path: str) -> StageTwo | None:
     )
 
 
-def check_stage_two(found: StageTwo, test: Path) -> str | None:
+def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
     """Why the figure on this test set would say nothing; None where it does."""
     try:
-        check_test(found.config, test)
+        check_test(second_stage.config, test)
     except (DataError, RefusedError) as error:
-        if not Path(found.config.data.path).exists():
+        if not Path(second_stage.config.data.path).exists():
             logger.warning(
                 "%s is not there: it was not checked that none of the test images are among those that the masks were "
                 "learned from",
-                found.config.data.path,
+                second_stage.config.data.path,
             )
             return None
         return str(error)
