@@ -19,7 +19,7 @@ from benchmarks.image_steps import EncoderSize, image_recipe, mae_workload
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import both_sides
 from benchmarks.steps import Precision, Workload, endless
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.models.flops import mae_step_flops
 from trp_scale.pretraining.mae.settings import MaeConfig
 
@@ -55,7 +55,7 @@ def image_config(
     shrink(setting, config)
     if setting.small:
         config.crops.size, config.vision.patch_size = (64, 16) if recipe.startswith("mae_vit") else (32, 8)
-    config.vision.index, config.adversary = "relaxed", settings_of("adversary", kind)
+    config.vision.index, config.adversary = "relaxed", make_settings("adversary", kind)
     config.vision.positions = ADVERSARIES.get(kind, "absolute")
     config.optimizer.lr = 1e-4
     return endless(config, rows, accumulation=accumulation, precision=precision)
@@ -102,7 +102,7 @@ def overhead(setting: Setting, kind: str) -> Figures:
     steps = {}
     for name in ("none", kind):
         config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
-        config.adversary = settings_of("adversary", name)
+        config.adversary = make_settings("adversary", name)
         steps[name] = step_of(setting, mae_workload(config))
     measured = alternate(steps, rounds=2 if setting.small else PAIRS, warmup=3)
     ratio = pair_ratio(measured[kind].walls, measured["none"].walls)

@@ -17,7 +17,7 @@ from benchmarks.gpu_setting import Setting, training
 from benchmarks.gpu_ways import TEXT, WAYS, Way, set_way, workload
 from benchmarks.image_steps import mae_workload, mm_mae_workload
 from benchmarks.steps import Workload
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 
 STEPS, SHOWN, NAME = 3, 12, 70
 MODELS = (TEXT, "MAE ViT-B/16", "AdPE ViT-B/16, relative positions", "MM-MAE ViT-B/16")
@@ -99,7 +99,7 @@ def added(setting: Setting, kind: str) -> Figures:
     with_and_without = []
     for name in (kind, "none"):
         config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
-        config.adversary = settings_of("adversary", name)
+        config.adversary = make_settings("adversary", name)
         with_and_without.append(profiled(setting, mae_workload(config)))
     more, less = with_and_without
     absent = (0.0, 0)

@@ -16,7 +16,7 @@ from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import small_bert, text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
@@ -107,7 +107,7 @@ def text_config(
     lr: float = 1e-4,
 ) -> PosBertConfig:
     """Settings of PoS-BERT without end."""
-    config = PosBertConfig(model=model, balancer=balancer or settings_of("balancer", "uniform"))
+    config = PosBertConfig(model=model, balancer=balancer or make_settings("balancer", "uniform"))
     config.optimizer.lr = lr
     return endless(config, rows, accumulation=accumulation, precision=precision)
 

@@ -20,7 +20,7 @@ from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engine
 from benchmarks.rounds import alternate
 from benchmarks.steps import SameWindow, Workload
 from benchmarks.text_steps import VOCABULARY, ending_early, without_list
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.methods.learned_masks.flops import multilevel_step_flops
 from trp_scale.models.flops import bert_step_flops, mae_step_flops
@@ -171,7 +171,7 @@ def masks_over_plain(setting: Setting) -> Figures:
     rows = 2 if setting.small else 64
     plain = image_config(setting, "mae_vit_b", size="base", rows=rows)
     config = image_config(setting, "mae_vit_b", size="base", rows=rows)
-    config.multilevel = settings_of("multilevel", "head", unroll=1, every=1, network="flattened")
+    config.multilevel = make_settings("multilevel", "head", unroll=1, every=1, network="flattened")
     engines = plain_engines(setting.device)
     steps: dict[str, Callable[[], object]] = {
         "plain": masks_trainer(plain, rows, engines).train_step,

@@ -35,7 +35,7 @@ from benchmarks.step_counts import CPU
 from benchmarks.steps import Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
@@ -136,7 +136,7 @@ def workload_of(name: str) -> Workload:
         return mm_mae_workload(config)
     assert isinstance(config, MaeConfig)
     if name == "mae_plus_tiny":
-        config.adversary = settings_of("adversary", "none")
+        config.adversary = make_settings("adversary", "none")
     return mae_workload(config)
 
 

@@ -26,7 +26,7 @@ from benchmarks.memory import LAYOUTS, engine_on, on_ranks, peak_bytes, ranks_en
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -80,9 +80,9 @@ def settings(options: Options, world: int, *, masks: bool) -> MaeConfig:
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
     )
-    config.balancer = settings_of("balancer", "uniform")
+    config.balancer = make_settings("balancer", "uniform")
     if masks:
-        config.multilevel = settings_of("multilevel", "head", network="patchwise", unroll=1, every=1)
+        config.multilevel = make_settings("multilevel", "head", network="patchwise", unroll=1, every=1)
     return config
 
 

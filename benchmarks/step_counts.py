@@ -44,7 +44,7 @@ from benchmarks.steps import Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
@@ -251,7 +251,7 @@ def workload_of(model: Model, precision: Precision, rows: int = 0, adversary: st
         return mm_mae_workload(endless(image_recipe(model.recipe, MmMaeConfig, model.size), rows, precision=precision))
     images = endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision)
     if adversary:
-        images.adversary, images.vision.index = settings_of("adversary", adversary), "relaxed"
+        images.adversary, images.vision.index = make_settings("adversary", adversary), "relaxed"
     return mae_workload(images)
 
 

@@ -40,7 +40,7 @@ from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_ste
 from benchmarks.text_steps import LENGTH, random_batch, text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.distributed.environment import Environment
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -140,7 +140,7 @@ def autoencoder(options: Options, micro_batches: int, precision: Precision) -> M
     assert isinstance(config, MaeConfig)
     width = options.hidden_size
     config.model.layers, config.model.hidden_size, config.model.heads = options.layers, width, max(1, width // 64)
-    config.model.intermediate_size, config.adversary = 4 * width, settings_of("adversary", "none")
+    config.model.intermediate_size, config.adversary = 4 * width, make_settings("adversary", "none")
     return endless(config, options.rows, accumulation=micro_batches, precision=precision)
 
 

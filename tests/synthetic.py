@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.settings import changed
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig, TrainingConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext, build_hooks
@@ -128,7 +128,7 @@ def small_config(layout: Layout, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=8, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        balancer=settings_of("balancer", "minimax"),
+        balancer=make_settings("balancer", "minimax"),
     )
     return changed(config, **{**layout.settings, **changes})
 

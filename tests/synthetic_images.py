@@ -13,7 +13,7 @@ from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
@@ -108,8 +108,8 @@ def image_config(layout: Layout, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        balancer=settings_of("balancer", "uniform"),
-        adversary=settings_of("adversary", "none"),
+        balancer=make_settings("balancer", "uniform"),
+        adversary=make_settings("adversary", "none"),
     )
     return changed(config, **{**layout.settings, **changes})
 

@@ -22,7 +22,7 @@ from trp_scale.config import (
     OptimizerConfig,
     TrainingConfig,
 )
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import build_hooks
@@ -131,7 +131,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
-        balancer=settings_of("balancer", "uniform"),
+        balancer=make_settings("balancer", "uniform"),
     )
     sections = {**(layout.settings if layout else {}), **changes}
     return changed(changed(config, semseg={"stride": STRIDE, "class_embedding": 8}), **sections)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from trp_scale.config.listing import summaries
 from trp_scale.config.loader import read_section, setting_name
-from trp_scale.config.registry import MAIN, load_module, registered_as
-from trp_scale.config.run_flags import Arguments, EngineName, arguments_of
+from trp_scale.config.registry import MAIN, find_registration, load_module
+from trp_scale.config.run_flags import Arguments, EngineName, make_arguments
 from trp_scale.config.settings import Settings
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.errors import RefusedError
@@ -87,7 +87,7 @@ def pretrain(
     sections = {name: _section(value) for name, value in settings.items()}
     names: list[str] | None = None if hooks is None else []
     for hook in hooks or ():
-        name = hook if isinstance(hook, str) else registered_as(hook).name
+        name = hook if isinstance(hook, str) else find_registration(hook).name
         if isinstance(hook, Settings):
             sections[name] = {**_section(hook), **sections.get(name, {})}
         assert names is not None
@@ -100,7 +100,7 @@ def pretrain(
         ds_config=None if ds_config is None else Path(ds_config),
         resume=os.fspath(resume),
     )
-    arguments = arguments_of(parsed, names, sections)
+    arguments = make_arguments(parsed, names, sections)
     if MAIN[0] in arguments.module and arguments.config.data.workers:
         raise RefusedError(
             f"data.workers is {arguments.config.data.workers}, but a component is registered by no file (a notebook, "
@@ -174,7 +174,7 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
     config = _sharding(output, inputs, settings)
     for name in config.get("module", ()):
         load_module(name)
-    kind = ShardImagesConfig.completed()
+    kind = ShardImagesConfig.with_modality_sections()
     return shard(read_section(kind, config, "trp_scale.shard_images"))
 
 
@@ -190,7 +190,7 @@ def _sharding(output: StrPath, inputs: StrPath | Sequence[StrPath], settings: Ma
 def _section(value: Any) -> Any:
     """A section as a recipe has it."""
     if isinstance(value, Settings):
-        registered_as(value)
+        find_registration(value)
         value = {setting_name(name): field for name, field in asdict(value).items()}
     return _plain(value)
 

@@ -65,13 +65,13 @@ _QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.
 _QUOTE.maxstring = _QUOTE.maxlong = _QUOTE.maxother = LONGEST_QUOTE
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """A value as a message quotes it: its repr, of a long or deep one the beginning. Never written out as a whole:
     aliases of YAML make a value of any size out of a few bytes."""
-    return shortened(_QUOTE.repr(value))
+    return shorten(_QUOTE.repr(value))
 
 
-def shortened(text: str, most: int = LONGEST_QUOTE) -> str:
+def shorten(text: str, most: int = LONGEST_QUOTE) -> str:
     """Text of at most `most` characters: a longer one ends in "..."."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -81,10 +81,10 @@ def escape_name(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def said_by(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The first line of what another library says, or the error's name: its messages may quote a file at length."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()
-    return shortened(lines[0] if lines else type(error).__name__)
+    return shorten(lines[0] if lines else type(error).__name__)
 
 
 FULL_BYTES = 64 << 20
@@ -109,17 +109,17 @@ def scarcest_space() -> str:
     return f"in {path}{hint}: {free[path] >> 10:,} KiB free"
 
 
-def as_told(error: BaseException) -> tuple[ExitStatus, str]:
+def exit_status_and_message(error: BaseException) -> tuple[ExitStatus, str]:
     """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
     if any(words in str(error) for words in NO_ROOM):
         text = next((line for line in str(error).splitlines() if any(word in line for word in NO_ROOM)), "")
         where = "there" if text.endswith("'") else scarcest_space()  # a path in quotes, or none
-        return ExitStatus.STORAGE, f"{shortened(text.strip())}; make room {where}; the same command goes on"
+        return ExitStatus.STORAGE, f"{shorten(text.strip())}; make room {where}; the same command goes on"
     if isinstance(error, RefusedError):
         failing = isinstance(error.__cause__, OSError) and error.__cause__.errno in FAILING
         return ExitStatus.FAILED if failing else error.status, str(error)
     if isinstance(error, OSError) and error.errno in (*DENIED, *FAILING) and isinstance(error.filename, str):
-        reason = f"{shortened(error.filename)}: {error.strerror}"
+        reason = f"{shorten(error.filename)}: {error.strerror}"
         return ExitStatus.STORAGE, f"{reason}; give another path, or see to it that this one can be used"
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if (extra := EXTRA_OF.get(package)) is not None:
@@ -130,8 +130,7 @@ def as_told(error: BaseException) -> tuple[ExitStatus, str]:
 
 
 def finding(error: RefusedError) -> str:
-    """What a refusal says was found, without the advice behind its first semicolon: that may name flags which the
-    command at hand does not have."""
+    """Return a refusal without the advice behind its first semicolon, which may name flags of another command."""
     return str(error).partition("; ")[0]
 
 

@@ -18,7 +18,7 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
 from trp_scale.config import OptimizerConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.engines.build import build_second_engine
 from trp_scale.methods.learned_masks.masking_network import FlattenedMasking
@@ -50,7 +50,7 @@ class Pair:
     def __init__(self, layout: Layout) -> None:
         self.probe = ShardProbe(layout)
         config = replace(self.probe.config, optimizer=OptimizerConfig(lr=3e-3, eps=1e-4, clipping=0.0))
-        config.multilevel = settings_of("multilevel", "head")
+        config.multilevel = make_settings("multilevel", "head")
         document = {**layout.document, "zero_optimization": {"stage": layout.stage}}
         self.second = build_second_engine(
             layout.engine,

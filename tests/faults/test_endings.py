@@ -20,7 +20,7 @@ from trp_scale.cli import main as cli
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import Lease
-from trp_scale.errors import DataError, RefusedError, UnreadableError, as_told
+from trp_scale.errors import DataError, RefusedError, UnreadableError, exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError
 from trp_scale.training.agreement import StepAgreement
@@ -153,14 +153,14 @@ def test_faults_of_the_world_have_status_1_and_mistakes_of_the_user_2(
 
     with pytest.raises(RefusedError) as caught:
         together(Group("world"), "looking", action) if through_ranks else action()
-    assert as_told(caught.value)[0] == status
+    assert exit_status_and_message(caught.value)[0] == status
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2)])
 def test_data_that_failing_storage_hides_is_no_mistake_of_the_user(number: int, status: int) -> None:
     error = DataError("a.tar: cannot be read")
     error.__cause__ = OSError(number, os.strerror(number), "a.tar")
-    assert as_told(error)[0] == status
+    assert exit_status_and_message(error)[0] == status
 
 
 def test_unreadable_blocks_in_step_after_step_are_the_storage() -> None:

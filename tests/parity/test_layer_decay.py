@@ -17,7 +17,7 @@ from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, SilentO
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
 from trp_scale.config import OptimizerConfig, TrainingConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -51,7 +51,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
     config, group = finetune_config(**downstream), data_group()
     config.batch.micro_size, config.training = layout.micro_size, TrainingConfig(steps=3, seed=3)
     config.optimizer = OptimizerConfig(**{"warmup_steps": 0, "schedule": "constant", "weight_decay": 0.05, **optimizer})
-    config.balancer = settings_of("balancer", "uniform")
+    config.balancer = make_settings("balancer", "uniform")
     config = changed(config, **layout.settings)
     document = {"zero_optimization": {"stage": layout.stage}} if layout.stage is not None else None
     engine = build_engine(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import trp_scale
-from trp_scale.config.registry import registered, runs
+from trp_scale.config.registry import registered_components, runs
 
 ROOT = Path(__file__).parents[2]
 TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
@@ -51,7 +51,7 @@ def known_settings() -> dict[str, set[str]]:
         for field in fields(kind):
             if is_dataclass(own := getattr(instance, field.name)):
                 sections.setdefault(field.name, []).append(type(own))
-    for role, name, settings in registered():
+    for role, name, settings in registered_components():
         sections.setdefault(name if role == "hook" else role, []).append(settings)
     found: dict[str, set[str]] = {}
     for section, kinds in sections.items():

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import CheckpointError, as_told
+from trp_scale.errors import CheckpointError, exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 
 T = TypeVar("T")
@@ -47,7 +47,9 @@ class Failure:
     def of(cls, error: Exception) -> Failure:
         if isinstance(error, RefusedError):
             storage = isinstance(error, StorageError)
-            return cls(str(error), refused=True, complete=True, storage=storage, status=as_told(error)[0])
+            return cls(
+                str(error), refused=True, complete=True, storage=storage, status=exit_status_and_message(error)[0]
+            )
         storage = isinstance(error, OSError)
         return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
 

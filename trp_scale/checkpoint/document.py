@@ -24,7 +24,7 @@ from torch import Tensor
 from trp_scale.checkpoint.tensor_file import CHUNK, DTYPES, FileEntry, reading_tensors
 from trp_scale.config.json_files import read_object
 from trp_scale.config.schema import LARGEST, Fields, Positive, Whole, record
-from trp_scale.errors import CheckpointError, quoted, shortened
+from trp_scale.errors import CheckpointError, quote, shorten
 from trp_scale.storage.files import json_text, write_text
 
 FORMAT = 2
@@ -107,7 +107,7 @@ def read_document(directory: Path) -> CheckpointDocument:
     found = (content.pop("format", None), content.pop("checksum_bytes", None))
     if found != (FORMAT, CHUNK):
         raise CheckpointError(
-            f"{path}: a checkpoint of format {quoted(found[0])}, and this version reads format {FORMAT} only; read it "
+            f"{path}: a checkpoint of format {quote(found[0])}, and this version reads format {FORMAT} only; read it "
             "with the version that wrote it, or start a new run"
         )
     check_digest(path)
@@ -127,12 +127,12 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
     for name, tensor in document.tensors.items():
         if prod(tensor.shape) > LARGEST or any(dtype not in DTYPES for dtype in tensor.states.values()):
             raise CheckpointError(
-                f"{path}: tensor {shortened(name)}: shape {quoted(tensor.shape)} of {quoted(tensor.states)} found, "
+                f"{path}: tensor {shorten(name)}: shape {quote(tensor.shape)} of {quote(tensor.states)} found, "
                 f"less than 2^63 elements of {', '.join(DTYPES)} expected"
             )
     names = [entry.name for entry in document.files]
     if len(set(names)) < len(names) or HOOKS_NAME not in names:
-        raise CheckpointError(f"{path}: files {quoted(names)} found, each once and {HOOKS_NAME} among them expected")
+        raise CheckpointError(f"{path}: files {quote(names)} found, each once and {HOOKS_NAME} among them expected")
     for entry in document.files:
         if len(entry.crc32) != -(-entry.size // CHUNK):
             raise CheckpointError(
@@ -215,7 +215,7 @@ def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
         if set(document) == {REFERENCE}:
             key = document[REFERENCE]
             if not isinstance(key, str) or key not in tensors:
-                raise CheckpointError(f"hooks' state: the tensor {quoted(key)} is not in the file")
+                raise CheckpointError(f"hooks' state: the tensor {quote(key)} is not in the file")
             return torch.clone(tensors[key])
         return {name: join_state(each, tensors) for name, each in document.items()}
     if isinstance(document, list):

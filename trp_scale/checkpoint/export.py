@@ -18,7 +18,7 @@ from trp_scale.checkpoint.format import STATE_OF
 from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_object
-from trp_scale.config.registry import find, named
+from trp_scale.config.registry import find, import_name
 from trp_scale.config.upstream import Weights
 from trp_scale.storage.files import sync_directory
 
@@ -126,7 +126,7 @@ def find_writer(document: CheckpointDocument, to: str) -> Writer:
     upstream = document.config.get("upstream", "")
     exports: Mapping[str, str] = find("upstream", upstream, "the run's upstream").load().exports if upstream else {}
     if to in exports:
-        writer: Writer = named(exports[to])
+        writer: Writer = import_name(exports[to])
         return writer
     raise RefusedError(
         f"--to {to}: the run's upstream is {upstream or 'none, it is a fine-tuned run'}; allowed for it: "

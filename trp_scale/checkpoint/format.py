@@ -43,7 +43,7 @@ from trp_scale.checkpoint.tensor_file import (
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import CheckpointError, shortened
+from trp_scale.errors import CheckpointError, shorten
 
 _NUMBER = r"[0-9]{1,18}"
 _KEY = re.compile(rf"(\w+):(.+)(?:@({_NUMBER}):({_NUMBER})|#\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])")
@@ -189,9 +189,7 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
             if there != here and not unborn:
                 problems.append(f"{state} of {name}: {there} in the checkpoint, {here} in the model")
     if problems:
-        shown = "; ".join(map(shortened, problems[:8])) + (
-            f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        )
+        shown = "; ".join(map(shorten, problems[:8])) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise CheckpointError(f"{directory} does not fit the model: {shown}")
 
 
@@ -226,13 +224,13 @@ class StoredPieces:
                 check_covered_once(f"{directory}: {state} of {name}", tensor.shape, found)
 
     def _understood(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, StoredPiece]:
-        where, parsed = f"{self.directory / file}: {shortened(key)}", parse_key(key)
+        where, parsed = f"{self.directory / file}: {shorten(key)}", parse_key(key)
         if parsed is None:
             raise CheckpointError(f"{where}: not a piece; expected state:name@start:stop or state:name#[a:b,c:d]")
         state, name, region = parsed
         tensor = self.document.tensors.get(name)
         if tensor is None or state not in tensor.states:
-            raise CheckpointError(f"{where}: {shortened(f'{state} of {name}')} is not listed in checkpoint.json")
+            raise CheckpointError(f"{where}: {shorten(f'{state} of {name}')} is not listed in checkpoint.json")
         if not region.fits(tensor.shape):
             raise CheckpointError(f"{where}: the piece is empty or lies outside the shape {tensor.shape}")
         if (dtype, shape) != (tensor.states[state], (region.size,)):

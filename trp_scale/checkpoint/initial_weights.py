@@ -20,7 +20,7 @@ from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_object
 from trp_scale.config.upstream import ModelConfig
-from trp_scale.errors import said_by, shortened
+from trp_scale.errors import error_text, shorten
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, give
 from trp_scale.models.outline import ModelOutline
 
@@ -88,7 +88,7 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
         check_shapes(own, shapes)
     except OtherTensorsError as error:
         why = there.differs_from(here) or (
-            f"not the weights of this model ({shortened(str(error), 1000)}); give the same --model and --vision "
+            f"not the weights of this model ({shorten(str(error), 1000)}); give the same --model and --vision "
             "settings as that run's"
         )
         raise RefusedError(f"--model.weights {checkpoint}: {why}") from error
@@ -150,7 +150,7 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
             )
         elif isinstance(error, OtherTensorsError) and not why:
             why = f"not the weights of this model ({error})"
-        raise RefusedError(f"--model.weights {file}: {shortened(why or str(error), 1000)}") from error
+        raise RefusedError(f"--model.weights {file}: {shorten(why or str(error), 1000)}") from error
     if why := ModelOutline(heads=theirs).differs_from(ModelOutline(heads=heads)):  # all else has found its place
         raise RefusedError(f"--model.weights {file}: {why}")
 
@@ -179,13 +179,13 @@ def reading(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise RefusedError(f"--from {path}: {what} cannot be read ({said_by(error)}); copy it again") from error
+        raise RefusedError(f"--from {path}: {what} cannot be read ({error_text(error)}); copy it again") from error
     except KeyError as error:
-        raise RefusedError(f"--from {path}: {what} has no {shortened(str(error.args[0]))}") from error
+        raise RefusedError(f"--from {path}: {what} has no {shorten(str(error.args[0]))}") from error
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of tensors with other shapes than expected
         if isinstance(error, RefusedError):
             raise
-        raise RefusedError(f"--from {path}: {what} is of another model, or damaged ({said_by(error)})") from error
+        raise RefusedError(f"--from {path}: {what} is of another model, or damaged ({error_text(error)})") from error
 
 
 def stored_weights(path: str) -> dict[str, Tensor]:

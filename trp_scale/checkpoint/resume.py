@@ -30,7 +30,7 @@ from trp_scale.config.json_files import json_lines, parse_json
 from trp_scale.config.loader import flat, from_dict, to_dict
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import LEASE
-from trp_scale.errors import CheckpointError, listed_problems, quoted, shortened
+from trp_scale.errors import CheckpointError, listed_problems, quote, shorten
 from trp_scale.storage.files import sync_directory
 
 
@@ -327,4 +327,4 @@ def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "unknown" if value is None else shortened(value if isinstance(value, str) else quoted(value))
+    return "unknown" if value is None else shorten(value if isinstance(value, str) else quote(value))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.config.schema import FileName, Whole
-from trp_scale.errors import CheckpointError, said_by
+from trp_scale.errors import CheckpointError, error_text
 
 CHUNK = 16 * 2**20
 """Bytes covered by one checksum: small enough to say where a file is damaged, large enough to keep the list short."""
@@ -92,7 +92,7 @@ def reading_tensors(path: Path) -> Iterator[None]:
     ) as error:  # of torch, and of itself
         if isinstance(error, RefusedError):
             raise
-        raise CheckpointError(f"{path}: not a safetensors file that can be read ({said_by(error)})") from error
+        raise CheckpointError(f"{path}: not a safetensors file that can be read ({error_text(error)})") from error
 
 
 class ChecksumWriter:

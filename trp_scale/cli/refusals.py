@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from trp_scale.config.flags import speaks
+from trp_scale.config.flags import is_rank_zero_env
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
-from trp_scale.errors import as_told
+from trp_scale.errors import exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 
 
@@ -28,7 +28,7 @@ def run(command: Callable[[], int]) -> int:
             raise
         return ExitStatus.DONE
     except BaseException as error:
-        status, line = as_told(error)
+        status, line = exit_status_and_message(error)
         if not line:
             raise
         _let_rank_0_speak_first()
@@ -45,5 +45,5 @@ def _is_read() -> bool:
 
 def _let_rank_0_speak_first() -> None:
     """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
-    if not speaks():
+    if not is_rank_zero_env():
         time.sleep(FIRST_WORD_SECONDS)

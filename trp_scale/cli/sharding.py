@@ -36,7 +36,7 @@ def shard_text(argv: Sequence[str]) -> int:
 
     _tell_progress()
     settings.check()
-    if not _submitted("shard-text", argv, settings, settings.output):
+    if not _submit("shard-text", argv, settings, settings.output):
         shard(settings)
     return 0
 
@@ -51,7 +51,7 @@ def shard_images(argv: Sequence[str]) -> int:
 
     _tell_progress()
     settings.check()
-    if not _submitted("shard-images", argv, settings, settings.output):
+    if not _submit("shard-images", argv, settings, settings.output):
         shard(settings)
     return 0
 
@@ -66,12 +66,12 @@ def pseudo_label(argv: Sequence[str]) -> int:
 
     _tell_progress()
     settings.check()
-    if not _submitted("pseudo-label", argv, settings, settings.data):
+    if not _submit("pseudo-label", argv, settings, settings.data):
         label(settings)
     return 0
 
 
-def _submitted(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
+def _submit(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
     """Whether the command, whose settings were checked, is one for SLURM; then it is submitted."""
     if settings.executor != "slurm-array":
         if settings.sbatch:
@@ -154,7 +154,7 @@ def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
     _tell_progress()
     config = IndexTars(**{"tars": arguments.tars, **settings}, output=output, part=part, executor=arguments.executor)
     config.check()
-    if not _submitted("index", argv, arguments, output):
+    if not _submit("index", argv, arguments, output):
         index_tars(config)
 
 

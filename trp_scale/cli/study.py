@@ -62,7 +62,7 @@ class ShowArguments:
 
 
 def show(argv: Sequence[str]) -> int:
-    """What a study compares, by what, and what it needs."""
+    """Print the comparison, the judge and the inputs of a study."""
     arguments = read(ShowArguments, argv, prog="trp-scale study show")
     from trp_scale.studies.study import load_study, needed_inputs
 
@@ -112,7 +112,7 @@ def plan(argv: Sequence[str]) -> int:
     print("\n".join(planned_hours(study, scale, price=arguments.price)))
     if arguments.run_dir is not None:
         inputs = read_claim(arguments.run_dir).inputs
-        claim(arguments.run_dir, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=inputs))
+        claim(arguments.run_dir, Claim(study=_state(arguments.file), scale=arguments.scale, inputs=inputs))
         print("\n".join(hours_left(Graph(study, scale, arguments.run_dir.resolve(), inputs))))
     return 0
 
@@ -156,7 +156,7 @@ def run(argv: Sequence[str]) -> int:
     graph = _graph(study, scale, arguments.run_dir, arguments.input)
     if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
         raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")
-    claim(graph.directory, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=graph.inputs))
+    claim(graph.directory, Claim(study=_state(arguments.file), scale=arguments.scale, inputs=graph.inputs))
     if arguments.executor == "slurm-array" and arguments.only is None:
         words = [sys.executable, "-m", "trp_scale", "study", "run", *argv, "--executor", "local"]
         jobs = submit(graph, words, arguments.sbatch)
@@ -181,7 +181,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _stated(file: str) -> str:
+def _state(file: str) -> str:
     """A study as study.json names it: its name, or the whole path."""
     return str(Path(file).resolve()) if file.endswith((".yaml", ".yml")) else file
 
@@ -206,7 +206,7 @@ class ReportArguments:
 
 
 def report(argv: Sequence[str]) -> int:
-    """What a study found so far, as Markdown, LaTeX and HTML."""
+    """Write the results of a study so far as Markdown, LaTeX and HTML."""
     arguments = read(ReportArguments, argv, prog="trp-scale study report")
     from trp_scale.studies.execute import read_claim
     from trp_scale.studies.graph import Graph

@@ -64,7 +64,7 @@ def finetune(argv: Sequence[str]) -> int:
 
 
 def _print_config(arguments: Arguments) -> int:
-    """Of several ranks, the first speaks."""
+    """Print the settings on rank 0."""
     from trp_scale.config.loader import dump
     from trp_scale.distributed.launchers import discover
 

@@ -244,7 +244,7 @@ class ValidationConfig(Section):
 
 @dataclass(kw_only=True)
 class ReliabilityConfig(Section):
-    """What a run does when something other than itself goes wrong."""
+    """Handling of failures outside the run itself."""
 
     hang_minutes: float = setting(10.0, at_least=0)
     """Without a step for so long, or for 20 times the median step if that is longer, a run hangs: each rank writes what
@@ -313,7 +313,7 @@ class CheckpointConfig(Section):
 
 @dataclass(kw_only=True)
 class LoggingConfig(Section):
-    """What is reported while the run goes on."""
+    """Reports while the run is training."""
 
     every: int = setting(10, at_least=1)
     """Write a line of metrics each N steps."""
@@ -383,7 +383,7 @@ class Config:
 
     @property
     def length_flag(self) -> str:
-        """What to raise for a run that is to go on after its end."""
+        """Flag to raise to continue a finished run."""
         return "--training.steps"
 
     @property
@@ -402,16 +402,16 @@ class Config:
         return False
 
     def problems(self) -> Iterator[str]:
-        """What no run of these settings can have, beside ranges and what each section says of itself: each line names
-        the flag, the value found and what is allowed."""
+        """Yield combinations that no run can have, beside ranges and the problems of each section: each line names the
+        flag, the value and the allowed values."""
         return iter(())
 
     def cautions(self) -> Iterator[str]:
-        """What is allowed but rarely meant, beside what each section says of itself."""
+        """Yield warnings about allowed but rarely intended settings, beside those of each section."""
         return iter(())
 
     def against_compiling(self) -> Iterator[str]:
-        """Why `training.compile auto` leaves a run of these settings as it is, beside what each section says."""
+        """Yield reasons not to compile with `training.compile auto`, beside those of each section."""
         return iter(())
 
     @classmethod
@@ -423,7 +423,7 @@ class Config:
         return [find("hook", name) for name in hooks if name in known]
 
     def absent(self, section: str) -> str:
-        """Why this run lacks the section of a component, and which flag adds it; empty where no list would."""
+        """Explain why this run lacks the section of a component, and which flag adds it; "" if no list would."""
         for listed, role in self.lists.items():
             if role in listed_roles(section):
                 module, _, name = listed.rpartition(".")

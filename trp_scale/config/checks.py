@@ -22,7 +22,7 @@ def check(config: Config) -> None:
 
 
 def general_problems(config: Config) -> Iterator[str]:
-    """What neither a pre-training nor a fine-tuning run can have."""
+    """Yield problems that pre-training and fine-tuning runs share."""
     yield from range_problems(config)
     for section in sections(config).values():
         if isinstance(section, Section):
@@ -32,7 +32,7 @@ def general_problems(config: Config) -> Iterator[str]:
 
 
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
-    """What a user should know of settings that are allowed but are rarely meant; for the log.
+    """Return warnings about allowed but rarely intended settings, for the log.
 
     Args:
         steps_per_epoch: global batches that the training rows make; 0 = not known yet.
@@ -45,7 +45,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
 
 
 def against_compiling(config: Config) -> list[str]:
-    """Why `training.compile auto` leaves a run of these settings as it is; empty where nothing speaks against it."""
+    """Return the reasons not to compile with `training.compile auto`."""
     parts = [section for section in sections(config).values() if isinstance(section, Section)]
     return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
 

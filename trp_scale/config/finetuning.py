@@ -1,4 +1,4 @@
-"""What every fine-tuning run has, and what tasks of images have beside it. A task's own settings are in its room."""
+"""Settings of every fine-tuning run, and of image tasks. A task's own settings are in its room."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def clean_text(text: str) -> str:
     return _USERINFO.sub(r"\1\3", text)
 
 
-def credentials_of(url: str) -> str:
+def find_credentials(url: str) -> str:
     """Return NAME:PASSWORD for a URL; empty if none were given."""
     scheme, _, rest = url.partition("://")
     userinfo: str = json.loads(os.environ.get(CREDENTIALS, "{}")).get(f"{scheme}://{rest.partition('/')[0]}", "")
@@ -78,8 +78,8 @@ class TakesModalities(TakesModules):
     part: ClassVar[Literal["files", "labels"]]
 
     @classmethod
-    def completed(cls: type[CommandT]) -> type[CommandT]:
-        """The same command with the section of each modality that is registered now.
+    def with_modality_sections(cls: type[CommandT]) -> type[CommandT]:
+        """Return the command with the section of each registered modality.
 
         Raises:
             RefusedError: a modality that has the name of one of the command's own flags.
@@ -119,12 +119,12 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def phase(text: str) -> None:
     """Say what takes its time before a run can show its steps; of several ranks, rank 0 speaks."""
-    if speaks():
+    if is_rank_zero_env():
         with suppress(OSError):  # nobody reads it
             print(text, flush=True)
 
 
-def speaks() -> bool:
+def is_rank_zero_env() -> bool:
     """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
@@ -149,8 +149,8 @@ def read(
         for module in _modules(argv):
             load_module(module)
     if issubclass(kind, TakesModalities):
-        kind = kind.completed()
-    parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
+        kind = kind.with_modality_sections()
+    parsed: Arguments = _parse(kind, argv, prog=prog, first=first, settings=settings)
     return parsed
 
 
@@ -161,10 +161,8 @@ def _modules(argv: Sequence[str]) -> list[str]:
     return [module for module in paths if module]
 
 
-def _parsed(
-    kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]
-) -> Any:
-    settings = {"use_underscores": True, "console_outputs": speaks(), **settings}
+def _parse(kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]) -> Any:
+    settings = {"use_underscores": True, "console_outputs": is_rank_zero_env(), **settings}
     if asks_for_help(argv):
         _unwrap_docstrings(kind, settings.get("default"))
     if HELP_ALL in argv:

@@ -1,4 +1,4 @@
-"""What all runs on images have in common, and all upstreams on images."""
+"""Settings of all runs on images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OnImages(Protocol):
 
 @dataclass(kw_only=True)
 class MaeVisionConfig(DecodedVisionConfig, RelativeVisionConfig):
-    """What a masked autoencoder has beside its encoder's sizes (AdPE 3.2; He et al.). Defaults are MAE's."""
+    """Decoder and options of a masked autoencoder (AdPE 3.2; He et al.). Defaults are MAE's."""
 
     tokens: Literal["visible", "all"] = "visible"
     """What enters the encoder: visible patches only (MAE), or all of them, with mask tokens in place (MAE+)."""
@@ -44,7 +44,7 @@ class MaeVisionConfig(DecodedVisionConfig, RelativeVisionConfig):
 
 @dataclass(kw_only=True)
 class MaeMaskingConfig(MaskingConfig):
-    """Which patches are predicted."""
+    """Selection of the predicted patches."""
 
     ratio: float = setting(0.75, above=0, below=1)
     """Share of the patches of an image that are predicted (MAE: 0.75)."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
-from trp_scale.errors import quoted
+from trp_scale.errors import quote
 
 EXTENDS = "extends"
 MAKES_DATA = "makes_data"
@@ -61,10 +61,10 @@ def inherit(
             document = {}
         if not isinstance(document, Mapping):
             raise RefusedError(
-                f"{here}: {quoted(document)} is no section; allowed: sections of settings, such as `model:`"
+                f"{here}: {quote(document)} is no section; allowed: sections of settings, such as `model:`"
             )
         documents[here] = document
-        following = _extended(here, document, find)
+        following = _extend(here, document, find)
         if following is not None and _same(following, documents):
             circle = " extends ".join(str(file) for file in [*documents, following])
             raise RefusedError(f"{circle}: recipes cannot extend one another in a circle; take one `extends:` out")
@@ -77,19 +77,17 @@ def inherit(
         _merge(merged, settings, file, origin, "")
     makes = next((document[MAKES_DATA] for document in documents.values() if MAKES_DATA in document), "")
     if not isinstance(makes, str):
-        raise RefusedError(
-            f"{path}: {MAKES_DATA} is {quoted(makes)}; allowed: a command, such as shard-text --embedded"
-        )
+        raise RefusedError(f"{path}: {MAKES_DATA} is {quote(makes)}; allowed: a command, such as shard-text --embedded")
     return Inherited(list(reversed(documents)), merged, origin, makes)
 
 
-def _extended(path: Path, document: Mapping[str, Any], find: Callable[[str, Path], Path]) -> Path | None:
+def _extend(path: Path, document: Mapping[str, Any], find: Callable[[str, Path], Path]) -> Path | None:
     if EXTENDS not in document:
         return None
     name = document[EXTENDS]
     if not isinstance(name, str) or not name:
         raise RefusedError(
-            f"{path} extends {quoted(name)}; allowed: the name of one recipe, or the path of a .yaml file"
+            f"{path} extends {quote(name)}; allowed: the name of one recipe, or the path of a .yaml file"
         )
     return find(name, path)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from trp_scale.errors import RefusedError, quoted, said_by
+from trp_scale.errors import RefusedError, error_text, quote
 
 LARGEST = 64 << 20
 """Bytes of a document."""
@@ -131,11 +131,11 @@ def parse_json(
     except RecursionError as error:
         raise raised(f"{source}: not JSON ({_TOO_DEEP})") from error
     except ValueError as error:  # JSON's, UTF-8's, a number of more than 4,300 digits, or that of `pairs`
-        raise raised(f"{source}: not JSON ({said_by(error)})") from error
-    return checked(document, source, raised) if looked_through else document
+        raise raised(f"{source}: not JSON ({error_text(error)})") from error
+    return check_document(document, source, raised) if looked_through else document
 
 
-def checked(document: Any, source: str, raised: type[RefusedError]) -> Any:
+def check_document(document: Any, source: str, raised: type[RefusedError]) -> Any:
     """The document, if it has not more than DEEPEST levels, no number beyond LARGEST_NUMBER and no text with half of a
     surrogate pair, which can neither be written nor printed.
 
@@ -156,7 +156,7 @@ def checked(document: Any, source: str, raised: type[RefusedError]) -> Any:
                 inner += value
             elif kind is str:
                 if not can_be_written(value):
-                    raise raised(f"{source}: text with half of a surrogate pair, {quoted(value)}")
+                    raise raised(f"{source}: text with half of a surrogate pair, {quote(value)}")
             elif kind is int and not -LARGEST_NUMBER < value < LARGEST_NUMBER:
                 raise raised(f"{source}: a number of {len(str(abs(value)))} digits, 40 are allowed")
         level = inner
@@ -207,5 +207,5 @@ def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise raised(f"{source}: not {what or 'a text file that can be read'} ({said_by(error)})") from error
+        raise raised(f"{source}: not {what or 'a text file that can be read'} ({error_text(error)})") from error
     return text.splitlines()

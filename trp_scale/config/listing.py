@@ -15,7 +15,7 @@ from trp_scale.config import PretrainConfig
 from trp_scale.config.flags import Modules, TakesModules, read
 from trp_scale.config.json_files import read_lines
 from trp_scale.config.loader import known_recipes, load_recipe, recipe_path, resolve, to_dict
-from trp_scale.config.recipes import RECIPES, mapping_at, registered_recipes
+from trp_scale.config.recipes import RECIPES, registered_document, registered_recipes
 from trp_scale.config.yaml_files import write_yaml
 
 DEFAULT = "default"
@@ -35,12 +35,12 @@ class RecipesArguments(TakesModules):
 def recipes(argv: Sequence[str]) -> int:
     """The command."""
     arguments = read(RecipesArguments, argv, prog="trp-scale recipes")
-    lines = resolved(recipe_path(arguments.name, "trp-scale recipes")) if arguments.name else listed()
+    lines = resolve_recipe(recipe_path(arguments.name, "trp-scale recipes")) if arguments.name else list_recipes()
     print("\n".join(lines))
     return 0
 
 
-def listed() -> Iterator[str]:
+def list_recipes() -> Iterator[str]:
     """The names of all recipes, those of each command together, with what they say of themselves."""
     names = known_recipes()
     width = max(map(len, names))
@@ -62,17 +62,17 @@ def summary(name: str) -> str:
     """The line that a recipe was registered with, or the first sentence of the comment at its head; empty if it has
     none."""
     path = recipe_path(name)
-    if mapping_at(path) is not None:
+    if registered_document(path) is not None:
         return registered_recipes[name].line
     paragraph = _head(path).partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=\.)\s+(?=[A-Z\"])", paragraph, maxsplit=1)[0].removesuffix(".")
 
 
 def data(name: str) -> str:
-    """What a recipe is meant to be trained on: the sentence that `Data:` begins in the comment at its head, or at that
-    of the nearest recipe that it extends; empty if none says it."""
+    """Return the sentence after `Data:` in the head comment of a recipe or of the nearest recipe that it extends, or
+    ""."""
     for path in reversed(resolve(recipe_path(name))[1].chain):
-        head = "" if mapping_at(path) is not None else _head(path)
+        head = "" if registered_document(path) is not None else _head(path)
         if match := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
             return " ".join(match[1].split())
     return ""
@@ -84,7 +84,7 @@ def _head(path: Path) -> str:
     return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
-def resolved(path: Path) -> Iterator[str]:
+def resolve_recipe(path: Path) -> Iterator[str]:
     """All settings of a recipe as YAML, which is a recipe itself; the comment behind each is its origin.
 
     Raises:

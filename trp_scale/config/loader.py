@@ -19,20 +19,20 @@ from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import clean_text
 from trp_scale.config.inheritance import Inherited, inherit
-from trp_scale.config.recipes import RECIPES, mapping_at, registered_recipes
+from trp_scale.config.recipes import RECIPES, registered_document, registered_recipes
 from trp_scale.config.registry import (
     RUNS,
     Component,
     find,
     listed_roles,
     load_module,
-    registered,
+    registered_components,
     runs,
 )
 from trp_scale.config.schema import LARGEST
 from trp_scale.config.settings import Settings
 from trp_scale.config.yaml_files import read_yaml, write_yaml
-from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, listed_problems, quoted, shortened
+from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, listed_problems, quote, shorten
 
 Section = TypeVar("Section")
 
@@ -62,9 +62,9 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
 
     Raises: as `load_recipe`; a wrong setting is told of the file that it stands in.
     """
-    recipe = _inherited(path)
+    recipe = _inherited_values(path)
     for file in recipe.chain[:-1]:
-        from_dict(_inherited(file).document, source=str(file))
+        from_dict(_inherited_values(file).document, source=str(file))
     return from_dict(recipe.document, source=str(path)), recipe
 
 
@@ -79,14 +79,14 @@ def data_command(recipe: str, path: str) -> str:
     return f"trp-scale {provenance.makes_data} --output {path}"
 
 
-def _inherited(path: Path) -> Inherited:
+def _inherited_values(path: Path) -> Inherited:
     roles = (field for _, _, run in runs() for field in dataclasses.fields(run) if "role" in field.metadata)
     return inherit(path, read_document, _extended_path, {"downstream", *(field.name for field in roles)})
 
 
 def read_document(path: Path) -> object:
     """The document in a YAML file, or of a recipe that is registered as a mapping; refused where there is none."""
-    if (document := mapping_at(path)) is not None:
+    if (document := registered_document(path)) is not None:
         return document
     document = read_yaml(path)
     if document is None:
@@ -257,7 +257,7 @@ def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]
 
 @functools.cache
 def _with_sections(kind: type[Config], sections: tuple[tuple[str, type[Settings]], ...]) -> type[Config]:
-    """The same type for the same sections, so that equal settings are equal."""
+    """Return one type for equal sections, so that equal settings compare equal."""
     if not sections:
         return kind
     fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in sections]
@@ -285,17 +285,17 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
     run = run or kind
     if not isinstance(document, Mapping):
         allowed = ", ".join(setting_name(field.name) for field in dataclasses.fields(kind))
-        problems.append(f"{path or 'the file'}: {quoted(document)} is no section; allowed: keys {allowed}")
+        problems.append(f"{path or 'the file'}: {quote(document)} is no section; allowed: keys {allowed}")
         return kind()
     fields = {setting_name(field.name): field for field in dataclasses.fields(kind)}
     types = get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in document.items():
-        where = shortened(f"{path}.{key}" if path else str(key))
+        where = shorten(f"{path}.{key}" if path else str(key))
         if key not in fields and len(problems) >= MOST_PROBLEMS:
             problems.append(f"{where}: unknown key")  # the nearest name is not looked for any more
         elif key not in fields:
-            problems.append(f"{where}: {_unknown(run, kind, str(key)[:LONGEST_QUOTE], path, fields)}")
+            problems.append(f"{where}: {_unknown_key_message(run, kind, str(key)[:LONGEST_QUOTE], path, fields)}")
         if key not in fields:
             continue
         field = fields[key]
@@ -307,7 +307,7 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
             try:
                 values[field.name] = _value(types[field.name], value)
             except TypeError as error:
-                problems.append(f"{where}: {quoted(value)} is {type(value).__name__}, allowed: {error}")
+                problems.append(f"{where}: {quote(value)} is {type(value).__name__}, allowed: {error}")
     return kind(**values)
 
 
@@ -323,8 +323,8 @@ def _component(field: dataclasses.Field[Any], document: object, where: str, prob
         return default
 
 
-def _unknown(run: type[Any], kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
-    """Why a section has no such key: other kinds or other runs have it, or none."""
+def _unknown_key_message(run: type[Any], kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
+    """Explain why a section has no such key: other kinds or other runs have it, or none."""
     if words := describe_owners(run, kind, path, key):
         return words
     if not path and (roles := listed_roles(key)):
@@ -347,10 +347,12 @@ def describe_owners(run: type[Any], kind: type[Any], section: str, key: str) -> 
 
 def _describe_other_kinds(kind: type[Any], section: str, key: str) -> str:
     """The kinds of a component's role that have a setting which this one has not."""
-    role, registered_name = next(((role, name) for role, name, settings in registered() if settings is kind), ("", ""))
+    role, registered_name = next(
+        ((role, name) for role, name, settings in registered_components() if settings is kind), ("", "")
+    )
     having = [
         name
-        for other, name, settings in registered()
+        for other, name, settings in registered_components()
         if other == role
         for field in dataclasses.fields(settings)
         if key == setting_name(field.name)
@@ -384,7 +386,7 @@ def _sections(run: type[Any]) -> dict[str, list[type[Any]]]:
     """{section: what its settings may be} of a run: one class, or one for each kind."""
     types = get_type_hints(run)
     return {
-        field.name: [settings for role, _, settings in registered() if role == field.metadata["role"]]
+        field.name: [settings for role, _, settings in registered_components() if role == field.metadata["role"]]
         if "role" in field.metadata
         else [types[field.name]]
         for field in dataclasses.fields(run)
@@ -415,14 +417,14 @@ def _value(kind: Any, value: object) -> object:
         text = str(value) if number else value  # `total: 1` in YAML is meant as the choice "1"
         if isinstance(text, str) and text in allowed:
             return text
-        raise TypeError(_allowed(kind))
+        raise TypeError(_allowed_words(kind))
     if get_origin(kind) is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise TypeError("names with numbers")
         return {key: _value(get_args(kind)[1], item) for key, item in value.items()}
     if get_origin(kind) is list:
         if not isinstance(value, list):
-            raise TypeError(f"a list, each {_allowed(get_args(kind)[0])}")
+            raise TypeError(f"a list, each {_allowed_words(get_args(kind)[0])}")
         return [_value(get_args(kind)[0], item) for item in value]
     if get_origin(kind) in (UnionType, Union):  # float | None, int | Literal["auto"]
         return _value_of_any(get_args(kind), value)
@@ -434,7 +436,7 @@ def _value(kind: Any, value: object) -> object:
         return int(value)  # type: ignore[call-overload]
     if kind is bool and isinstance(value, bool):
         return value
-    raise TypeError(_allowed(kind))
+    raise TypeError(_allowed_words(kind))
 
 
 def _value_of_any(kinds: Sequence[Any], value: object) -> object:
@@ -453,8 +455,8 @@ def _value_of_any(kinds: Sequence[Any], value: object) -> object:
             raise TypeError(f"{error} or {other}") from None
 
 
-def _allowed(kind: Any) -> str:
-    """What may stand for the type `kind`, in words."""
+def _allowed_words(kind: Any) -> str:
+    """Return the allowed values of the type `kind`, in words."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     return {float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path"}[kind]

@@ -1,5 +1,5 @@
-"""What the metrics of a hook are, in words and in plots: registered beside the hook's settings, drawn by the page of a
-run (`trp-scale report`).
+"""Descriptions and plots of a hook's metrics, registered beside its settings and drawn on the page of a run (`trp-scale
+report`).
 
     describe_metrics(
         "adversary",
@@ -45,7 +45,7 @@ class MetricPlot:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsDescription:
-    """What a hook logs.
+    """Description of a hook's metrics.
 
     Attributes:
         title: of its section.
@@ -81,6 +81,6 @@ def describe_metrics(hook: str, *, title: str, look_for: str, plots: Sequence[Me
 
 
 def metrics_description(hook: str) -> MetricsDescription | None:
-    """What is said of a hook's metrics; None where nothing is."""
+    """Return the description of a hook's metrics, or `None`."""
     names("hook")  # imports the rooms, which describe theirs
     return _described.get(hook)

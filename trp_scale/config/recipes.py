@@ -66,6 +66,6 @@ def recipe(name: str, settings: str | os.PathLike[str] | Mapping[str, Any], line
     registered_recipes[name] = RegisteredRecipe(path=path, document=document, line=line, module=module)
 
 
-def mapping_at(path: Path) -> Mapping[str, Any] | None:
+def registered_document(path: Path) -> Mapping[str, Any] | None:
     """The mapping that stands for this path; None where it is a file's."""
     return next((recipe.document for recipe in registered_recipes.values() if recipe.path == path), None)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from trp_scale.config.settings import Section, Settings
-from trp_scale.errors import RefusedError, nearest, quoted
+from trp_scale.errors import RefusedError, nearest, quote
 
 ENTRY_POINTS = "trp_scale.components"
 """Group of entry points whose modules register components when they are imported."""
@@ -75,7 +75,7 @@ class Component:
         """The class; its module is imported now."""
         if not isinstance(self.implementation, str):
             return self.implementation
-        return named(self.implementation)
+        return import_name(self.implementation)
 
     @property
     def has_settings(self) -> bool:
@@ -84,12 +84,12 @@ class Component:
 
     @property
     def summary(self) -> str:
-        """What it is, in a line."""
+        """Summary in one line."""
         return (self.settings.__doc__ or "").strip().split("\n")[0]
 
 
-def named(location: str) -> Any:
-    """What stands at "module:name"; the module is imported now."""
+def import_name(location: str) -> Any:
+    """Import "module:name" and return it."""
     module, _, name = location.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -134,7 +134,7 @@ def component(
     def register(cls: Class) -> Class:
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # whoever takes a name of the package's is told here, and not the package
-        module = _module_of(cls)
+        module = _module_name(cls)
         settings = cls if implementation else cls.__dict__.get("Settings", Settings)
         where = f"{cls.__module__}.{cls.__qualname__}"
         _check_section(settings, _base(role), f"{where}: Settings")
@@ -154,7 +154,7 @@ def component(
                     f"{module}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
                     f"{other.module} has already"
                 )
-        tagged = settings if role == "task" else _tagged(role, settings, name, documented_by=cls)
+        tagged = settings if role == "task" else _with_tag(role, settings, name, documented_by=cls)
         if not implementation:
             cls.Settings = tagged
         _components[role, name] = Component(
@@ -173,7 +173,7 @@ def component(
     return register
 
 
-def _module_of(cls: type[Any]) -> str:
+def _module_name(cls: type[Any]) -> str:
     """The name by which another process finds the module of a class. The script that runs, `__main__` here, goes by the
     name of its file; a notebook, which is no file, stays `__main__`."""
     if cls.__module__ not in MAIN:
@@ -213,7 +213,7 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
 
 
 def _base(role: Role) -> type[Any]:
-    """What the settings of a role derive from."""
+    """Return the base class of a role's settings."""
     if role not in RUNS:
         return Settings
     from trp_scale.config import PretrainConfig  # it has sections of components itself
@@ -222,8 +222,8 @@ def _base(role: Role) -> type[Any]:
     return PretrainConfig if role == "upstream" else FinetuneConfig
 
 
-def _tagged(role: Role, settings: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
-    """The same section, whose `kind` is this name and no other; or the same run, whose `upstream` is."""
+def _with_tag(role: Role, settings: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
+    """Return the section with `kind` fixed to this name, or the run with `upstream` fixed to it."""
     tag = RUNS.get(role, "kind")
     described = next(field_ for field_ in fields(settings) if field_.name == tag).metadata
     tagged = make_dataclass(
@@ -250,7 +250,7 @@ def _load_all() -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         _load_entry(entry)
     global _always
-    _always = frozenset(registered.module for registered in _components.values())
+    _always = frozenset(registered_components.module for registered_components in _components.values())
 
 
 def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
@@ -283,7 +283,7 @@ def find(role: str, name: str, source: str = "") -> Component:
     _load_all()
     if (role, name) in _components:
         return _components[role, name]
-    raise RefusedError(f"{source or role} is {quoted(name)}: {unknown_component(role, name)}")
+    raise RefusedError(f"{source or role} is {quote(name)}: {unknown_component(role, name)}")
 
 
 def unknown_component(role: str, name: str) -> str:
@@ -314,7 +314,7 @@ def own_modules() -> list[str]:
     )
 
 
-def registered() -> list[tuple[str, str, type[Settings]]]:
+def registered_components() -> list[tuple[str, str, type[Settings]]]:
     """(role, name, settings) of all components that are a section of a run."""
     _load_all()
     return [
@@ -340,7 +340,7 @@ def runs() -> list[tuple[str, str, type[Any]]]:
     ]
 
 
-def registered_as(thing: Settings | type[Any]) -> Component:
+def find_registration(thing: Settings | type[Any]) -> Component:
     """The component that a section is of, or that a class is.
 
     Raises:
@@ -360,11 +360,11 @@ def _place(cls: object) -> str:
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
     """Names of all components of the role that the settings of this section are of; empty where no `kind` chooses."""
     of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
-    role = next(of_runs, next((role for role, _, kind in registered() if kind is settings), None))
+    role = next(of_runs, next((role for role, _, kind in registered_components() if kind is settings), None))
     return [] if role in (None, *LISTED) else names(role)
 
 
-def settings_of(role: str, kind: str, **values: Any) -> Any:
+def make_settings(role: str, kind: str, **values: Any) -> Any:
     """The section of a component with these values."""
     return find(role, kind).settings(**values)
 

@@ -145,8 +145,8 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     return arguments
 
 
-def arguments_of(arguments: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
-    """What `parse` reads of a command line that says the same, in Python's words.
+def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
+    """Return what `parse` returns for the equivalent command line.
 
     Args:
         arguments: the command's own flags.
@@ -199,7 +199,7 @@ def starting_settings(first: First, modules: list[str], settings: type[Config], 
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """What the command line says of the kind of run; read before the settings themselves.
+    """Flags that select the kind of run; they are read before the settings.
 
     Attributes:
         recipe: name or path.
@@ -224,7 +224,7 @@ def read_first(argv: Sequence[str]) -> First:
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("--upstream", default="")
     parser.add_argument("--downstream.kind", dest="task", default="")
-    flags = _known(parser, argv)
+    flags = _known_flags(parser, argv)
     modules = tuple(flags.pop("module", ()))
     return First(modules=modules, **flags)
 
@@ -233,7 +233,7 @@ def _partial_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 
 
-def _known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def _known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """The flags of `parser`; none where one lacks its value, which whoever reads all flags tells."""
     try:
         return vars(parser.parse_known_args(list(argv))[0])
@@ -248,17 +248,17 @@ def component_sections(kind: type[Config]) -> dict[str, str]:
 
 def of_upstream(config: Config, upstream: str) -> Config:
     """The settings of another upstream's run: its own defaults, but for the settings that both have from one class."""
-    return from_dict(_kept(config, upstream_settings(upstream, "--upstream")) | {"upstream": upstream})
+    return from_dict(_keep_values(config, upstream_settings(upstream, "--upstream")) | {"upstream": upstream})
 
 
 def of_task(config: FinetuneConfig, kind: str) -> Config:
-    """As `of_upstream`, of another task's run."""
-    kept = _kept(config, task_settings(kind, "--downstream.kind"))
+    """Return the settings of another task's run with the values that both have."""
+    kept = _keep_values(config, task_settings(kind, "--downstream.kind"))
     kept["downstream"] |= {"kind": kind}
     return from_dict(kept)
 
 
-def _kept(config: Config, new: type[Config]) -> dict[str, Any]:
+def _keep_values(config: Config, new: type[Config]) -> dict[str, Any]:
     """The values of the settings that a run and another kind of run have from one class."""
     types, other = get_type_hints(type(config)), get_type_hints(new)
     kept: dict[str, Any] = {}
@@ -266,24 +266,23 @@ def _kept(config: Config, new: type[Config]) -> dict[str, Any]:
         if name in config.hooks or other.get(name) == types[name]:
             kept[name] = value
         elif dataclasses.is_dataclass(types[name]) and name in other:
-            kept[name] = _shared(types[name], other[name], value)
+            kept[name] = _shared_values(types[name], other[name], value)
     return kept
 
 
 def component_flags(argv: Sequence[str], run: type[Config]) -> dict[str, Any]:
-    """Those of the command line's flags that name a run's components: --SECTION.kind and the lists."""
+    """Return the flags that select a run's components: --SECTION.kind and the lists."""
     parser = _partial_parser()
     for section in component_sections(run):
         parser.add_argument(f"--{section}.kind")
     for listed in run.lists:
         parser.add_argument(f"--{listed}", nargs="*")
-    return {name: value for name, value in _known(parser, argv).items() if value is not None}
+    return {name: value for name, value in _known_flags(parser, argv).items() if value is not None}
 
 
 def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
-    """The same settings with the components that are named. Another kind starts from its own defaults, but for the
-    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
-    stay.
+    """Return the settings with the named components. Another kind starts from its own defaults, but for the settings
+    that both kinds have from one class; another list of hooks or modalities keeps the sections of those that stay.
 
     Args:
         chosen: {"section.field": value}, of which `section.kind` and the run's lists are read.
@@ -292,7 +291,7 @@ def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
     for section, role in roles.items():
         if (kind := chosen.get(f"{section}.kind")) and kind != getattr(config, section).kind:
             old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
-            document[section] = _shared(old, new, document[section]) | {"kind": kind}
+            document[section] = _shared_values(old, new, document[section]) | {"kind": kind}
     before = run.parts(document, [])
     for name in chosen.get("hooks", ()):
         find("hook", name, "--hooks")
@@ -306,7 +305,7 @@ def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
     return from_dict(document)
 
 
-def _shared(old: type[Any], new: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_values(old: type[Any], new: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the settings that two sections have from one class; of `kind` each has its own."""
     owners, others = _owners(old), _owners(new)
     return {name: value for name, value in values.items() if name != "kind" and owners[name] is others.get(name)}

@@ -18,14 +18,14 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trp_scale.config.json_files import can_be_written
-from trp_scale.errors import RefusedError, quoted, shortened
+from trp_scale.errors import RefusedError, quote, shorten
 
 LARGEST = (1 << 63) - 1
 """Of a whole number: arrays and files hold 64 bits with a sign."""
 
 
 class Limit(Protocol):
-    """Of the values of an annotated type. `allowed`: which, in words."""
+    """Limit on the values of an annotated type. `allowed`: which, in words."""
 
     @property
     def allowed(self) -> str: ...
@@ -37,7 +37,7 @@ class Limit(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-    """Of a whole number: the smallest that is allowed."""
+    """Minimum of a whole number."""
 
     number: int
 
@@ -51,7 +51,7 @@ class Least:
 
 @dataclasses.dataclass(frozen=True)
 class PlainName:
-    """Of a text: the name of a file or a folder, which leads nowhere else."""
+    """Text that names a file or folder without a path."""
 
     allowed: str = "a plain file name"
 
@@ -111,7 +111,7 @@ class Fields:
         try:
             return of_kind(kind, self.document[name])
         except WrongValueError as error:
-            raise self.refusal(f"{error.at(name)} {quoted(error.value)} found, {error.allowed} expected") from None
+            raise self.refusal(f"{error.at(name)} {quote(error.value)} found, {error.allowed} expected") from None
 
     def whole(self, name: str, *, least: int = 0, default: int = _NEEDED) -> int:
         """A whole number from `least` on."""
@@ -157,10 +157,10 @@ class WrongValueError(Exception):
 
     def at(self, name: str) -> str:
         """The value's place, of which the first part is `name`."""
-        return shortened(f"{name}{self.path}")
+        return shorten(f"{name}{self.path}")
 
     def below(self, part: str) -> WrongValueError:
-        """The same, of a value that lies one level deeper."""
+        """Return the error with a path that is one level deeper."""
         return WrongValueError(self.value, self.allowed, f"{part}{self.path}")
 
 
@@ -174,7 +174,7 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
         result: Kind = of_kind(kind, document)
     except WrongValueError as error:
         location = error.at("").removeprefix(".")
-        words = f"{f'{location} ' * bool(location)}{quoted(error.value)} found, {error.allowed} expected"
+        words = f"{f'{location} ' * bool(location)}{quote(error.value)} found, {error.allowed} expected"
         raise raised(f"{where}: {words}{f'; {advice}' * bool(advice)}") from None
     return result
 
@@ -194,14 +194,14 @@ def of_kind(kind: Any, value: object) -> Any:
 
 @cache
 def _reader(kind: Any) -> Read:
-    """What reads values of a type; made once, as an index has a million of them."""
+    """Return the reader of a type; cached, since an index has a million values."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
     if dataclasses.is_dataclass(kind):
         return _record_reader(kind)
     if origin is Annotated:
-        return _limited(_reader(arguments[0]), arguments[1])
+        return _with_limit(_reader(arguments[0]), arguments[1])
     if origin is Literal:
         return _choice(arguments)
     if origin in (Union, UnionType):
@@ -253,8 +253,8 @@ def _choice(allowed: tuple[Any, ...]) -> Read:
     return read
 
 
-def _limited(inner: Read, limit: Limit) -> Read:
-    """Of a number or a text that keeps the limit of its type."""
+def _with_limit(inner: Read, limit: Limit) -> Read:
+    """Return a reader that also checks the limit of a number or text."""
     allowed, keeps = limit.allowed, limit.keeps
 
     def read(value: Any) -> Any:

@@ -57,11 +57,12 @@ class Section:
     """A section of a recipe. The string under a field is its help; `setting` gives its range."""
 
     def problems(self, config: Any) -> Iterator[str]:
-        """What no run can have, beside ranges: each line names the flag, the value found and what is allowed."""
+        """Yield combinations that no run can have, beside ranges: each line names the flag, the value and the allowed
+        values."""
         return iter(())
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
-        """What is allowed but rarely meant.
+        """Yield warnings about allowed but rarely intended settings.
 
         Args:
             config: all settings.
@@ -70,7 +71,8 @@ class Section:
         return iter(())
 
     def against_compiling(self, config: Any) -> Iterator[str]:
-        """Why `training.compile auto` compiles nothing: shapes that change from step to step, in a few words."""
+        """Yield reasons not to compile with `training.compile auto`, such as shapes that change between steps, in a few
+        words."""
         return iter(())
 
 

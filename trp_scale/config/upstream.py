@@ -43,8 +43,8 @@ class ModelConfig(Section):
 
     @property
     def block_parameters(self) -> int:
-        """Of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of the
-        feed-forward layer in each."""
+        """Parameters of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of
+        the feed-forward layer in each."""
         return self.layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -79,7 +79,7 @@ class VisionConfig:
 
 @dataclass(kw_only=True)
 class RelativeVisionConfig(VisionConfig):
-    """Of encoders whose positions may be relative."""
+    """Encoders with optional relative positions."""
 
     positions: Literal["absolute", "relative"] = "absolute"
     """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
@@ -90,7 +90,7 @@ class RelativeVisionConfig(VisionConfig):
 
 @dataclass(kw_only=True)
 class DecodedVisionConfig(VisionConfig):
-    """Of masked autoencoders (He et al.). Defaults are MAE's."""
+    """Masked autoencoders (He et al.). Defaults are MAE's."""
 
     decoder_layers: int = setting(8, at_least=1)
     """Number of decoder blocks."""
@@ -131,7 +131,7 @@ class DataConfig(Section):
 
 @dataclass(kw_only=True)
 class MaskingConfig:
-    """Which positions are predicted."""
+    """Selection of the predicted positions."""
 
     maskings: int = setting(0, at_least=0)
     """Different maskings per row, used in turn by epoch; 0 = a fresh one each epoch."""
@@ -139,7 +139,7 @@ class MaskingConfig:
 
 @dataclass(kw_only=True)
 class CropConfig(Section):
-    """Which part of an image the model sees. Crops and flips follow from (seed, row key, epoch)."""
+    """Crop of an image that the model sees. Crops and flips follow from (seed, row key, epoch)."""
 
     size: int = 224
     """Side of a crop in pixels (MAE+: 112)."""
@@ -166,7 +166,7 @@ class CropConfig(Section):
 
 @dataclass(kw_only=True)
 class CropsConfig(CropConfig):
-    """Which parts of an image are rows of the model. Crops and flips follow from (seed, row key, epoch)."""
+    """Crops of an image, one model row each. Crops and flips follow from (seed, row key, epoch)."""
 
     count: int = setting(1, at_least=1)
     """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""

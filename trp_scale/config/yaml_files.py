@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from trp_scale.config.json_files import DEEPEST, checked, read_content
-from trp_scale.errors import RefusedError, quoted, said_by
+from trp_scale.config.json_files import DEEPEST, check_document, read_content
+from trp_scale.errors import RefusedError, error_text, quote
 
 LARGEST = 256 << 10
 """Bytes of a file: the longest settings have some 10,000."""
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
         if getattr(event, "tag", None) is not None:
-            raise _LimitError(f"line {line}: the tag {quoted(event.tag)}; plain values are allowed")
+            raise _LimitError(f"line {line}: the tag {quote(event.tag)}; plain values are allowed")
         before = self._values
         self._depth += 1
         if self._depth > DEEPEST:
@@ -51,7 +51,7 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise _LimitError(f"line {line}: the alias {quoted(event.anchor)} stands within what it stands for")
+                raise _LimitError(f"line {line}: the alias {quote(event.anchor)} stands within what it stands for")
             self._values += self._sizes[id(node)]
         else:
             self._values += 1
@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {quoted(key)} is given twice", key_node.start_mark
+                    None, None, f"key {quote(key)} is given twice", key_node.start_mark
                 )
             keys.add(key)
         return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
@@ -108,9 +108,9 @@ def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError) as error:  # ValueError: UTF-8's, or a number of more than 4,300 digits
-        words = " ".join(str(error).split()) if isinstance(error, yaml.MarkedYAMLError) else said_by(error)
+        words = " ".join(str(error).split()) if isinstance(error, yaml.MarkedYAMLError) else error_text(error)
         raise raised(f"{path} is not a YAML file that can be read: {words[:1000]}") from error
-    return checked(document, str(path), raised)
+    return check_document(document, str(path), raised)
 
 
 def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:

@@ -35,7 +35,7 @@ from trp_scale.config.json_files import LARGEST_INDEX, parse_json
 from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_name
 from trp_scale.data.index import BINARY_INDEX, index_path
 from trp_scale.data.stores.tars import find_store
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.storage.temporary import temporary_beside
 
 NAME = BINARY_INDEX
@@ -253,7 +253,7 @@ class BinaryIndex:
         }
         if set(lengths) != {"identities", "rows", "first"} or len(set(lengths.values())) > 1:
             raise fields.refusal(
-                f"arrays of {quoted(lengths)} blocks found, identities, rows and first of each expected"
+                f"arrays of {quote(lengths)} blocks found, identities, rows and first of each expected"
             )
 
     def _description(self) -> tuple[Fields, bytes]:
@@ -327,7 +327,7 @@ class BinaryIndex:
         advice = f"it is older than the data, or the data was copied in part; trp-scale index {directory.parent}"
         for name in shards:
             if not is_plain_name(name):
-                raise DataError(f"{directory}: shard {quoted(name)} is not a plain file name")
+                raise DataError(f"{directory}: shard {quote(name)} is not a plain file name")
         if list(shards) != self.tars:
             raise DataError(f"{self.path}: of other tars than dataset.json lists; {advice} makes it again")
         for what, here, asked in (
@@ -336,8 +336,7 @@ class BinaryIndex:
         ):
             if here != asked:
                 raise DataError(
-                    f"{self.path}: {what} {quoted(here)} there, {quoted(asked)} in dataset.json; {advice} makes it "
-                    "again"
+                    f"{self.path}: {what} {quote(here)} there, {quote(asked)} in dataset.json; {advice} makes it again"
                 )
         if not first_rank_here():
             return
@@ -376,14 +375,14 @@ class BinaryIndex:
             for first in range(0, len(array), _CHUNK):
                 digest.update(array[first : first + _CHUNK].tobytes())
             if digest.hexdigest() != place.digest:
-                raise DataError(f"{self.path}: {quoted(name)} are damaged; {self._advice}")
+                raise DataError(f"{self.path}: {quote(name)} are damaged; {self._advice}")
 
 
 def _from_hex(text: str, fields: Fields) -> bytes:
     try:
         return bytes.fromhex(text)
     except ValueError as error:
-        raise fields.refusal(f"{quoted(text)} found, a hash expected") from error
+        raise fields.refusal(f"{quote(text)} found, a hash expected") from error
 
 
 def first_rank_here() -> bool:

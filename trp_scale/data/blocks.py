@@ -17,7 +17,7 @@ from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColum
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import ShardIndex, index_path, read_index
 from trp_scale.data.stores.tars import StoredPart, find_store, reads_parts
-from trp_scale.errors import DataError, quoted, shortened
+from trp_scale.errors import DataError, quote, shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _read_tables(directory: Path, shards: list[str], suffixes: tuple[str, ...]) 
         raise DataError(f"{directory}: no blocks in {len(shards)} shards; shard the data again")
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
-        raise DataError(f"{directory}: block key {quoted(twice[0])} comes twice; shard the data again")
+        raise DataError(f"{directory}: block key {quote(twice[0])} comes twice; shard the data again")
     columns: npt.NDArray[np.int64] = np.array(members, dtype=np.int64)  # [n, M, 3]
     return BlockTable(
         suffixes=suffixes,
@@ -183,11 +183,11 @@ def _read_checked_index(directory: Path, shard: str, suffixes: tuple[str, ...]) 
     for block in index.blocks:
         check_members(path, block.key, set(block.members), suffixes)
         if block.rows < 1:
-            raise DataError(f"{path}: block {shortened(block.key)}: {block.rows} rows, at least 1 expected")
+            raise DataError(f"{path}: block {shorten(block.key)}: {block.rows} rows, at least 1 expected")
         for member in block.members.values():
             if member.offset < 0 or member.length < 0 or member.offset + member.length > index.size:
                 raise DataError(
-                    f"{path}: block {shortened(block.key)}: a member lies outside the tar's {index.size} bytes"
+                    f"{path}: block {shorten(block.key)}: a member lies outside the tar's {index.size} bytes"
                 )
     return index
 
@@ -211,7 +211,7 @@ def shard_path(directory: Path, shard: str) -> Path:
         DataError: the name leads out of the directory.
     """
     if not is_plain_name(shard):
-        raise DataError(f"{directory}: shard {quoted(shard)} is not a plain file name")
+        raise DataError(f"{directory}: shard {quote(shard)} is not a plain file name")
     return directory / shard
 
 
@@ -226,7 +226,7 @@ def check_size(path: Path, shard: str, size: int) -> None:
         found = size
     if shard != path.name or size != found:
         raise DataError(
-            f"{path}: {found} bytes found, {index_path(path).name} is of {shortened(shard)} with {size} bytes; "
+            f"{path}: {found} bytes found, {index_path(path).name} is of {shorten(shard)} with {size} bytes; "
             f"copy the shard again, or shard the data again"
         )
 
@@ -255,9 +255,9 @@ def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ..
     unlisted = sorted(found - set(allowed))
     if unlisted:
         raise DataError(
-            f"{shard}: block {shortened(key)} has member .{shortened(unlisted[0])}; allowed are "
+            f"{shard}: block {shorten(key)} has member .{shorten(unlisted[0])}; allowed are "
             f"{', '.join('.' + name for name in allowed)} (nothing else is opened, and nothing is ever unpickled)"
         )
     missing = sorted(set(allowed) - found)
     if missing:
-        raise DataError(f"{shard}: block {shortened(key)} has no member .{missing[0]}; shard the data again")
+        raise DataError(f"{shard}: block {shorten(key)} has no member .{missing[0]}; shard the data again")

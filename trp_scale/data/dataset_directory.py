@@ -8,7 +8,7 @@ from typing import Any
 from trp_scale.config.json_files import read_object
 from trp_scale.config.schema import is_plain_name
 from trp_scale.data.index import read_fields
-from trp_scale.errors import DataError, quoted, said_by
+from trp_scale.errors import DataError, error_text, quote
 
 
 def is_dataset_directory(path: Path) -> bool:
@@ -51,10 +51,12 @@ def open_dataset(path: Path, said: str) -> Any:
         for state in path.glob("**/state.json"):
             for each in read_fields(state).take("_data_files", list[dict[str, Any]], []):
                 if not is_plain_name(each.get("filename")):
-                    raise DataError(f"{state}: file {quoted(each.get('filename'))} found, a plain file name expected")
+                    raise DataError(f"{state}: file {quote(each.get('filename'))} found, a plain file name expected")
         return datasets.load_from_disk(str(path))
     except Exception as error:  # pyarrow's, ours, and whatever other fields than the library's lead to
-        raise DataError(f"{said}: cannot be read as a dataset directory ({said_by(error)}); save it again") from error
+        raise DataError(
+            f"{said}: cannot be read as a dataset directory ({error_text(error)}); save it again"
+        ) from error
 
 
 def check_rows(rows: Any, first: int, last: int, said: str) -> None:
@@ -71,4 +73,6 @@ def check_rows(rows: Any, first: int, last: int, said: str) -> None:
     try:
         rows.data.table.slice(first, last - first).validate(full=True)
     except Exception as error:  # pyarrow's
-        raise DataError(f"{said}: rows {first} to {last - 1} are damaged ({said_by(error)}); save it again") from error
+        raise DataError(
+            f"{said}: rows {first} to {last - 1} are damaged ({error_text(error)}); save it again"
+        ) from error

@@ -16,7 +16,7 @@ from typing import Any
 
 from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
 from trp_scale.config.schema import Fields, Whole, record
-from trp_scale.errors import DataError, RefusedError, quoted, shortened
+from trp_scale.errors import DataError, RefusedError, quote, shorten
 from trp_scale.storage.temporary import temporary_beside
 
 BINARY_INDEX = "index.bin"
@@ -148,7 +148,7 @@ class IndexDocument:
 def _named(block: dict[str, Any]) -> str:
     """Its key, for messages."""
     key = block.get("key")
-    return shortened(key) if isinstance(key, str) and can_be_written(key) else quoted(key)
+    return shorten(key) if isinstance(key, str) and can_be_written(key) else quote(key)
 
 
 def _block(path: Path, block: dict[str, Any]) -> Block:
@@ -166,7 +166,7 @@ def read_index_document(shard: Path) -> IndexDocument:
     content = read_content(path, DataError, largest=LARGEST_INDEX)
     fields = Fields(parse_json(content, str(path), DataError, looked_through=False), str(path), DataError)
     if (found := fields.document.get("format")) != INDEX_FORMAT:
-        raise DataError(f"{path}: format {quoted(found)} found, {INDEX_FORMAT} expected; shard the data again")
+        raise DataError(f"{path}: format {quote(found)} found, {INDEX_FORMAT} expected; shard the data again")
     blocks = fields.take("blocks", list)
     if not all(type(block) is dict for block in blocks):
         raise DataError(f"{path}: a block that is no object; shard the data again")

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from trp_scale.config.registry import names
 from trp_scale.data.dataset_directory import is_dataset_directory
-from trp_scale.errors import DataError, escape_name, shortened
+from trp_scale.errors import DataError, escape_name, shorten
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -131,7 +131,7 @@ def _read_samples(file: Path) -> Iterator[bytes]:
 
 def list_counts(kinds: Counter[str]) -> str:
     """List files that are left out by suffix, or by the reason why, for a message."""
-    named = (f"{n} {escape_name(shortened(kind)) or 'without a suffix'}" for kind, n in kinds.most_common(5))
+    named = (f"{n} {escape_name(shorten(kind)) or 'without a suffix'}" for kind, n in kinds.most_common(5))
     return ", ".join(named) or "nothing"
 
 

@@ -22,7 +22,7 @@ from trp_scale.config import RefusedError
 from trp_scale.distributed.gathering import gather
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
-from trp_scale.errors import as_told
+from trp_scale.errors import exit_status_and_message
 
 __all__ = ["Environment", "RankInfo", "discover"]
 
@@ -104,7 +104,7 @@ class Environment:
             dist.destroy_process_group()
 
     def _leave_at_once(self, error: BaseException) -> NoReturn:
-        ends, line = as_told(error)
+        ends, line = exit_status_and_message(error)
         status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(ends)
         try:
             if line:

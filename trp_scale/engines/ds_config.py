@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 from trp_scale.config import Config, RefusedError, nearest
 from trp_scale.config.json_files import parse_json, read_content
 from trp_scale.config.settings import near_divisors
-from trp_scale.errors import MOST_PROBLEMS, listed_problems, quoted, shortened
+from trp_scale.errors import MOST_PROBLEMS, listed_problems, quote, shorten
 
 Document = dict[str, Any]
 
@@ -134,7 +134,7 @@ def read(path: Path) -> Document:
     def unique(pairs: list[tuple[str, Any]]) -> Document:
         repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if repeated:
-            raise ValueError(f"key {quoted(repeated[0])} is given twice")
+            raise ValueError(f"key {quote(repeated[0])} is given twice")
         return dict(pairs)
 
     said = f"--ds_config {path}"
@@ -167,7 +167,7 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
         problems += [*_zero(resolved, config), *_copies(resolved, world)]
         problems += [*_left_over(resolved)]
     if problems:
-        listed = listed_problems([shortened(problem, LONGEST_PROBLEM) for problem in problems])
+        listed = listed_problems([shorten(problem, LONGEST_PROBLEM) for problem in problems])
         raise RefusedError(f"{path} cannot be used with this recipe ({len(problems)} reason(s)):\n{listed}")
     return resolved
 
@@ -198,7 +198,7 @@ def _wrong_shape(document: Document) -> Iterator[str]:
             yield f"{key}: unknown or not supported{nearest(key, TOP_LEVEL)}"
     for name in ("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types"):
         if not isinstance(document.get(name, {}), dict):
-            yield f"{name} is {quoted(document[name])}; allowed: a block"
+            yield f"{name} is {quote(document[name])}; allowed: a block"
     zero = document.get("zero_optimization", {})
     for key in list(zero) if isinstance(zero, dict) else ():
         if (instead := FORMER_OFFLOADS.get(key)) is not None:
@@ -208,10 +208,10 @@ def _wrong_shape(document: Document) -> Iterator[str]:
             close = nearest(key, ZERO).replace("did you mean ", "did you mean zero_optimization.")
             yield f"zero_optimization.{key}: unknown or not supported{close}"
         elif key.startswith("offload_") and not isinstance(zero[key] or {}, dict):
-            yield f"zero_optimization.{key} is {quoted(zero[key])}; allowed: a block"
+            yield f"zero_optimization.{key} is {quote(zero[key])}; allowed: a block"
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        yield f"zero_optimization.stage is {quoted(stage)}; allowed: 0, 1, 2, 3"
+        yield f"zero_optimization.stage is {quote(stage)}; allowed: 0, 1, 2, 3"
 
 
 def _blocks(document: Document, config: Config) -> Iterator[str]:
@@ -330,7 +330,7 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
-            yield f"zero_optimization.{name}.device is {quoted(device)}; allowed: none, cpu (checkpoints read host RAM)"
+            yield f"zero_optimization.{name}.device is {quote(device)}; allowed: none, cpu (checkpoints read host RAM)"
     yield from _host_adam(document, config, offloads=offloads)
 
 
@@ -357,7 +357,7 @@ def _copies(document: Document, world: int) -> Iterator[str]:
         return  # _left_over names it
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         words = "allowed: the ranks that share a copy, such as those of a node; 1"
-        yield f"zero_optimization.{name} is {quoted(ranks)}; {words}"
+        yield f"zero_optimization.{name} is {quote(ranks)}; {words}"
     elif ranks > 1 and zero["stage"] != 3:
         yield f"zero_optimization.{name} is {ranks} at stage {zero['stage']}, where it has no effect; allowed: stage 3"
     elif world % min(ranks, world):
@@ -371,7 +371,7 @@ def _agree(block: Document, name: str, value: object, path: str, reason: str) ->
     """Fill in `value` where the block says "auto" or nothing; a different value is a problem."""
     found = block.get(name, AUTO)
     if found != AUTO and not same(found, value):
-        yield f"{path} is {shortened(json.dumps(found))}, {reason}"
+        yield f"{path} is {shorten(json.dumps(found))}, {reason}"
         return
     block[name] = value
 
@@ -400,17 +400,17 @@ def same(found: object, stated: object) -> bool:
 def optimizer_differences(block: object, config: Config, path: str = "optimizer") -> Iterator[str]:
     """A sentence for each value of the block that is not the recipe's; "auto" and what is left out agree with it."""
     if not isinstance(block, Mapping):
-        yield f"{path} is {quoted(block)}; allowed: a block with type and params"
+        yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
     yield from _unknown(block, ("type", "params", "legacy_fusion"), path)
     settings = config.optimizer
     names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "sgd": ("sgd",)}[settings.kind]
     kind = block.get("type", AUTO)
     if kind != AUTO and str(kind).lower() not in names:
-        yield f"{path}.type is {quoted(kind)}, the recipe says {settings.kind} (--optimizer.kind)"
+        yield f"{path}.type is {quote(kind)}, the recipe says {settings.kind} (--optimizer.kind)"
     params = block.get("params", {})
     if not isinstance(params, Mapping):
-        yield f"{path}.params is {quoted(params)}; allowed: a block"
+        yield f"{path}.params is {quote(params)}; allowed: a block"
         return
     stated: dict[str, tuple[object, str]] = {
         "lr": (settings.lr, "--optimizer.lr"),
@@ -435,7 +435,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
 def scheduler_differences(block: object, config: Config, path: str = "scheduler") -> Iterator[str]:
     """The same for the learning-rate schedule."""
     if not isinstance(block, Mapping):
-        yield f"{path} is {quoted(block)}; allowed: a block with type and params"
+        yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
     yield from _unknown(block, ("type", "params"), path)
     settings, steps = config.optimizer, config.training.steps
@@ -443,11 +443,11 @@ def scheduler_differences(block: object, config: Config, path: str = "scheduler"
     kind = block.get("type", AUTO)
     if kind != AUTO and kinds.get(str(kind)) != settings.schedule:
         meant = f" = {kinds[str(kind)]}" if str(kind) in kinds else ""
-        yield f"{path}.type is {quoted(kind)}{meant}, the recipe says {settings.schedule} (--optimizer.schedule)"
+        yield f"{path}.type is {quote(kind)}{meant}, the recipe says {settings.schedule} (--optimizer.schedule)"
         return
     params = block.get("params", {})
     if not isinstance(params, Mapping):
-        yield f"{path}.params is {quoted(params)}; allowed: a block"
+        yield f"{path}.params is {quote(params)}; allowed: a block"
         return
     stated: dict[str, tuple[object, str]] = {
         "warmup_num_steps": (settings.warmup_steps, "--optimizer.warmup_steps"),
@@ -471,14 +471,14 @@ def _betas(betas: object, config: Config, path: str) -> Iterator[str]:
         or len(betas) != 2
         or not all(b == AUTO or same(b, s) for b, s in zip(betas, stated, strict=True))
     ):
-        yield f"{path} is {quoted(betas)}, the recipe says {stated} (--optimizer.beta1, --optimizer.beta2)"
+        yield f"{path} is {quote(betas)}, the recipe says {stated} (--optimizer.beta1, --optimizer.beta2)"
 
 
 def _differing(block: Mapping[str, Any], stated: Mapping[str, tuple[object, str]], path: str) -> Iterator[str]:
     for name, (value, flag) in stated.items():
         found = block.get(name, AUTO)
         if found != AUTO and not same(found, value):
-            yield f"{path}.{name} is {quoted(found)}, the recipe says {value!r} ({flag})"
+            yield f"{path}.{name} is {quote(found)}, the recipe says {value!r} ({flag})"
 
 
 def _unknown(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:

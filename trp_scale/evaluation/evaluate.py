@@ -49,9 +49,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
             check_flags(arguments)
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
-        with directories_for(output, arguments.predictions, world=world):
+        with create_directories(output, arguments.predictions, world=world):
             if pretrained is None:
-                results = _finetuned(arguments, sets, environment)
+                results = _evaluate_finetuned(arguments, sets, environment)
             elif arguments.background:
                 source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
                 results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
@@ -67,7 +67,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 
 @contextmanager
-def directories_for(*paths: Path | None, world: Group) -> Iterator[None]:
+def create_directories(*paths: Path | None, world: Group) -> Iterator[None]:
     """Context with directories that all ranks see. After an error those that it made are gone, where they are empty."""
     directories = [path for path in paths if path is not None]
     created = {path for directory in directories for path in (directory, *directory.parents) if not path.exists()}
@@ -83,7 +83,7 @@ def directories_for(*paths: Path | None, world: Group) -> Iterator[None]:
 
 
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
-    """Where a run's masks lie."""
+    """Measure the overlap of a run's masks with objects."""
     from trp_scale.evaluation.figures.masks_on_objects import measure_masks
     from trp_scale.evaluation.figures.trained_images import load_trained_images
 
@@ -91,7 +91,7 @@ def _masks(source: str, arguments: EvaluateArguments) -> Results:
     return measure_masks(load_trained_images(source), arguments.data, background, arguments.rows)
 
 
-def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
+def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
     """All tasks and seeds of a directory of `trp-scale finetune`."""
     if arguments.background:
         raise RefusedError(
@@ -110,7 +110,11 @@ def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environm
     several = any(len(seeds) > 1 for seeds in runs.values())
     tasks: list[TaskResult] = []
     for seeds in runs.values():
-        tasks += _robust(seeds, arguments, sets, environment) if sets else _own(seeds, arguments, environment, several)
+        tasks += (
+            _robust(seeds, arguments, sets, environment)
+            if sets
+            else _evaluate_own(seeds, arguments, environment, several)
+        )
     recipe, encoder = origin_of(arguments.run, runs)
     return Results(recipe=recipe, encoder=encoder, tasks=tasks)
 
@@ -125,7 +129,7 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     return "-".join(filter(None, parts))
 
 
-def _own(
+def _evaluate_own(
     seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment, several: bool
 ) -> list[TaskResult]:
     """One task over its seeds, on its own data or on other of the same kind; nothing of rows without labels.
@@ -248,7 +252,7 @@ def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTa
     classes = task.checkpoint_extra().get("classes")
     if run.classes is not None and classes is not None and tuple(classes) != run.classes:
         raise RefusedError(
-            f"--data: classes {_listed(tuple(classes))} found, the model's are {_listed(run.classes)}; "
+            f"--data: classes {_list_names(tuple(classes))} found, the model's are {_list_names(run.classes)}; "
             "shard data of the "
             "same classes, in the same order; sets of some of ImageNet's classes are measured with --robustness"
         )
@@ -259,5 +263,5 @@ def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTa
         )
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _list_names(names: tuple[str, ...]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

@@ -1,5 +1,5 @@
-"""What a pre-trained run's losses are on rows that it has not learned from: its own held-out ones, or those of other
-data of the same kind. They are those of the run's validation: the same batches, masks and sums."""
+"""Losses of a pre-trained run on rows that it has not learned from: its own held-out rows, or other data of the same
+kind. They are those of the run's validation: the same batches, masks and sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PretrainedRun(ReadRun):
     config: PretrainConfig
 
     def describe(self) -> str:
-        """Its directory, step and weights, for tables."""
+        """Return directory, step and weights, for tables."""
         average = ", average of the weights" if self.weights == "average" else ""
         return f"{self.directory}, step {self.document.step}{average}"
 
@@ -173,7 +173,7 @@ def _every_block(run: PretrainedRun, rows: Rows) -> list[Chosen]:
 
 
 def _held_out(run: PretrainedRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:
-    """What the run holds out of each data set, as masks [n]."""
+    """Return the run's held-out rows of each data set, as masks [n]."""
     fraction = config.data.validation_fraction
     if fraction == 0.0:
         raise RefusedError(

@@ -101,7 +101,7 @@ IMAGENET = 1000
 
 @dataclass(frozen=True)
 class SubsetTask:
-    """What is measured of a set: see `Measured`. Attributes: columns: [k] the model's number of each class."""
+    """Measured subset of the classes (see `Measured`). Attributes: columns: [k] the model's number of each class."""
 
     columns: Tensor
     objective: ImageClassification

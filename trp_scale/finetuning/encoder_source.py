@@ -20,7 +20,7 @@ from trp_scale.config.json_files import read_object
 from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import Fields
 from trp_scale.config.upstream import AVERAGE
-from trp_scale.errors import quoted
+from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.positions import interpolated
 
@@ -115,7 +115,7 @@ def open_encoder(path: str) -> EncoderSource:
 
         return of_timm(path, found, said)
     raise RefusedError(
-        f"--from {path}: config.json has model_type {quoted(found.get('model_type'))}; allowed: bert, vit_mae, or "
+        f"--from {path}: config.json has model_type {quote(found.get('model_type'))}; allowed: bert, vit_mae, or "
         "timm's config.json (with architecture)"
     )
 
@@ -173,9 +173,7 @@ def sizes_of(model: ModelConfig) -> dict[tuple[str, str], Any]:
 def _of_bert(path: str, found: Fields) -> EncoderSource:
     kinds = [found.text("hidden_act", "gelu"), found.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
-        raise RefusedError(
-            f"--from {path}: hidden_act gelu and absolute positions are supported, {quoted(kinds)} found"
-        )
+        raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, {quote(kinds)} found")
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)

@@ -18,7 +18,7 @@ from trp_scale.config import Config, RefusedError, RelativeVisionConfig
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.schema import Fields
-from trp_scale.errors import quoted, said_by, shortened
+from trp_scale.errors import error_text, quote, shorten
 from trp_scale.finetuning.encoder_source import EncoderSource, sizes_of
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
@@ -191,7 +191,7 @@ def of_timm(path: str, found: dict[str, Any], said: str) -> EncoderSource:
     if found["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
         index = Fields(found, said).text("relative_index")
         if index not in ("relaxed", "rounded"):
-            raise RefusedError(f"{said}: relative_index is {quoted(index)}, allowed: relaxed, rounded")
+            raise RefusedError(f"{said}: relative_index is {quote(index)}, allowed: relaxed, rounded")
         found = {**found, "architecture": TIMM_ARCHITECTURE}
     timm_vit = open_timm(path, found)
     settings = _vit_settings(**timm_vit.sizes)
@@ -232,13 +232,13 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
     statistics = _statistics(fields)
     try:
         if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
-            raise RuntimeError(f"Unknown model ({shortened(architecture)})")
+            raise RuntimeError(f"Unknown model ({shorten(architecture)})")
         with torch.device("meta"):
             given = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
             model = timm.create_model(architecture, pretrained=False, **given)
     except Exception as error:  # whatever settings that do not go together lead to
         raise RefusedError(
-            f"--from {path}: timm cannot make {shortened(architecture)} {quoted(arguments)}: {said_by(error)}"
+            f"--from {path}: timm cannot make {shorten(architecture)} {quote(arguments)}: {error_text(error)}"
         ) from error
     if differences := list(_differences(model)):
         raise RefusedError(
@@ -289,11 +289,11 @@ def _arguments(found: Fields) -> dict[str, Any]:
     known = inspect.signature(VisionTransformer).parameters.keys() - {"device", "dtype"}
     for name, value in given.document.items():
         if name not in known:
-            raise given.refusal(f"{quoted(name)} found, an argument of timm's VisionTransformer expected")
+            raise given.refusal(f"{quote(name)} found, an argument of timm's VisionTransformer expected")
         sizes = value if isinstance(value, list) else [value]
         most = MOST_BLOCKS if name == "depth" else LARGEST_SIZE
         if any(type(size) in (int, float) and not -1 <= size <= most for size in sizes):
-            raise given.refusal(f"{name} {quoted(value)} found, at most {most} allowed")
+            raise given.refusal(f"{name} {quote(value)} found, at most {most} allowed")
     return dict(given.document)
 
 
@@ -347,7 +347,7 @@ def _encoder(
     """By our names; learned positions under pos_embed, the class token's own in the class token."""
     if other := sorted({name.split(".")[0] for name in stored if not is_encoder(name)} - set(HEADS)):
         raise RefusedError(
-            f"--from {path}: {FILE} has weights of {shortened(', '.join(other))}, which this encoder has not"
+            f"--from {path}: {FILE} has weights of {shorten(', '.join(other))}, which this encoder has not"
         )
     named = {
         name.replace(CONVOLUTION, "patch_embed.").replace(TIMM_TABLE, TABLE): tensor for name, tensor in stored.items()

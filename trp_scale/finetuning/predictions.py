@@ -14,7 +14,7 @@ from trp_scale.config.schema import is_within
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageDataset
 from trp_scale.data.plan import Plan
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 
 
 class Predictions(Protocol):
@@ -65,7 +65,7 @@ def _keys(dataset: ImageDataset) -> list[str]:
     keys = dataset.samples.keys()
     wrong = next((key for key in keys if not is_within(key)), None)
     if wrong is not None:
-        raise DataError(f"{dataset.directory}: an image has the key {quoted(wrong)}, which names no file in a folder")
+        raise DataError(f"{dataset.directory}: an image has the key {quote(wrong)}, which names no file in a folder")
     if max(Counter(keys).values()) > 1:
         counts = np.diff(dataset.samples.starts).tolist()
         tars = [path.stem for path, count in zip(dataset.samples.shards, counts, strict=True) for _ in range(count)]

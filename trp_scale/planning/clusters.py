@@ -124,7 +124,7 @@ class Cluster:
         return -(-self.gpus // self.gpu.per_node)
 
     def seconds(self, kind: str, size: float, ranks: int = 0, apart: int = 1) -> float:
-        """Of one collective, while as many groups as there are make theirs. Between nodes a group's ring has as many
+        """Return the seconds of one collective while all groups run theirs. Between nodes a group's ring has as many
         lanes as it has GPUs in a node, each with its adapter.
 
         Args:
@@ -149,8 +149,8 @@ class Cluster:
         return 2 * (self.gpus - 1) * HOST_HOP
 
 
-def gpu_of(name: str) -> Gpu:
-    """By the name that `--gpu` gives.
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU that `--gpu` names.
 
     Raises:
         RefusedError: there is none of that name.
@@ -163,7 +163,7 @@ def gpu_of(name: str) -> Gpu:
 
 
 def assumptions() -> list[str]:
-    """What is assumed of clusters, in words."""
+    """Return the assumptions about clusters, in words."""
     return [
         f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 with an adapter for each GPU",
         f"a collective takes {CALL * 1e6:.0f} us, and for each GPU of its ring {HOP * 1e6:.0f} us within a node, "

@@ -10,36 +10,36 @@ from dataclasses import replace
 import torch
 
 from trp_scale.config import RefusedError
-from trp_scale.config.flags import speaks
+from trp_scale.config.flags import is_rank_zero_env
 from trp_scale.config.run_flags import Arguments
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.launchers import discover
 from trp_scale.engines import ds_config
 from trp_scale.planning import tables
 from trp_scale.planning.arguments import NO_DATA, PlanArguments
-from trp_scale.planning.clusters import GPUS, Cluster, Gpu, gpu_of
+from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import Given, Plan, fitting, planned, refusal
+from trp_scale.planning.plan import Given, Plan, fitting, make_plans, refusal
 from trp_scale.pretraining.base import DataFacts, upstream_of
 
 
 def print_plan(arguments: PlanArguments) -> int:
     """`trp-scale plan`."""
-    facts, whence = facts_of(arguments)
+    facts, whence = read_data_facts(arguments)
     counted = Counted(arguments.config, facts)
-    choices = given_of(arguments)
-    cluster = Cluster(gpu=gpu_of(arguments.gpu), gpus=arguments.gpus)
+    choices = fixed_layout(arguments)
+    cluster = Cluster(gpu=find_gpu(arguments.gpu), gpus=arguments.gpus)
     for line in report(counted, cluster, choices, recipe=arguments.recipe, best=arguments.best):
         print(line, flush=True)
-    for line in predicted(counted, cluster.gpu, arguments.worlds(), choices):
+    for line in predict_curve(counted, cluster.gpu, arguments.worlds(), choices):
         print(line, flush=True)
     print("\nassumed:")
-    print("\n".join(f"- {line}" for line in [whence, *tables.assumed(cluster.gpu)]))
+    print("\n".join(f"- {line}" for line in [whence, *tables.assumption_lines(cluster.gpu)]))
     return 0
 
 
-def facts_of(arguments: PlanArguments) -> tuple[DataFacts, str]:
-    """What the shapes of the data are, and where that is known from: the data set, where there is one, or the flags."""
+def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
+    """Return the shapes of the data and their origin: the data set if it exists, else the flags."""
     path = arguments.config.data.path
     if path != NO_DATA and all((member.path / "dataset.json").is_file() for member in parse_paths(path)):
         return upstream_of(arguments.config).facts(arguments.config), f"shapes as {path} has them"
@@ -50,8 +50,8 @@ def facts_of(arguments: PlanArguments) -> tuple[DataFacts, str]:
     return facts, f"there is no data set to read: its shapes are those of {flags}"
 
 
-def given_of(arguments: Arguments) -> Given:
-    """What the command line fixes of a layout."""
+def fixed_layout(arguments: Arguments) -> Given:
+    """Return the part of the layout that the command line fixes."""
     if arguments.ds_config is None:
         return Given(engine=arguments.engine)
     return Given(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
@@ -63,23 +63,23 @@ def report(counted: Counted, cluster: Cluster, choices: Given, *, recipe: str, b
     Raises:
         RefusedError: nothing fits; names the nearest that does.
     """
-    yield from tables.described(counted, cluster)
-    plans = planned(counted, cluster, choices)
+    yield from tables.describe_plan(counted, cluster)
+    plans = make_plans(counted, cluster, choices)
     plans_that_fit = fitting(plans)
     if not plans_that_fit:
         raise refusal(counted, plans, choices)
     yield ""
     yield from tables.ranking(plans_that_fit[:best])
     yield ""
-    yield from tables.memory_of(plans)
+    yield from tables.memory_lines(plans)
     yield ""
     yield f"best: {plans_that_fit[0].layout.name}"
-    yield from tables.time_of(plans_that_fit[0])
+    yield from tables.time_lines(plans_that_fit[0])
     yield ""
     yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
 
 
-def predicted(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given) -> Iterator[str]:
+def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given) -> Iterator[str]:
     """The curve over numbers of GPUs; nothing where none is asked for."""
     if not worlds:
         return
@@ -94,7 +94,7 @@ def best_on(
     plan_of_world: dict[int, Plan | RefusedError] = {}
     for gpus in worlds:
         try:
-            plans = planned(counted, Cluster(gpu=gpu, gpus=gpus), choices)
+            plans = make_plans(counted, Cluster(gpu=gpu, gpus=gpus), choices)
         except RefusedError as error:
             plan_of_world[gpus] = error
             continue
@@ -112,11 +112,11 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     gpu, why = this_gpu()
     config = arguments.config
     counted = Counted(config, upstream_of(config).facts(config))
-    choices = replace(given_of(arguments), engine=arguments.engine_for(world))
-    yield from tables.described(counted, Cluster(gpu=gpu, gpus=world))
+    choices = replace(fixed_layout(arguments), engine=arguments.engine_for(world))
+    yield from tables.describe_plan(counted, Cluster(gpu=gpu, gpus=world))
     yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), choices)
     yield "\nassumed:"
-    yield from (f"- {line}" for line in [*why, *tables.assumed(gpu)])
+    yield from (f"- {line}" for line in [*why, *tables.assumption_lines(gpu)])
 
 
 def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[str]:
@@ -129,7 +129,7 @@ def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterato
     tensor = counted.config.megatron.tensor_parallel
     plans = [
         plan
-        for plan in planned(counted, cluster, choices)
+        for plan in make_plans(counted, cluster, choices)
         if plan.layout.checkpointing == stated and plan.layout.tensor == tensor
     ]
     plans_that_fit = fitting(plans)
@@ -138,9 +138,9 @@ def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterato
     yield ""
     yield from tables.ranking(plans_that_fit)
     yield ""
-    yield from tables.memory_of(plans_that_fit)
+    yield from tables.memory_lines(plans_that_fit)
     yield ""
-    yield from tables.time_of(plans_that_fit[0])
+    yield from tables.time_lines(plans_that_fit[0])
 
 
 def this_gpu() -> tuple[Gpu, list[str]]:
@@ -158,7 +158,7 @@ def this_gpu() -> tuple[Gpu, list[str]]:
 
 def print_dry_run(arguments: Arguments) -> int:
     """`trp-scale pretrain --dry_run`; of several ranks, rank 0 speaks."""
-    if speaks():
+    if is_rank_zero_env():
         for line in dry_run(arguments, discover(os.environ).world):
             print(line, flush=True)
     return 0

@@ -1,7 +1,6 @@
-"""What a run's model asks for, counted on tensors without content: parameters by unit of sharding, the operations of
-the passes over a micro-batch with their bytes and FLOPs, and what the forward pass keeps. Nothing is allocated, no GPU
-and no data is needed.
-"""
+"""Count the requirements of a run's model on tensors without content: parameters by unit of sharding, the operations of
+the passes over a micro-batch with their bytes and FLOPs, and the activations that the forward pass keeps. Nothing is
+allocated, no GPU and no data is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from trp_scale.methods.learned_masks.masking_network import NETWORKS
 from trp_scale.models.initialise import without_content
 from trp_scale.planning.clusters import Gpu
 from trp_scale.planning.operations import Operation, RecordsOperations, attention_of_a_gpu, replace_parameters
-from trp_scale.planning.tensor_parallel import TensorSum, cut_over, plan_of, watch
+from trp_scale.planning.tensor_parallel import TensorSum, cut_over, declared_plan, watch
 from trp_scale.pretraining.base import DataFacts, Outline, upstream_of
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
 
@@ -86,8 +85,8 @@ class Counted:
         self.config, self.facts = config, facts
         self.outline: Outline = self.outline_on(1)
         self.passes = cache(self._passes)
-        self.saved = cache(self._saved)
-        self.over = cache(self._over)
+        self.saved = cache(self._count_saved)
+        self.over = cache(self._share_of_rank)
         self.tensor_sums = cache(self._tensor_sums)
 
     def outline_on(self, ranks: int) -> Outline:
@@ -96,7 +95,7 @@ class Counted:
 
     @cached_property
     def model(self) -> nn.Module:
-        """Its parameters are shapes."""
+        """Model whose parameters have shapes only."""
         return without_content(self.outline.model)
 
     @cached_property
@@ -122,21 +121,21 @@ class Counted:
         network = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
         return sum(parameter.numel() for parameter in network.parameters())
 
-    def _over(self, ranks: int, split: bool) -> Counted:
-        """What one of the ranks that share its matrices, and may split its tokens, has; itself on one."""
+    def _share_of_rank(self, ranks: int, split: bool) -> Counted:
+        """Return the counts of one of the ranks that share the matrices, and may split the tokens."""
         if ranks == 1:
             return self
         part = copy.copy(self)
         part.outline = replace(self.outline, model=cut_over(self.outline.model, ranks, split))
         for name in ("model", "parameters", "blocks"):
             part.__dict__.pop(name, None)
-        part.passes, part.saved = cache(part._passes), cache(part._saved)
-        part.over, part.tensor_sums = cache(part._over), cache(part._tensor_sums)
+        part.passes, part.saved = cache(part._passes), cache(part._count_saved)
+        part.over, part.tensor_sums = cache(part._share_of_rank), cache(part._tensor_sums)
         return part
 
     def _tensor_sums(self, rows: int, rounded: bool) -> list[TensorSum]:
-        """Of the passes over so many rows, where this is one rank's part of a model."""
-        few, more = (self._noted(number, rounded=rounded) for number in FITTED)
+        """Return the tensor-parallel sums of the passes over `rows` rows."""
+        few, more = (self._note_saved(number, rounded=rounded) for number in FITTED)
         slopes = [(b.size - a.size) / (FITTED[1] - FITTED[0]) for a, b in zip(few, more, strict=True)]
         return [
             replace(operation, size=round(operation.size + slope * (rows - FITTED[0])))
@@ -145,14 +144,14 @@ class Counted:
 
     def partial(self, part: Counted) -> int:
         """Numbers of the parameters of which a rank that splits tokens makes the gradient of its own alone."""
-        partial = set(plan_of(self.model).partial(self.model))
+        partial = set(declared_plan(self.model).partial(self.model))
         pairs = zip(self.model.named_parameters(), part.model.parameters(), strict=True)
         return sum(a.numel() for (name, a), b in pairs if name in partial and a.shape == b.shape)
 
     def with_checkpointing(self, how: Checkpointing) -> Config:
         return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))
 
-    def _saved(self, how: Checkpointing, rounded: bool) -> Need:
+    def _count_saved(self, how: Checkpointing, rounded: bool) -> Need:
         """Bytes that a forward pass keeps for its backward pass."""
         with attention_of_a_gpu():
             return saved_by_rows(
@@ -166,7 +165,7 @@ class Counted:
 
     def _passes(self, how: Checkpointing, rounded: bool, fused: bool) -> dict[str, Pass]:
         """Forward and backward, by these names."""
-        few, more = (self._recorded(rows, how, rounded=rounded, fused=fused) for rows in FITTED)
+        few, more = (self._record_operations(rows, how, rounded=rounded, fused=fused) for rows in FITTED)
         if [(operation.phase, operation.name) for operation in few] != [
             (operation.phase, operation.name) for operation in more
         ]:
@@ -185,26 +184,26 @@ class Counted:
             )
         return operations
 
-    def _recorded(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
+    def _record_operations(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
         """The operations of both passes over so many rows."""
         model = without_content(self.outline.model)
         checkpoint_blocks(model, how)
-        with self._faked(model, rows, rounded=rounded) as losses_of, RecordsOperations(fused=fused) as recorder:
+        with self._make_fake(model, rows, rounded=rounded) as losses_of, RecordsOperations(fused=fused) as recorder:
             losses = losses_of()
             recorder.phase = "backward"
             (losses.sums / losses.counts.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
         operations: list[Operation] = recorder.recorded
         return operations
 
-    def _noted(self, rows: int, *, rounded: bool) -> list[TensorSum]:
+    def _note_saved(self, rows: int, *, rounded: bool) -> list[TensorSum]:
         model = without_content(self.outline.model)
         sums = watch(model)
-        with self._faked(model, rows, rounded=rounded) as losses_of:
+        with self._make_fake(model, rows, rounded=rounded) as losses_of:
             losses_of()
         return sums.noted
 
     @contextmanager
-    def _faked(self, model: nn.Module, rows: int, *, rounded: bool) -> Iterator[Callable[[], TaskLosses]]:
+    def _make_fake(self, model: nn.Module, rows: int, *, rounded: bool) -> Iterator[Callable[[], TaskLosses]]:
         """A forward pass of a model whose parameters become fake, over so many rows."""
         half, batch = self.config.training.precision != "fp32", self.outline.rows(rows)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, attention_of_a_gpu():

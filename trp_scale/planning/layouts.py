@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """Name for tables."""
         engine = self.engine if self.stage is None else f"ZeRO-{self.stage}"
         if self.shard_ranks:
             engine += f" in groups of {self.shard_ranks}"
@@ -85,7 +85,7 @@ class Layout:
         return self.stage != 3 and self.checkpointing != "selective" and self.engine != "megatron"
 
     def data_ranks(self, ranks: int) -> int:
-        """Of so many in all, those that split the batch."""
+        """Return the number of ranks that split the batch."""
         return ranks // self.tensor
 
     def sharing(self, ranks: int) -> int:
@@ -118,7 +118,7 @@ class Memory:
 
     @property
     def device(self) -> float:
-        """Of the GPU."""
+        """Bytes on the GPU."""
         return float(sum(getattr(self, field_.name) for field_ in fields(self) if field_.name != "host"))
 
 
@@ -286,7 +286,7 @@ def _zero_3(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """As DeepSpeed puts gradients together: in order, at most `limit` numbers, or one parameter."""
+    """Yield gradients grouped like DeepSpeed's buckets: in order, at most `limit` numbers, or one parameter."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -300,7 +300,7 @@ def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[
 
 
 def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
-    """As a backward pass makes their gradients."""
+    """Return parameters in the order in which a backward pass makes their gradients."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
@@ -311,7 +311,7 @@ def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 class _Owners:
-    """Which rank owns which part of a parameter: each group is one flat tensor, cut into equal parts."""
+    """Ownership of parameter parts: each group is one flat tensor, cut into equal parts."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
         self.places: dict[int, tuple[int, int]] = {}  # a parameter's first number in its group, and a rank's share
@@ -333,7 +333,7 @@ class _Owners:
 
 
 def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> Memory:
-    """Of one rank.
+    """Return the memory of one rank.
 
     Args:
         micro: rows of a micro-batch.
@@ -383,7 +383,8 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
 
 
 def _megatron_states(parameters: int, layout: Layout, ranks: int, *, several: bool) -> dict[str, float]:
-    """The same where a rank has `own` parameters, and moments of a share of their rows."""
+    """Return the state bytes of a Megatron rank that has `parameters` parameters, and moments of a share of their
+    rows."""
     share, data = layout.sharing(ranks), layout.data_ranks(ranks)
     masters = MASTER * parameters / share if layout.rounded else 0
     beside = MASTER * parameters if several or data == 1 else min(MASTER * parameters, BUCKET_BYTES)
@@ -398,7 +399,7 @@ def _megatron_states(parameters: int, layout: Layout, ranks: int, *, several: bo
 
 
 def _zero_states(counted: Counted, layout: Layout, ranks: int) -> dict[str, float]:
-    """The same on DeepSpeed."""
+    """Return the state bytes of a DeepSpeed rank."""
     every, block = counted.parameters, max(counted.blocks, default=0)
     if layout.stage == 0:
         return {"weights": MASTER * every, "gradients": MASTER * every, "moments": 2 * MASTER * every}

@@ -1,5 +1,5 @@
-"""What a pass asks of its device: its operations, the bytes that each moves, and its FLOPs. Shapes are enough: fake
-tensors, which have no content, are counted as real ones are.
+"""Count the operations of a pass, the bytes that each moves, and its FLOPs. Shapes are enough: fake tensors, which have
+no content, are counted as real ones are.
 
 Counted are operations that launch work: no views, no empty tensors; an operation over a list of tensors (foreach, fused
 AdamW) is one. Moved are the bytes of what an operation reads and writes.
@@ -60,9 +60,9 @@ class Kernel:
         self.names.add(name)
         for tensor in inputs:
             if storage(tensor) not in self.created:
-                self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), size_of(tensor))
+                self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), tensor_bytes(tensor))
         for tensor in writes:
-            self.created[storage(tensor)] = (weak(tensor), size_of(tensor))
+            self.created[storage(tensor)] = (weak(tensor), tensor_bytes(tensor))
 
     def moved(self) -> int:
         """Bytes read, and written to what is still alive."""
@@ -108,14 +108,14 @@ class RecordsOperations(TorchDispatchMode):
         result = function(*arguments, **named)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if launches(function, outputs):
-            writes = written(function, arguments, named, outputs)
+            writes = written_tensors(function, arguments, named, outputs)
             if self.fused and not alone:
                 self.kernel = self.kernel or Kernel()
                 self.kernel.add(short(function), inputs, writes)
                 return result
             count = flop_registry.get(function._overloadpacket)
             flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
-            self.add(short(function), sum(map(size_of, [*inputs, *writes])), flops)
+            self.add(short(function), sum(map(tensor_bytes, [*inputs, *writes])), flops)
         return result
 
     def end_kernel(self) -> None:
@@ -139,7 +139,7 @@ def weak(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def size_of(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """Bytes."""
     return tensor.numel() * tensor.element_size()
 
@@ -158,7 +158,7 @@ def launches(function: Any, outputs: list[Tensor]) -> bool:
     return bool(outputs) or function._schema.is_mutable
 
 
-def written(function: Any, arguments: Any, named: Any, outputs: list[Tensor]) -> list[Tensor]:
+def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Tensor]) -> list[Tensor]:
     """Tensors whose content an operation writes: those it changes in place, or those it makes."""
     parameters = function._schema.arguments
     inputs = [*arguments, *(named[value_.name] for value_ in parameters[len(arguments) :] if value_.name in named)]

@@ -16,8 +16,8 @@ from trp_scale.engines import ds_config
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.layouts import MASTER, Collective, Layout, Memory, memory, traffic
-from trp_scale.planning.step import Step, step_of
-from trp_scale.planning.tensor_parallel import degrees, plan_of
+from trp_scale.planning.step import Step, predict_step
+from trp_scale.planning.tensor_parallel import declared_plan, degrees
 from trp_scale.training.micro_size import SURE, candidates
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         assert self.step is not None, "of a plan that fits"
         return self.step.seconds
 
@@ -82,11 +82,11 @@ class Plan:
 
     @property
     def collectives(self) -> int:
-        """Of a step, small ones too."""
+        """Collectives of a step, small ones included."""
         return sum(message.times for message in self.messages)
 
     def bytes_sent(self) -> float:
-        """That a rank sends in a step, of rings."""
+        """Bytes that a rank sends per step (ring collectives)."""
         sent = 0.0
         for message in self.messages:
             ranks = message.ranks or self.cluster.gpus
@@ -122,8 +122,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the command line fixes of a layout. Attributes: engine: None: all are tried; document: DeepSpeed's file as
-    read, with its path; None: those shipped are tried."""
+    """Part of the layout that the command line fixes. Attributes: engine: None: all are tried; document: DeepSpeed's
+    file as read, with its path; None: those shipped are tried."""
 
     engine: str | None = None
     document: Mapping[str, Any] | None = None
@@ -131,7 +131,8 @@ class Given:
 
 
 def layouts(config: Config, gpus: int, choices: Given, per_node: int = 8) -> Iterator[Layout]:
-    """All that these settings allow on so many GPUs. FSDP2 is tried with one copy and with one on each node.
+    """Yield the layouts that these settings allow on `gpus` GPUs. FSDP2 is tried with one copy and with one on each
+    node.
 
     Raises:
         RefusedError: DeepSpeed's file contradicts the recipe, or settings whose cost is not known here.
@@ -159,7 +160,7 @@ def layouts(config: Config, gpus: int, choices: Given, per_node: int = 8) -> Ite
                         offload=offload,
                     )
     for path, document in _documents(config, gpus, choices):
-        resolved = _resolved(config, document, path, gpus)
+        resolved = _resolve(config, document, path, gpus)
         half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
         travels = of_name.get(str(resolved.get("communication_data_type")), 2 if half else 4)
@@ -195,7 +196,7 @@ def _documents(config: Config, gpus: int, choices: Given) -> Iterator[tuple[str,
             yield f"ds_configs/{name}", read_object(SHIPPED / name)
 
 
-def _resolved(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
+def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
     """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
     sized = replace(config, batch=replace(config.batch, micro_size=1))
     accumulation = check_partition(config.batch.global_size, 1, gpus)
@@ -207,7 +208,7 @@ OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 """Keys that the run itself compares with the micro-batch that it takes."""
 
 
-def planned(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[Plan]:
+def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[Plan]:
     """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
     lacks least.
 
@@ -233,12 +234,12 @@ def planned(counted: Counted, cluster: Cluster, choices: Given | None = None) ->
 
 
 def in_order(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that fit first, the fastest of them first; then those that do not, from the one that lacks least."""
+    """Sort plans: those that fit by speed, then the others by missing memory."""
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
 
 
 def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
-    """For the stated number of ranks that share matrices, or, where it is 1, for each that is allowed.
+    """Return plans for the configured tensor-parallel size, or for each allowed size if it is 1.
 
     Raises:
         RefusedError: none is allowed, the batch divides over none, or settings that the engine does not have or whose
@@ -246,7 +247,7 @@ def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
     """
     config, stated = counted.config, counted.config.megatron.tensor_parallel
     check_megatron(replace(config, batch=replace(config.batch, micro_size=1)))
-    allowed = list(degrees(plan_of(counted.model), cluster.gpus, cluster.gpu.per_node))
+    allowed = list(degrees(declared_plan(counted.model), cluster.gpus, cluster.gpu.per_node))
     if stated > 1 and stated not in allowed:
         raise RefusedError(
             f"--megatron.tensor_parallel is {stated}; allowed for this model on {cluster.gpus} GPUs in nodes of "
@@ -265,7 +266,7 @@ def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
 
 
 def megatron_layout(config: Config, tensor: int) -> Layout:
-    """That of a run with these settings and so many ranks that share matrices."""
+    """Return the Megatron layout of these settings with `tensor` ranks that share matrices."""
     return Layout(
         engine="megatron",
         read=BYTES_OF[config.training.weights],
@@ -306,12 +307,12 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
     if not plan.fits:
         return plan
     messages = traffic(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
-    step = step_of(counted, layout, cluster, messages, micro=micro, accumulation=accumulation)
+    step = predict_step(counted, layout, cluster, messages, micro=micro, accumulation=accumulation)
     return replace(plan, messages=messages, step=step)
 
 
 def fitting(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that fit, the fastest first."""
+    """Return the plans that fit, fastest first."""
     return [plan for plan in plans if plan.fits]
 
 
@@ -323,7 +324,7 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None 
         kinds = [cluster.gpu, *larger] if gpus > cluster.gpus else larger
         for gpu in kinds:
             try:
-                plans_that_fit = fitting(planned(counted, Cluster(gpu=gpu, gpus=gpus), choices))
+                plans_that_fit = fitting(make_plans(counted, Cluster(gpu=gpu, gpus=gpus), choices))
             except RefusedError:
                 continue  # the batch does not divide over so many
             if plans_that_fit:
@@ -333,7 +334,7 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None 
 
 
 def refusal(counted: Counted, plans: Sequence[Plan], choices: Given | None = None) -> RefusedError:
-    """That nothing fits, what is lacking, and the nearest that does."""
+    """Return an error that names the missing memory and the nearest plan that fits."""
     least = min(plans, key=lambda plan: plan.short)
     cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, choices)
     words = (
@@ -352,4 +353,4 @@ def refusal(counted: Counted, plans: Sequence[Plan], choices: Given | None = Non
     )
 
 
-__all__ = ["MASTER", "Given", "Plan", "best", "fitting", "layouts", "nearest_that_fits", "planned", "refusal"]
+__all__ = ["MASTER", "Given", "Plan", "best", "fitting", "layouts", "make_plans", "nearest_that_fits", "refusal"]

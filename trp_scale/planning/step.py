@@ -59,21 +59,21 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What it waits for."""
+        """Resource that limits the step."""
         seconds = {"loader": self.loader, "host": self.host, "communication": self.exposed, "GPU": self.compute}
         if self.seconds in (self.loader, self.host):
             return "loader" if self.seconds == self.loader else "host"
         return max(("communication", "GPU"), key=lambda name: seconds[name])
 
 
-def peak_of(config: Config, gpu: Gpu) -> float:
-    """Of its matrix products in the run's precision."""
+def peak_flops(config: Config, gpu: Gpu) -> float:
+    """Return the peak FLOP/s of matrix products in the run's precision."""
     if config.training.precision != "fp32":
         return gpu.peak
     return gpu.tf32 if config.training.tf32 else gpu.fp32
 
 
-def step_of(
+def predict_step(
     counted: Counted, layout: Layout, cluster: Cluster, messages: list[Collective], *, micro: int, accumulation: int
 ) -> Step:
     """One step of all ranks.
@@ -83,14 +83,14 @@ def step_of(
         micro: rows of a micro-batch.
         accumulation: micro-batches of a step.
     """
-    config, gpu, peak = counted.config, cluster.gpu, peak_of(counted.config, cluster.gpu)
+    config, gpu, peak = counted.config, cluster.gpu, peak_flops(counted.config, cluster.gpu)
     fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
     passes = counted.over(layout.tensor, layout.split).passes(layout.checkpointing, layout.rounded, fused)
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
     hidden, sums = ([message for message in messages if message.hides == hides] for hides in (True, False))
     hidden_seconds = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
     gathers = [message for message in hidden if message.phase == "forward"]
-    first = time_of(gathers[0], cluster) if gathers else 0.0
+    first = collective_seconds(gathers[0], cluster) if gathers else 0.0
     each_forward, each_backward = hidden_seconds["forward"] / accumulation, hidden_seconds["backward"] / accumulation
     exposed = accumulation * (max(0.0, each_forward - forward) + first)
     exposed += (accumulation - 1) * max(0.0, each_backward - backward)
@@ -99,7 +99,9 @@ def step_of(
     )
     # What the ranks of a tensor group sum is needed at once.
     again = {"forward": 1 + prepass(config, accumulation)}
-    summing = sum(again.get(message.phase, 1) * message.times * time_of(message, cluster) for message in sums)
+    summing = sum(
+        again.get(message.phase, 1) * message.times * collective_seconds(message, cluster) for message in sums
+    )
     exposed += summing
     times = extra_passes(counted, accumulation, cluster.gpus)
     compute = accumulation * (forward + backward) * times + accumulation * forward * prepass(config, accumulation)
@@ -125,13 +127,13 @@ def step_of(
     return Step(**{**vars(step), "flops": share, "cores": samples / ROWS_A_CORE[config.reads] / step.seconds})
 
 
-def time_of(message: Collective, cluster: Cluster) -> float:
+def collective_seconds(message: Collective, cluster: Cluster) -> float:
     """Seconds of one of its collectives."""
     return cluster.seconds(message.kind, message.size, message.ranks, message.apart)
 
 
 def _seconds(messages: list[Collective], cluster: Cluster, phase: str) -> float:
-    return sum(message.times * time_of(message, cluster) for message in messages if message.phase == phase)
+    return sum(message.times * collective_seconds(message, cluster) for message in messages if message.phase == phase)
 
 
 def _tail(messages: list[Collective], cluster: Cluster) -> float:
@@ -141,7 +143,7 @@ def _tail(messages: list[Collective], cluster: Cluster) -> float:
         for message in messages
         if message.phase == "last" or (message.phase == "backward" and message.kind != "gather")
     }
-    return sum(time_of(message, cluster) for message in last.values())
+    return sum(collective_seconds(message, cluster) for message in last.values())
 
 
 def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: int) -> float:
@@ -175,7 +177,7 @@ def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
 
 
 def assumptions() -> list[str]:
-    """What is assumed of a step, in words."""
+    """Return the assumptions about a step, in words."""
     return [
         "an operation takes the longest of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
         "in attention) and 2.3 us; --training.compile auto fuses all that lies between two products, which is the best "

@@ -28,10 +28,10 @@ RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "
 
 def ranking(plans: Sequence[Plan]) -> list[str]:
     """A line for each plan that fits."""
-    return table(RANKING, [_ranked(plan) for plan in plans])
+    return table(RANKING, [_rank_rows(plan) for plan in plans])
 
 
-def _ranked(plan: Plan) -> list[str]:
+def _rank_rows(plan: Plan) -> list[str]:
     assert plan.step is not None, "of a plan that fits"
     return [
         plan.layout.name,
@@ -46,7 +46,7 @@ def _ranked(plan: Plan) -> list[str]:
     ]
 
 
-def memory_of(plans: Sequence[Plan]) -> list[str]:
+def memory_lines(plans: Sequence[Plan]) -> list[str]:
     """GiB of each kind, a line for each plan."""
     names = [field_.name for field_ in fields(plans[0].memory)]
     rows = [
@@ -61,8 +61,8 @@ def _fit(plan: Plan) -> str:
     return "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"
 
 
-def time_of(plan: Plan) -> list[str]:
-    """How long a run takes, and where a step's time goes."""
+def time_lines(plan: Plan) -> list[str]:
+    """Return the lines on the duration of a run and of the parts of a step."""
     step = plan.step
     assert step is not None, "of a plan that fits"
     parts = {
@@ -117,8 +117,8 @@ def _short(error: RefusedError) -> str:
     return str(error).partition(":")[0]
 
 
-def described(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
-    """What is planned, in three lines."""
+def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
+    """Describe the plan in three lines."""
     config, outline = counted.config, counted.outline
     network = f", and {counted.network / 1e6:,.1f} M of the masking network" if counted.network else ""
     yield (
@@ -133,7 +133,7 @@ def described(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
     yield f"{cluster.gpus} x {cluster.gpu.name} in {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
 
 
-def assumed(gpu: clusters.Gpu) -> list[str]:
+def assumption_lines(gpu: clusters.Gpu) -> list[str]:
     """Lines of what a plan rests on."""
     return [
         f"predicted, not measured; {gpu.name}: {gpu.peak / 1e12:.0f} TFLOP/s in bf16, {gpu.memory / GIB:.0f} GiB at "

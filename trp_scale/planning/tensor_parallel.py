@@ -1,6 +1,5 @@
-"""What a rank of --engine megatron has of a model, and what the ranks that share its matrices send each other:
-counted on tensors without content, as the plan that the model declares cuts it (trp_scale/models/tensor_plan.py).
-"""
+"""Count the share of a --engine megatron rank, and the messages between ranks that share matrices, on tensors without
+content, as the model's plan cuts it (trp_scale/models/tensor_plan.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ NUMBER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSum:
-    """What a tensor group sends. Attributes: phase: forward or backward; size: bytes; kind: as of Collective."""
+    """Message of a tensor-parallel group. Attributes: phase: forward or backward; size: bytes; kind: as of
+    Collective."""
 
     phase: str
     size: int
@@ -72,7 +72,7 @@ class CountsSums(Cut):
 
 
 class CountsTokens(CountsSums):
-    """The same of a block that has some of the tokens outside of what is cut.
+    """Counter of a block that has some tokens outside of the cut part.
 
     Args:
         ranks: that split them.
@@ -123,7 +123,7 @@ class RowsOfTokens(nn.Linear):
         return sums + self.bias.to(sums.dtype)
 
 
-def plan_of(model: nn.Module) -> TensorPlan:
+def declared_plan(model: nn.Module) -> TensorPlan:
     """The model's.
 
     Raises:
@@ -144,7 +144,7 @@ def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable
 
     def made() -> nn.Module:
         model = make()
-        plan = plan_of(model)
+        plan = declared_plan(model)
         for name, layer in list(model.named_modules()):
             smaller = _cut(plan.kind(name), layer, ranks)
             if smaller is not None:
@@ -197,8 +197,8 @@ def _cut(kind: str, layer: nn.Module, ranks: int) -> nn.Module | None:
 
 
 def watch(model: nn.Module) -> CountsSums:
-    """From now on note the sums that the model's forward passes stand for."""
-    counts, plan = CountsSums(), plan_of(model)
+    """Record the sums that the model's forward passes represent."""
+    counts, plan = CountsSums(), declared_plan(model)
     hooks = {"columns": counts.columns, "rows": counts.rows, "vocabulary": counts.rows, "entered": counts.entered}
     for name, layer in model.named_modules():
         if (kind := plan.kind(name)) and not isinstance(layer, RowsOfTokens):

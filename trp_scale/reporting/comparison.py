@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config.loader import flat
-from trp_scale.errors import RefusedError, shortened
+from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.curves import Curve
 from trp_scale.reporting.document import (
     Block,
@@ -96,7 +96,7 @@ def comparison_page(compared: Compared) -> Page:
     return Page(
         kind="Comparison",
         title=f"{count} run{'s' * (count > 1)} side by side",
-        lead=[shortened(", ".join(compared.colour_of), 1000)],
+        lead=[shorten(", ".join(compared.colour_of), 1000)],
         sections=sections,
         made_of="Made by trp-scale compare.",
     )
@@ -238,7 +238,7 @@ def _settings(compared: Compared) -> Iterator[Section]:
             continue  # of a kind or a hook that not all have: the settings `kind` and `hooks` say so
         values = [json.dumps(own[setting]) for own in found.values()]
         if len(set(values)) > 1:
-            cells = [Cell(text=shortened(value.strip('"'), 300), code=True) for value in values]
+            cells = [Cell(text=shorten(value.strip('"'), 300), code=True) for value in values]
             rows.append([Cell(text=setting, code=True), *cells])
     if rows:
         yield Section(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trp_scale.config.metric_plots import MetricPlot, MetricsDescription, metrics_description
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.reporting.curves import OWN_STEP, Curve, Tree, leaves
 from trp_scale.reporting.document import Block, Facts, Section, Sentences, figure_text
 from trp_scale.reporting.figures import Colour, Line, Plot, colours
@@ -76,7 +76,7 @@ def _blocks(run: RunRecord, hook: str, tree: Tree, description: MetricsDescripti
         (words(name), _constant(tree[name])) for name in constants if isinstance(tree[name], Curve) and len(tree[name])
     ]
     if facts:
-        yield Facts(facts=[(name, shortened(text)) for name, text in facts])
+        yield Facts(facts=[(name, shorten(text)) for name, text in facts])
     rest = [name for name in tree if name not in taken]
     plots = [*described, *(MetricPlot(title=words(name).capitalize(), names=(name,)) for name in rest[:MOST_OTHERS])]
     for plot in plots:
@@ -85,7 +85,7 @@ def _blocks(run: RunRecord, hook: str, tree: Tree, description: MetricsDescripti
                 title=plot.title, lines=lines, unit=plot.unit, log=plot.log, edge=plot.edge, note=plot.note
             ).shown()
     if len(rest) > MOST_OTHERS:
-        yield Sentences(sentences=[f"Not drawn: {shortened(', '.join(rest[MOST_OTHERS:]), 2000)}"])
+        yield Sentences(sentences=[f"Not drawn: {shorten(', '.join(rest[MOST_OTHERS:]), 2000)}"])
 
 
 def _constant(curve: Curve) -> str:

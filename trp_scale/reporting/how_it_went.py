@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.reporting.curves import Curve
 from trp_scale.reporting.document import Block, Cell, Facts, Section, Sentences, Table
 from trp_scale.reporting.figures import Line, Plot, colours
@@ -89,14 +89,14 @@ def incidents_section(run: RunRecord) -> Section:
             f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in more.items()
         )
         order = float(step) if isinstance(step, int) and abs(step) < 1 << 53 else None
-        cells = [Cell(text=shortened(str(each.get("kind", ""))), strong=True), Cell(text=shortened(details, 240))]
+        cells = [Cell(text=shorten(str(each.get("kind", ""))), strong=True), Cell(text=shorten(details, 240))]
         cells += [
             Cell(text=f"{step:,}" if order is not None else "-", order=order),
-            Cell(text=shortened(str(each.get("at", "")), 40)),
+            Cell(text=shorten(str(each.get("at", "")), 40)),
         ]
         rows.append(cells)
     blocks: list[Block] = (
-        [Facts(facts=[(shortened(kind), f"{count:,}") for kind, count in kinds.items()])] if kinds else []
+        [Facts(facts=[(shorten(kind), f"{count:,}") for kind, count in kinds.items()])] if kinds else []
     )
     if run.curves.skipped:
         latest = run.curves.skipped[-MOST_SKIPPED:]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from trp_scale.checkpoint.run_directory import PICTURES
 from trp_scale.config import Config
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.reporting.document import Block, Cell, Commands, Section, Sentences, Table
 from trp_scale.reporting.record import RunRecord
 from trp_scale.training.rundir import continue_command
@@ -21,7 +21,7 @@ def settings_section(run: RunRecord) -> Section:
     rows = [
         [
             Cell(text=name, code=True),
-            *(Cell(text="-" if value is None else shortened(_value(value), 300), code=True) for value in values),
+            *(Cell(text="-" if value is None else shorten(_value(value), 300), code=True) for value in values),
         ]
         for name, *values in changed.settings
     ]

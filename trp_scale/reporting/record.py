@@ -15,7 +15,7 @@ from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
 from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.config.yaml_files import read_yaml
 from trp_scale.distributed.lease import holder_of
-from trp_scale.errors import RefusedError, shortened
+from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.curves import RunCurves
 from trp_scale.training.ending import STOP_RECORD
 from trp_scale.training.incidents import read_incidents
@@ -166,7 +166,7 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
     try:
         return from_dict(settings, str(run_dir / CONFIG_FILE)), ""
     except RefusedError as error:
-        return None, shortened(str(error), 500)
+        return None, shorten(str(error), 500)
 
 
 def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
@@ -177,7 +177,7 @@ def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, p
     try:
         before = _defaults(config) | flat(to_dict(load_recipe(recipe)))
     except RefusedError as error:
-        return Changed(recipe=recipe, problem=f"the recipe cannot be read here: {shortened(str(error), 300)}")
+        return Changed(recipe=recipe, problem=f"the recipe cannot be read here: {shorten(str(error), 300)}")
     found = flat(settings)
     names = [name for name in found if before.get(name) != found[name]]
     return Changed(recipe=recipe, settings=[(name, before.get(name), found[name]) for name in names])
@@ -206,7 +206,7 @@ def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
     stop = _object(run_dir / STOP_RECORD)
     if stop:
         why, advice = str(stop.get("why", "")), str(stop.get("advice", ""))
-        sentence = f"{shortened(why, 400)}; {advice}".removesuffix("; ")
+        sentence = f"{shorten(why, 400)}; {advice}".removesuffix("; ")
         if stop.get("status") != 0:
             return State(word="failed", mood="bad", sentence=f"It failed: {sentence}.", goes_on=True)
         if why == FINISHED:
@@ -219,7 +219,7 @@ def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
         return State(word="running", mood="open", sentence="It goes on.", goes_on=False)
     if reason := str(summary.get("exit_reason", "")):
         done = nothing_left(reason)
-        sentence = "All its steps are done." if reason == FINISHED else f"It ended: {shortened(reason, 400)}."
+        sentence = "All its steps are done." if reason == FINISHED else f"It ended: {shorten(reason, 400)}."
         word: Literal["finished", "stopped"] = "finished" if done else "stopped"
         return State(word=word, mood="good" if done else "open", sentence=sentence, goes_on=not done)
     return State(

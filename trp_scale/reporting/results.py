@@ -14,7 +14,7 @@ from typing import Any
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_json
 from trp_scale.config.schema import record
-from trp_scale.errors import quoted, shortened
+from trp_scale.errors import quote, shorten
 
 RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
@@ -172,7 +172,7 @@ def read_seed(path: Path) -> SeedResult | None:
     advice = "it is not written by this version of trp-scale finetune; give another --run_dir"
     found = record(SeedResult, _read(path), str(path), RefusedError, advice)
     if found.metric not in found.metrics:
-        raise RefusedError(f"{path}: metrics {quoted(found.metrics)} found, {quoted(found.metric)} among them expected")
+        raise RefusedError(f"{path}: metrics {quote(found.metrics)} found, {quote(found.metric)} among them expected")
     return found
 
 
@@ -188,9 +188,9 @@ def read_results(run_dir: Path) -> Results:
     advice = "it is not written by trp-scale finetune, evaluate or probe"
     results = record(Results, _read(path), str(path), RefusedError, advice)
     for task in results.tasks:
-        said = f"{path}: {shortened(task.task)} has the figures {quoted(task.values)}"
+        said = f"{path}: {shorten(task.task)} has the figures {quote(task.values)}"
         if not len(set(task.seeds)) == len(task.seeds) == len(task.values) > 0:
-            raise RefusedError(f"{said} of seeds {quoted(task.seeds)}; one of each is expected; {advice}")
+            raise RefusedError(f"{said} of seeds {quote(task.seeds)}; one of each is expected; {advice}")
         if not all(map(math.isfinite, task.values)):
             raise RefusedError(
                 f"{said}; allowed: finite numbers. Run the seed again with other settings, or leave the task out"

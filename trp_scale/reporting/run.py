@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.reporting.curves import Curve
 from trp_scale.reporting.document import INSTALL, Page, can_draw, figure_text, page_text
 from trp_scale.reporting.hooks import method_sections
@@ -50,7 +50,7 @@ def run_page(run: RunRecord, drawn: Sequence[Path] = ()) -> Page:
     what = [str(run.summary.get("description", "")), f"recipe {run.changed.recipe}" if run.changed.recipe else ""]
     kind = "Fine-tuning report" if run.fine_tuning else "Pre-training report"
     return Page(
-        kind=shortened(" · ".join(part for part in (kind, *what) if part), 300),
+        kind=shorten(" · ".join(part for part in (kind, *what) if part), 300),
         title=run.name,
         state=run.state.word,
         mood=run.state.mood,

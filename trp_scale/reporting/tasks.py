@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.reporting.curves import MOST_POINTS, Curve, Points
 from trp_scale.reporting.document import Cell, Section, Table, figure_text, number_cell
 from trp_scale.reporting.figures import Colour, Line, Plot, colours
@@ -168,7 +168,7 @@ def lead(run: RunRecord) -> list[str]:
         found.append(
             f"{history.skipped_steps:,} steps were skipped: their loss or gradient was not finite, or a spike."
         )
-    return found + [_sentence(f"{hook}: {shortened(notice, 1000)}") for hook, notice in history.notices.items()]
+    return found + [_sentence(f"{hook}: {shorten(notice, 1000)}") for hook, notice in history.notices.items()]
 
 
 def _sentence(line: str) -> str:

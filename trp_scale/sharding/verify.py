@@ -13,7 +13,7 @@ from trp_scale.data.binary_index import find_index
 from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
 from trp_scale.data.stores.external import find_places
-from trp_scale.errors import DataError, quoted, said_by, shortened
+from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.sharding.images import verify as images
 from trp_scale.sharding.images.index_tars import member_choice, verify_tar
 from trp_scale.sharding.text import stored as text
@@ -70,7 +70,7 @@ def verify_dataset(directory: Path) -> Verified:
             verify_tar(shard, places.where(shard), member_choice(shard), images.check_decodes)
         for block in index.blocks:
             if places is None and block.key in seen:  # tars of others may each count from 0
-                raise DataError(f"{shard}: block {shortened(block.key)}: the key is used twice in the data set")
+                raise DataError(f"{shard}: block {shorten(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         entries += len(index.blocks)
         blocks += -(-len(index.blocks) // dataset.get("rows_per_block", 1)) if kind is images else len(index.blocks)
@@ -78,9 +78,7 @@ def verify_dataset(directory: Path) -> Verified:
         size += index.size
     for what, count in (("blocks", entries), ("rows", rows)):
         if dataset.get(what, count) != count:
-            raise DataError(
-                f"{directory / 'dataset.json'}: {quoted(dataset[what])} {what} written there, {count} found"
-            )
+            raise DataError(f"{directory / 'dataset.json'}: {quote(dataset[what])} {what} written there, {count} found")
     for name, modality in second.items():
         _refuse_unlisted(directory / name, dataset)
         for shard in dataset["shards"]:
@@ -128,7 +126,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
         raise DataError(f"{shard}: not found")
     size = shard.stat().st_size
     if index.shard != shard.name or index.size != size:
-        raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {shortened(index.shard)}")
+        raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {shorten(index.shard)}")
     for block in index.blocks:
         kind.check_members(shard, block, dataset)
     places = sorted(
@@ -139,7 +137,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
         contents: dict[str, bytes] = {}
         named: dict[str, str] = {}
         for offset, suffix, block in places:
-            where = f"{shard}: block {shortened(block.key)}, member {suffix}"
+            where = f"{shard}: block {shorten(block.key)}, member {suffix}"
             if offset != position + _TAR_UNIT:
                 raise DataError(f"{where}: the index says it begins at byte {offset}, not {position + _TAR_UNIT}")
             _verify_header(where, stream.read(_TAR_UNIT), position, block, suffix)
@@ -157,13 +155,13 @@ def _verify_header(where: str, header: bytes, position: int, block: Block, suffi
     try:
         entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
     except (tarfile.HeaderError, UnicodeDecodeError) as error:
-        raise DataError(f"{location}: damaged tar header ({said_by(error)})") from error
+        raise DataError(f"{location}: damaged tar header ({error_text(error)})") from error
     if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
         raise DataError(f"{location}: damaged tar header (checksum field)")
     length = block.members[suffix].length
     if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
         raise DataError(
-            f"{location}: the tar holds {shortened(entry.name)} of {entry.size} bytes, the index says {length} bytes"
+            f"{location}: the tar holds {shorten(entry.name)} of {entry.size} bytes, the index says {length} bytes"
         )
 
 

@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from trp_scale.config.flags import credentials_of
+from trp_scale.config.flags import find_credentials
 from trp_scale.config.json_files import LARGEST_INDEX
 from trp_scale.distributed.stop import signal_came_at
 from trp_scale.errors import DataError, RefusedError
@@ -96,7 +96,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    userinfo, options = credentials_of(url), dict[str, Any](skip_instance_cache=True)
+    userinfo, options = find_credentials(url), dict[str, Any](skip_instance_cache=True)
     place = url
     if userinfo and url.startswith(("http://", "https://")):
         import aiohttp

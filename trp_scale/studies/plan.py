@@ -11,10 +11,10 @@ from pathlib import Path
 
 from trp_scale.config import Config
 from trp_scale.planning.arguments import NO_DATA, PlanArguments, parse_plan
-from trp_scale.planning.clusters import Cluster, gpu_of
-from trp_scale.planning.command import facts_of, given_of
+from trp_scale.planning.clusters import Cluster, find_gpu
+from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import fitting, planned, refusal
+from trp_scale.planning.plan import fitting, make_plans, refusal
 from trp_scale.planning.step import extra_passes, prepass
 from trp_scale.studies.execute import State, states
 from trp_scale.studies.graph import Graph
@@ -110,12 +110,12 @@ def cost_of(graph: Graph, variant: str, speed: float, own: Flags | None = None) 
         own: further settings.
     """
     arguments = _arguments(graph, variant, own or {})
-    counted = Counted(arguments.config, facts_of(arguments)[0])
+    counted = Counted(arguments.config, read_data_facts(arguments)[0])
     config: Config = arguments.config
     if graph.scale.gpus:
-        cluster = Cluster(gpu=gpu_of(graph.scale.gpu), gpus=graph.scale.gpus)
-        given = given_of(arguments)
-        found = planned(counted, cluster, given)
+        cluster = Cluster(gpu=find_gpu(graph.scale.gpu), gpus=graph.scale.gpus)
+        given = fixed_layout(arguments)
+        found = make_plans(counted, cluster, given)
         if not (plans := fitting(found)):
             raise refusal(counted, found, given)
         return Cost(steps=config.training.steps, seconds=plans[0].seconds)

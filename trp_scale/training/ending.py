@@ -22,7 +22,7 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config.json_files import read_object
 from trp_scale.distributed.lease import write_exclusively
 from trp_scale.distributed.stop import OF_A_PERSON
-from trp_scale.errors import RefusedError, as_told
+from trp_scale.errors import RefusedError, exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 from trp_scale.storage.transfer import RemoteError
 from trp_scale.training.incidents import Incidents
@@ -80,7 +80,7 @@ class Ending:
 
     def broke(self, error: BaseException, step: int | None = None) -> None:
         """An error ends this rank, and with it the run. The first rank's record stays."""
-        status, _ = as_told(error)
+        status, _ = exit_status_and_message(error)
         if status is ExitStatus.REFUSED and self.finished_before and not self._got_on():
             with contextlib.suppress(OSError):
                 (self.run_dir / STOP_RECORD).write_bytes(self.finished_before)

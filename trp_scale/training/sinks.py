@@ -16,7 +16,7 @@ from PIL import Image
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.json_files import read_lines
-from trp_scale.errors import said_by
+from trp_scale.errors import error_text
 from trp_scale.training.picture_files import NewPictures
 from trp_scale.training.records import RunInfo
 from trp_scale.training.report import REPORT_FILE
@@ -78,8 +78,8 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise RefusedError(
-                f"--logging.wandb: W&B cannot be used ({said_by(error)}); run `wandb login`, or set WANDB_MODE=offline "
-                "and send the run later with `wandb sync`"
+                f"--logging.wandb: W&B cannot be used ({error_text(error)}); run `wandb login`, or set "
+                "WANDB_MODE=offline and send the run later with `wandb sync`"
             ) from error
         # Our own step as the x axis: W&B's counter refuses to go back, and a resume repeats steps after its checkpoint.
         self._run.define_metric("step")

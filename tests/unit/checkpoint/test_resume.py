@@ -22,7 +22,7 @@ from trp_scale.checkpoint.resume import (
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import to_dict
-from trp_scale.config.registry import registered
+from trp_scale.config.registry import registered_components
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.picture_files import pictures_of
@@ -103,8 +103,8 @@ def test_exactly_the_listed_settings_may_change(field: str) -> None:
 
 
 def test_every_rule_names_a_setting_that_exists() -> None:
-    of_kinds = {f"{role}.{field.name}" for role, _, settings in registered() for field in fields(settings)}
-    of_hooks = {f"{name}.*" for role, name, _ in registered() if role == "hook"}
+    of_kinds = {f"{role}.{field.name}" for role, _, settings in registered_components() for field in fields(settings)}
+    of_hooks = {f"{name}.*" for role, name, _ in registered_components() if role == "hook"}
     known = (
         of_hooks
         | set(all_fields())

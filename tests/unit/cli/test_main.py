@@ -21,10 +21,10 @@ import trp_scale
 from trp_scale.cli import main as cli
 from trp_scale.cli.refusals import run
 from trp_scale.config import RefusedError
-from trp_scale.config.flags import CREDENTIALS, credentials_of, read
+from trp_scale.config.flags import CREDENTIALS, find_credentials, read
 from trp_scale.config.loader import dump, load_recipe
 from trp_scale.console import EscapedStream
-from trp_scale.errors import as_told
+from trp_scale.errors import exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 
 ROOT = Path(__file__).parents[3]
@@ -433,8 +433,10 @@ def test_the_home_directory_is_expanded_and_credentials_leave_the_settings(
     printed = capsys.readouterr().out
     assert f"path: a:1={tmp_path}/books,b:2=https://host:8443/data\n" in printed
     assert "mirror: s3://bucket/run" in printed
-    assert credentials_of("https://host:8443/data/shards") == "alice:p%40ss" and not credentials_of("https://other/a")
-    assert credentials_of("s3://bucket/run") == "key:secret"
+    assert find_credentials("https://host:8443/data/shards") == "alice:p%40ss" and not find_credentials(
+        "https://other/a"
+    )
+    assert find_credentials("s3://bucket/run") == "key:secret"
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "../passwd", "passwd.txt"])
@@ -453,5 +455,5 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     small = SimpleNamespace(f_frsize=1024, f_bavail=3)
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == str(tmp_path) else real)
     monkeypatch.setattr(sys, "argv", ["trp-scale", "shard-text", f"--output={tmp_path}/data"])
-    status, line = as_told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    status, line = exit_status_and_message(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert status == ExitStatus.STORAGE and f"{tmp_path}: 3 KiB" in line

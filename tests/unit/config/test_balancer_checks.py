@@ -9,13 +9,13 @@ import pytest
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import cautions, check
 from trp_scale.config.loader import from_dict
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.config.run_flags import parse
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
 def config(kind: str = "minimax", **balancer: Any) -> Config:
-    made = PosBertConfig(balancer=settings_of("balancer", kind, **balancer))
+    made = PosBertConfig(balancer=make_settings("balancer", kind, **balancer))
     made.data.path, made.batch.micro_size = "data", 32
     return made
 

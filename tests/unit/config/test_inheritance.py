@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config import resolved as fixture
+from tests.unit.config import resolve_recipe as fixture
 from trp_scale.config import RefusedError
-from trp_scale.config.listing import data, listed, recipes, resolved, summary
+from trp_scale.config.listing import data, list_recipes, recipes, resolve_recipe, summary
 from trp_scale.config.loader import known_recipes, load_recipe, to_dict
 from trp_scale.config.recipes import RECIPES
 
@@ -105,7 +105,7 @@ def test_a_wrong_setting_is_told_of_the_file_it_stands_in(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", known_recipes())
 def test_a_resolved_recipe_is_a_recipe_of_the_same_settings(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, again="\n".join(resolved(RECIPES / f"{name}.yaml")))
+    path = write(tmp_path, again="\n".join(resolve_recipe(RECIPES / f"{name}.yaml")))
     assert load_recipe(path) == load_recipe(name)
 
 
@@ -124,14 +124,14 @@ def test_a_resolved_recipe_tells_where_each_value_comes_from(capsys: pytest.Capt
 
 def test_a_value_taken_away_comes_from_the_default(tmp_path: Path) -> None:
     path = write(tmp_path, mine="extends: pos_bert_tiny\noptimizer: {lr: null}\nbalancer: {kind: dwa}\n")
-    lines = [" ".join(line.split()) for line in resolved(path)]
+    lines = [" ".join(line.split()) for line in resolve_recipe(path)]
     assert any(line.startswith("lr: ") and line.endswith("# default") for line in lines)
     assert f"kind: dwa # {path}" in lines
     assert "temperature: 2.0 # default" in lines
 
 
 def test_every_recipe_is_listed_with_the_sentence_at_its_head() -> None:
-    lines = list(listed())
+    lines = list(list_recipes())
     heads = [line for line in lines if not line.startswith("  ")]
     assert heads == ["trp-scale pretrain --recipe", "trp-scale finetune --recipe"]
     assert sorted(line.split()[0] for line in lines if line not in heads) == known_recipes()

@@ -24,7 +24,7 @@ from trp_scale.config.json_files import (
     read_object,
 )
 from trp_scale.config.yaml_files import MOST_VALUES, read_yaml, write_yaml
-from trp_scale.errors import LONGEST_QUOTE, RefusedError, listed_problems, nearest, quoted, said_by, shortened
+from trp_scale.errors import LONGEST_QUOTE, RefusedError, error_text, listed_problems, nearest, quote, shorten
 
 
 class OwnError(RefusedError):
@@ -162,20 +162,20 @@ def test_ten_thousand_unknown_keys_take_no_minutes() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 10**6, list(range(10**6)), {str(n): n for n in range(10**5)}, b"x" * 10**6])
 def test_a_quote_is_short_whatever_is_quoted(value: object) -> None:
-    assert len(quoted(value)) <= LONGEST_QUOTE
+    assert len(quote(value)) <= LONGEST_QUOTE
 
 
 def test_a_quote_of_nested_aliases_is_not_written_out() -> None:
     value: Any = "x"
     for _ in range(200):
         value = [value] * 10
-    assert len(quoted(value)) <= LONGEST_QUOTE
+    assert len(quote(value)) <= LONGEST_QUOTE
 
 
 def test_short_values_are_quoted_as_they_are() -> None:
     for value in (1, 0.5, None, "a b", [1, "x"], {"a": [1]}, True):
-        assert quoted(value) == repr(value)
-    assert shortened("abcdef", 5) == "ab..." and shortened("abcde", 5) == "abcde"
-    assert said_by(ValueError("first\nsecond")) == "first" and said_by(KeyError()) == "KeyError"
+        assert quote(value) == repr(value)
+    assert shorten("abcdef", 5) == "ab..." and shorten("abcde", 5) == "abcde"
+    assert error_text(ValueError("first\nsecond")) == "first" and error_text(KeyError()) == "KeyError"
     assert listed_problems(["a", "b"]) == "  a\n  b"
     assert nearest("lyers" + "x" * 10**6, ["layers"]) == ""

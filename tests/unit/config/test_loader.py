@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trp_scale.config import RefusedError
 from trp_scale.config.checks import check
 from trp_scale.config.loader import dump, from_dict, known_recipes, load_recipe, to_dict
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
@@ -126,7 +126,7 @@ def test_the_papers_recipes_are_tables_4_of_trp() -> None:
     assert (base.batch.global_size, base.training.steps, base.model.max_positions) == (256, 1_000_000, 512)
     assert (base.balancer.kind, base.balancer.alpha, base.balancer.estimate) == ("minimax", 1.0, "exact")
     # The baseline is the same run on the plain loss: every masked word counts, the ungrouped ones too.
-    base.balancer, base.objective.other = settings_of("balancer", "proportional"), "task"
+    base.balancer, base.objective.other = make_settings("balancer", "proportional"), "task"
     assert base == baseline
 
 

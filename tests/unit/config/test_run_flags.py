@@ -12,7 +12,7 @@ import pytest
 
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.loader import load_recipe, setting_name
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.config.run_flags import Arguments, parse
 from trp_scale.config.settings import sections
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -24,7 +24,7 @@ def test_the_recipe_is_the_default_and_flags_change_it() -> None:
     arguments = parse([*TINY, "--training.steps", "8", "--optimizer.warmup_steps=2", "--balancer.kind", "uniform"])
     expected = load_recipe("pos_bert_tiny")
     expected.training.steps, expected.optimizer.warmup_steps = 8, 2
-    expected.balancer = settings_of("balancer", "uniform")
+    expected.balancer = make_settings("balancer", "uniform")
     assert arguments.config == expected
     assert (arguments.recipe, arguments.resume, arguments.run_dir) == ("pos_bert_tiny", "auto", None)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trp_scale.config import Config, CropsConfig, ModelConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -53,7 +53,7 @@ def config(
         ),
         crops=CropsConfig(size=GRID * PATCH),
         masking=MaeMaskingConfig(ratio=0.75, maskings=0),
-        adversary=settings_of("adversary", **{"kind": "none", **adversary}),
+        adversary=make_settings("adversary", **{"kind": "none", **adversary}),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.unit.models.small_images import GRID, config, crops, loss_of, perturbation, small_model
 from trp_scale.config import ModelConfig
 from trp_scale.config.images import MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.relative_positions import BUCKETS, relaxed_index
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -195,8 +195,8 @@ def test_saturated_coordinates_get_no_gradient() -> None:
 )
 def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...], decoder: tuple[int, ...]) -> None:
     sizes = (ModelConfig(), MaeVisionConfig(positions="relative"))
-    shape = perturbation_shape(*sizes, settings_of("adversary", **adversary))
-    both = perturbation_shape(*sizes, settings_of("adversary", where="both", **adversary))
+    shape = perturbation_shape(*sizes, make_settings("adversary", **adversary))
+    both = perturbation_shape(*sizes, make_settings("adversary", where="both", **adversary))
     assert shape is not None and both is not None
     assert (shape.encoder, shape.decoder, both.encoder, both.decoder) == (encoder, None, encoder, decoder)
     flat = torch.arange(both.numel)
@@ -209,4 +209,4 @@ def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...],
 
 @pytest.mark.parametrize("kind", ["none", "pixels"])
 def test_other_adversaries_have_no_shape(kind: Any) -> None:
-    assert perturbation_shape(ModelConfig(), MaeVisionConfig(), settings_of("adversary", kind)) is None
+    assert perturbation_shape(ModelConfig(), MaeVisionConfig(), make_settings("adversary", kind)) is None

@@ -6,7 +6,7 @@ import pytest
 
 from trp_scale.errors import RefusedError
 from trp_scale.models.flops import peak_flops
-from trp_scale.planning.clusters import GPUS, Cluster, gpu_of
+from trp_scale.planning.clusters import GPUS, Cluster, find_gpu
 
 
 @pytest.mark.parametrize(("name", "device"), [("a100-80", "A100"), ("h100", "H100"), ("h200", "H200")])
@@ -47,6 +47,6 @@ def test_the_agreement_of_hosts_grows_with_the_ranks() -> None:
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RefusedError, match=r"a100: its kinds"):
-        gpu_of("a100")
+        find_gpu("a100")
     with pytest.raises(RefusedError, match=r"--gpu h10: not known; did you mean h100.*allowed: a100-40, a100-80, h100"):
-        gpu_of("h10")
+        find_gpu("h10")

@@ -13,7 +13,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import Given, Plan, fitting, nearest_that_fits, planned, refusal
+from trp_scale.planning.plan import Given, Plan, fitting, make_plans, nearest_that_fits, refusal
 from trp_scale.pretraining.base import DataFacts
 
 H100 = GPUS["h100"]
@@ -30,7 +30,7 @@ def counted() -> Counted:
 
 
 def test_the_fastest_layout_comes_first(counted: Counted) -> None:
-    plans = planned(counted, Cluster(gpu=H100, gpus=8))
+    plans = make_plans(counted, Cluster(gpu=H100, gpus=8))
     assert {plan.layout.name for plan in plans} >= {"ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"}
     assert all(plan.fits for plan in plans)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
@@ -39,9 +39,9 @@ def test_the_fastest_layout_comes_first(counted: Counted) -> None:
 
 
 def test_the_largest_micro_batch_that_fits_is_taken(counted: Counted) -> None:
-    (whole,) = fitting(planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="ddp")))
+    (whole,) = fitting(make_plans(counted, Cluster(gpu=H100, gpus=8), Given(engine="ddp")))
     assert (whole.micro, whole.accumulation) == (512, 1)
-    parts = fitting(planned(counted, Cluster(gpu=SMALL, gpus=8), Given(engine="ddp")))[0]
+    parts = fitting(make_plans(counted, Cluster(gpu=SMALL, gpus=8), Given(engine="ddp")))[0]
     assert parts.accumulation > 1
     assert parts.memory.device <= 0.8 * SMALL.memory
     again = parts.memory.activations + counted.saved("none", False).row * parts.micro
@@ -51,7 +51,7 @@ def test_the_largest_micro_batch_that_fits_is_taken(counted: Counted) -> None:
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(counted: Counted) -> None:
     tiny = replace(SMALL, memory=2 * 2**30)
     cluster = Cluster(gpu=tiny, gpus=8)
-    plans = planned(counted, cluster)
+    plans = make_plans(counted, cluster)
     assert not fitting(plans)
     nearest = nearest_that_fits(counted, cluster)
     assert nearest is not None and nearest.cluster.gpus == 8 and nearest.cluster.gpu.name == "a100-40"
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(counted: Counte
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_ranks_that_do(counted: Counted) -> None:
     with pytest.raises(RefusedError, match="global batch 4096 does not divide over 12 ranks"):
-        planned(counted, Cluster(gpu=H100, gpus=12))
+        make_plans(counted, Cluster(gpu=H100, gpus=12))
 
 
 def test_the_curve_has_a_plan_or_a_reason_for_each_number(counted: Counted) -> None:
@@ -74,7 +74,7 @@ def test_the_curve_has_a_plan_or_a_reason_for_each_number(counted: Counted) -> N
 
 
 def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
-    plans = {plan.layout.name: plan for plan in planned(counted, Cluster(gpu=H100, gpus=16))}
+    plans = {plan.layout.name: plan for plan in make_plans(counted, Cluster(gpu=H100, gpus=16))}
     assert plans["fsdp"].command("R") == (
         "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --nproc_per_node 8 launch/pretrain.py "
         "--engine fsdp --recipe R --batch.micro_size 256 --data.path DATA"
@@ -84,14 +84,14 @@ def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
         .command("R")
         .startswith("deepspeed --hostfile HOSTFILE launch/pretrain.py --ds_config ds_configs/zero2.json --recipe R")
     )
-    (alone, *_) = fitting(planned(counted, Cluster(gpu=H100, gpus=1)))
+    (alone, *_) = fitting(make_plans(counted, Cluster(gpu=H100, gpus=1)))
     assert alone.command("R").startswith("trp-scale pretrain --recipe R --batch.micro_size")
     assert not alone.messages and alone.step is not None and alone.step.exposed == 0
 
 
 def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> None:
     for nodes, doublings in ((1, 0), (16, 4)):
-        plan = planned(counted, Cluster(gpu=H100, gpus=8 * nodes), Given(engine="ddp"))[0]
+        plan = make_plans(counted, Cluster(gpu=H100, gpus=8 * nodes), Given(engine="ddp"))[0]
         assert plan.step is not None
         step = plan.step
         assert step.waiting == pytest.approx(0.015 * doublings * (step.compute + step.update + step.exposed))
@@ -99,7 +99,7 @@ def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> No
 
 
 def test_hours_follow_from_the_step(counted: Counted) -> None:
-    plan = planned(counted, Cluster(gpu=H100, gpus=8))[0]
+    plan = make_plans(counted, Cluster(gpu=H100, gpus=8))[0]
     assert plan.days == pytest.approx(counted.config.training.steps * plan.seconds / 86400)
     assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
 
@@ -114,7 +114,7 @@ def of_four_heads(**megatron: Any) -> Counted:
 
 def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
     """8 divides the GPUs and not the heads."""
-    plans = planned(of_four_heads(), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+    plans = make_plans(of_four_heads(), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
     by_name = {plan.layout.name: plan for plan in plans}
     assert set(by_name) == {"megatron TP 1", "megatron TP 2", "megatron TP 4"}
     for plan in plans:
@@ -131,7 +131,7 @@ def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
 def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
     counted, cluster = of_four_heads(tensor_parallel=2), Cluster(gpu=H100, gpus=2)
     counted.config.batch.micro_size = 4096
-    (plan,) = planned(counted, cluster, Given(engine="megatron"))
+    (plan,) = make_plans(counted, cluster, Given(engine="megatron"))
     assert plan.step is not None and plan.accumulation == 1
     late = [each for each in plan.messages if each.phase != "start"]
     assert {each.ranks for each in late} == {2}
@@ -147,12 +147,12 @@ def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
 )
 def test_what_cannot_be_cut_is_refused(megatron: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
-        planned(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+        make_plans(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
 
 
 def test_the_command_says_that_tokens_are_split() -> None:
     counted = of_four_heads(tensor_parallel=2, sequence_parallel=True)
-    (plan,) = planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
+    (plan,) = make_plans(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
     assert plan.layout.name == "megatron TP 2 SP"
     assert "--megatron.tensor_parallel 2 --megatron.sequence_parallel True" in plan.command("R")
 
@@ -161,7 +161,7 @@ def test_checkpointing_of_cut_blocks_is_refused() -> None:
     counted = of_four_heads()
     counted.config.training.activation_checkpointing = "full"
     with pytest.raises(RefusedError, match=r"--training\.activation_checkpointing is full"):
-        planned(counted, Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+        make_plans(counted, Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
 
 
 LARGER = {
@@ -193,7 +193,7 @@ def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
     config.data.path = "(none)"
     if config.batch.micro_size != "auto":
         config.batch.micro_size = 4  # of learned masks, where the recipe states one for 8 ranks
-    found = fitting(planned(Counted(config, DataFacts()), Cluster(gpu=GPUS["a100-80"], gpus=64)))
+    found = fitting(make_plans(Counted(config, DataFacts()), Cluster(gpu=GPUS["a100-80"], gpus=64)))
     assert "fsdp" in {plan.layout.engine for plan in found}
 
 
@@ -202,7 +202,7 @@ def fsdp_on(gpus: int, **settings: object) -> list[Plan]:
     config = load_recipe("pos_bert_tiny")
     for name, value in settings.items():
         setattr(config.fsdp, name, value)
-    return planned(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))
+    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))
 
 
 def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:

@@ -12,7 +12,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.loader import load_recipe
 from trp_scale.models.tensor_plan import TensorPlan
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.tensor_parallel import degrees, plan_of
+from trp_scale.planning.tensor_parallel import declared_plan, degrees
 from trp_scale.pretraining.base import DataFacts
 
 
@@ -148,4 +148,4 @@ def test_numbers_of_ranks_divide_the_gpus_a_node_and_the_model() -> None:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(RefusedError, match="Linear does not say how it is cut"):
-        plan_of(nn.Linear(2, 2))
+        declared_plan(nn.Linear(2, 2))

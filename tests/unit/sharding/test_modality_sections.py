@@ -31,7 +31,7 @@ def test_each_modality_has_the_sections_that_it_registers() -> None:
         component("modality", "radar")(type("Radar", (Modality,), {"FileSettings": Gain}))
         assert list(preparation_sections("files")) == ["depth", "semseg", "radar"]
         assert "radar" not in preparation_sections("labels")
-        config = ShardImagesConfig.completed()(output=Path("out"))
+        config = ShardImagesConfig.with_modality_sections()(output=Path("out"))
         assert config.section("radar") == Gain() and config.section("normals") is None
     assert ShardImagesConfig(output=Path("out")).section("depth") is not None, "made without, it is at its defaults"
 
@@ -45,13 +45,13 @@ def test_what_cannot_be_a_section_is_refused() -> None:
         pytest.raises(RefusedError, match="the modality inputs has a section here, and --inputs is a fl"),
     ):
         component("modality", "inputs")(type("Inputs", (Modality,), {"FileSettings": Gain}))
-        ShardImagesConfig.completed()
+        ShardImagesConfig.with_modality_sections()
     with (
         forgetting(),
         pytest.raises(RefusedError, match=r"derived from trp_scale\.pretraining\.modalities\.settings\.LabelSettings"),
     ):
         component("modality", "radar")(type("Radar", (Modality,), {"LabelSettings": Gain}))
-        PseudoLabelConfig.completed()(data=Path("data")).check()
+        PseudoLabelConfig.with_modality_sections()(data=Path("data")).check()
 
 
 def test_from_python_a_section_is_a_mapping_and_unknown_names_are_refused(tmp_path: Path) -> None:

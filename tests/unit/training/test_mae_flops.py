@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trp_scale.config import Config, CropsConfig, ModelConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.models.flops import mae_step_flops, relative_vectors
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -54,7 +54,7 @@ def small(
         ),
         crops=CropsConfig(size=size),
         masking=MaeMaskingConfig(ratio=0.7),
-        adversary=settings_of("adversary", **{"kind": "none", **adversary}),
+        adversary=make_settings("adversary", **{"kind": "none", **adversary}),
     )
 
 

@@ -43,7 +43,7 @@ from trp_scale.data.images.reader import (
 from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.stores.tars import StoredPart
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 
 FORMAT = 1
 
@@ -244,16 +244,16 @@ def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
     """What dataset.json says, and the images per block."""
     for name, expected in (("format", FORMAT), ("kind", "image")):
         if (found := fields.document.get(name)) != expected:
-            raise fields.refusal(f"{name} {quoted(found)} found, {expected!r} expected")
+            raise fields.refusal(f"{name} {quote(found)} found, {expected!r} expected")
     suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:
-        words = f"suffix {quoted(unknown[0])} found" if unknown else f"no suffix {IMAGE!r} found"
+        words = f"suffix {quote(unknown[0])} found" if unknown else f"no suffix {IMAGE!r} found"
         raise DataError(
             f"{path}: {words}; allowed are {', '.join(known_suffixes())}, and {IMAGE} is needed{OWN_MODALITY}"
         )
     if len(set(suffixes)) < len(suffixes):
-        raise fields.refusal(f"suffixes {quoted(suffixes)} found, each is allowed once")
+        raise fields.refusal(f"suffixes {quote(suffixes)} found, each is allowed once")
     classes = class_names(path, "classes", fields.document.get("classes"))
     meta = ImageMeta(classes=classes, suffixes=tuple(suffixes), rows=fields.whole("rows"))
     return meta, fields.take("rows_per_block", Positive)

@@ -20,7 +20,7 @@ from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.errors import quoted
+from trp_scale.errors import quote
 
 KEPT_FOR_TESTS = ("test", "val", "dev", "eval")
 """How a word of a split's name begins that is not for training: test, val, validation, dev, evaluation, test2017 ..."""
@@ -134,7 +134,7 @@ def check_test(config: Config, test: Path) -> None:
     kind = read_json(test / "dataset.json").get("kind")
     if kind != "image":
         raise RefusedError(
-            f"--test {test}: kind {quoted(kind)} found, 'image' allowed: a directory that trp-scale shard-images wrote"
+            f"--test {test}: kind {quote(kind)} found, 'image' allowed: a directory that trp-scale shard-images wrote"
         )
     train = [open_image_dataset(path.path, path.name) for path in parse_paths(config.data.path)]
     found = open_image_dataset(test)

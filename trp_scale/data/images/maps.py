@@ -23,7 +23,7 @@ from trp_scale.config.registry import find, names
 from trp_scale.config.schema import is_plain_name
 from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
-from trp_scale.errors import DataError, quoted, said_by
+from trp_scale.errors import DataError, error_text, quote
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
@@ -98,7 +98,7 @@ class MapFormat:
         try:
             return read_png(content)
         except Exception as error:  # decoders raise whatever a broken file leads them to
-            raise DataError(f".{self.suffix}: not a PNG that can be decoded ({said_by(error)})") from error
+            raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error_text(error)})") from error
 
     def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
         """What dataset.json says of the maps.
@@ -145,16 +145,16 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
     """
     described, suffixes = document.get("modalities") or {}, document.get("suffixes", [])
     if not isinstance(described, dict):
-        raise DataError(f"{path}: modalities {quoted(described)} found, descriptions by name expected: {{...}}")
+        raise DataError(f"{path}: modalities {quote(described)} found, descriptions by name expected: {{...}}")
     if not isinstance(suffixes, list):
-        raise DataError(f"{path}: suffixes {quoted(suffixes)} found, a list of names expected")
+        raise DataError(f"{path}: suffixes {quote(suffixes)} found, a list of names expected")
     found = {}
     for name, form in map_formats().items():
         if name in described or form.suffix in suffixes:
             description = described.get(name, {})
             if not isinstance(description, dict):
                 raise DataError(
-                    f"{path}: modalities.{name} {quoted(description)} found, its description expected: {{...}}"
+                    f"{path}: modalities.{name} {quote(description)} found, its description expected: {{...}}"
                 )
             found[name] = form.stored(path, name, description)
             if found[name].directory == OWN_TAR and form.suffix not in suffixes:
@@ -182,7 +182,7 @@ def own_directory(path: Path, name: str, description: Description) -> str:
     """
     directory = description.get("directory", OWN_TAR)
     if not is_plain_name(directory):
-        raise DataError(f"{path}: directory {quoted(directory)} of modality {name}: a plain name expected")
+        raise DataError(f"{path}: directory {quote(directory)} of modality {name}: a plain name expected")
     return str(directory)
 
 
@@ -201,7 +201,7 @@ def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None
         return None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise DataError(
-            f'{path}: {place} {quoted(found)} found, a list of names expected, such as ["wall", "sky"], or null'
+            f'{path}: {place} {quote(found)} found, a list of names expected, such as ["wall", "sky"], or null'
         )
     return tuple(found)
 

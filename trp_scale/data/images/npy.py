@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 
 SIGNATURE = b"\x93NUMPY"
 
@@ -41,7 +41,7 @@ def npy_header(content: bytes | bytearray) -> NpyHeader:
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(stream)
     except Exception as error:  # whatever a broken header leads to
-        raise DataError(f"a .npy file whose header cannot be read ({said_by(error)})") from error
+        raise DataError(f"a .npy file whose header cannot be read ({error_text(error)})") from error
     start = stream.tell()
     if dtype.kind not in "uif" or dtype.itemsize > 8:
         raise DataError(f"a .npy file of {dtype}: whole numbers or floats expected")

@@ -31,7 +31,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import index_path, read_index, read_index_document
 from trp_scale.data.stores.tars import StoredPart, TarStore, drop_cached, find_store, reads_parts, tar_descriptor
-from trp_scale.errors import DataError, quoted, shortened
+from trp_scale.errors import DataError, quote, shorten
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -263,7 +263,7 @@ def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str]
             if block["members"].keys() != wanted:
                 check_members(path, block["key"], set(block["members"]), suffixes)
             if block["rows"] != 1:
-                raise DataError(f"{path}: image {shortened(block['key'])}: {quoted(block['rows'])} rows, 1 expected")
+                raise DataError(f"{path}: image {shorten(block['key'])}: {quote(block['rows'])} rows, 1 expected")
         places = [
             (member["offset"], member["length"], member["crc32"])
             for block in blocks
@@ -289,7 +289,7 @@ def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> In
     for block, label in zip(blocks, labels, strict=True):
         if type(label) is not int or not 0 <= label <= LARGEST:
             raise DataError(
-                f"{index_path(path)}: image {shortened(block['key'])}: class {quoted(label)} found, a whole number "
+                f"{index_path(path)}: image {shorten(block['key'])}: class {quote(label)} found, a whole number "
                 "from 0 expected; shard the images again"
             )
     return np.array(labels, dtype=np.int64)
@@ -301,11 +301,11 @@ def _check_places(path: Path, size: int, keys: list[str], members: Integers) -> 
     outside |= (members[:, :, 1:] >= 1 << 32).any(axis=(1, 2))  # columns of 32 bits
     if outside.any():
         raise DataError(
-            f"{path}: image {shortened(keys[int(outside.argmax())])}: a member lies outside the tar's {size} bytes"
+            f"{path}: image {shorten(keys[int(outside.argmax())])}: a member lies outside the tar's {size} bytes"
         )
     if len(set(keys)) < len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
-        raise DataError(f"{path}: key {quoted(twice)} comes twice; shard the images again")
+        raise DataError(f"{path}: key {quote(twice)} comes twice; shard the images again")
 
 
 class CutBlocks(Protocol):
@@ -485,7 +485,7 @@ def first_difference(images: Path, maps: Path) -> str:
     keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
     for place, (ours, theirs) in enumerate(zip_longest(*keys)):
         if ours != theirs:
-            found = "no more maps" if theirs is None else f"a map of {shortened(theirs)}"
-            expected = "no more images" if ours is None else f"image {shortened(ours)}"
+            found = "no more maps" if theirs is None else f"a map of {shorten(theirs)}"
+            expected = "no more images" if ours is None else f"image {shorten(ours)}"
             return f"{maps}: place {place}: {found} found, {images} has {expected} there"
     return ""

@@ -25,7 +25,7 @@ from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import reason_of
 from trp_scale.data.plan import Addresses
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 
 Made = TypeVar("Made")
 
@@ -47,13 +47,13 @@ def decode_image(content: bytearray) -> Tensor:
         except DataError:
             raise
         except Exception as error:  # decoders raise whatever a broken file leads them to
-            raise DataError(f"a PNG or WebP that cannot be decoded ({said_by(error)})") from error
+            raise DataError(f"a PNG or WebP that cannot be decoded ({error_text(error)})") from error
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
     refuse_too_many_scans(content)
     try:
         pixels: Tensor = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
     except RuntimeError as error:
-        raise DataError(f"not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"not a JPEG that can be decoded ({error_text(error)})") from error
     return pixels
 
 
@@ -84,7 +84,7 @@ def decode_scaled(content: bytearray, scale: int) -> Tensor:
             image.draft("RGB", (image.width // scale, image.height // scale))
             pixels = np.array(image.convert("RGB"))  # [H / scale, W / scale, 3], rounded up
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"not a JPEG that can be decoded ({error_text(error)})") from error
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from trp_scale.config.schema import FileName, Whole
 from trp_scale.data.index import read_fields, write_json
 from trp_scale.data.raw_files import open_regular
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import cache_root, kept_as, shared_cache
 from trp_scale.storage.transfer import Remote, is_url, shared_remote, url_directory
 
@@ -214,7 +214,7 @@ def _read_places(path: Path, _: int) -> Places:
     tars = fields.take("tars", dict[FileName, Place])
     for place in tars.values():
         if "\0" in place.place or not (is_url(place.place) or place.place.startswith("/")):
-            raise fields.refusal(f"place {quoted(place.place)} found, an absolute path or a URL expected")
+            raise fields.refusal(f"place {quote(place.place)} found, an absolute path or a URL expected")
         if not is_url(place.place) and not re.fullmatch(r"\d{1,19}", place.version):
-            raise fields.refusal(f"version {quoted(place.version)} found, the time it was written to expected")
+            raise fields.refusal(f"version {quote(place.version)} found, the time it was written to expected")
     return Places(directory=path.parent, tars=tars)

@@ -26,7 +26,7 @@ from trp_scale.config.json_files import LARGEST
 from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
 from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
 from trp_scale.data.stores.external import PLACES
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import PART_MARK, Cache, cache_root, kept_as, locked, shared_cache
 from trp_scale.storage.temporary import temporary_beside
 from trp_scale.storage.transfer import (
@@ -157,7 +157,7 @@ class _Update:
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
         path = self._directory / name
         if not is_within(name) or not path.resolve().is_relative_to(self._directory.resolve()):
-            raise DataError(f"{self._url}: file name {quoted(name)} leads out of the data set")
+            raise DataError(f"{self._url}: file name {quote(name)} leads out of the data set")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(path)
         try:
@@ -333,7 +333,7 @@ def _read_marker(marker: Path) -> _Marker:
     found = record(_Marker, read_json(marker), str(marker), DataError, advice)
     if not is_url(found.url) or not Path(found.cache).is_absolute() or "\0" in found.cache:
         raise DataError(
-            f"{marker}: url {quoted(found.url)} and cache {quoted(found.cache)} found, a URL and an absolute path "
+            f"{marker}: url {quote(found.url)} and cache {quote(found.cache)} found, a URL and an absolute path "
             f"expected; {advice}"
         )
     return found

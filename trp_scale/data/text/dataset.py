@@ -13,7 +13,7 @@ from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.stores.tars import StoredPart
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 
 FORMAT = 1
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
@@ -121,7 +121,7 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
 def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     for field, expected in (("format", FORMAT), ("kind", "text")):
         if (found := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quoted(found)} found, {expected!r} expected")
+            raise fields.refusal(f"{field} {quote(found)} found, {expected!r} expected")
     length, row_length = fields.whole("length"), fields.whole("row_length")
     if row_length != length - 3 or row_length < 1:
         raise fields.refusal(f"row_length {row_length} found, length - 3 = {length - 3} expected")
@@ -132,7 +132,7 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     if absent:
         raise fields.refusal(f"special_tokens has no {absent[0]!r}; needed are {', '.join(_SPECIAL)}")
     if (groups := tuple(fields.texts("groups"))) != GROUPS:
-        raise fields.refusal(f"groups {quoted(list(groups))} found, {list(GROUPS)} expected")
+        raise fields.refusal(f"groups {quote(list(groups))} found, {list(GROUPS)} expected")
     return TextMeta(
         length=length,
         row_length=row_length,

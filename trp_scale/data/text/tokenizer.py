@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_t
 
 from trp_scale.config.json_files import read_object
 from trp_scale.data.index import write_json
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 from trp_scale.storage.temporary import temporary_beside
 
 LARGEST = 256 << 20
@@ -122,8 +122,8 @@ def open_given(directory: Path, *, flag: str) -> Any:
     except BaseException as error:  # the tokenizers library raises plain ones, and its panics, which are no Exception
         _pass_on(error)
         raise DataError(
-            f"{directory}: transformers cannot load a tokenizer from it ({said_by(error)}); give {flag} DIR, one that "
-            "needs no code of its own: such code is never run"
+            f"{directory}: transformers cannot load a tokenizer from it ({error_text(error)}); give {flag} DIR, one "
+            "that needs no code of its own: such code is never run"
         ) from error
 
 
@@ -216,7 +216,7 @@ def _of_tokenizers(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:  # as in open_given
         _pass_on(error)
-        raise DataError(f"{path}: not a tokenizer that can be used ({said_by(error)}); copy it again") from error
+        raise DataError(f"{path}: not a tokenizer that can be used ({error_text(error)}); copy it again") from error
 
 
 def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:

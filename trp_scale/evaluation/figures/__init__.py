@@ -1,1 +1,1 @@
-"""What an encoder has learned, in figures and pictures."""
+"""Figures and pictures of a trained encoder."""

@@ -40,7 +40,7 @@ def attention_weights(block: TransformerBlock, tokens: Tensor, relative: Relativ
 
 @contextmanager
 def recorded_attention(encoder: ImageEncoder, number: int) -> Iterator[list[Tensor]]:
-    """While this is open, each pass of the encoder adds its patches' attention of one block to the list.
+    """Append the patch attention of one block to the list at each encoder pass inside this context.
 
     Yields:
         of each pass [B, N, N] fp32, the mean over heads: row i is what patch i looks at. The class token is left out,

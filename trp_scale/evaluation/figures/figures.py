@@ -53,7 +53,7 @@ def draw_attention(images: Tensor, attention: Tensor, positions: Sequence[Positi
 
 
 def draw_average_attention(attention: Tensor, positions: Sequence[Position], path: Path) -> None:
-    """What the patch at each position looks at, averaged over images, with one scale of colours.
+    """Draw the attention of the patch at each position, averaged over images, with one colour scale.
 
     Args:
         attention: [N, N] over patches.
@@ -112,7 +112,7 @@ def draw_plane(
 
 
 class Decision(NamedTuple):
-    """What a classifier decides on one image.
+    """Decision of a classifier on one image.
 
     Attributes:
         image: [3, S, S] in [0, 1], as it sees it.

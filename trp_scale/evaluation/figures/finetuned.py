@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trp_scale.config import RefusedError
-from trp_scale.config.registry import find, named, names
+from trp_scale.config.registry import find, import_name, names
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.figures.pictures import Picture
 from trp_scale.evaluation.figures.study import ImageChoice, ShownImages
@@ -62,13 +62,13 @@ def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, Finet
 
 
 def _pictures(kind: str) -> type[FinetunedPictures] | None:
-    """What draws the runs of a task; None: nothing does."""
+    """Return the class that draws the runs of a task, or `None`."""
     location: str = find("task", kind).load().pictures
-    return named(location) if location else None
+    return import_name(location) if location else None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Those of the directories that trp-scale finetune was given (DIR/TASK/seed_N), if they tell the runs apart."""
+    """Return unique names of fine-tuned runs: their task directories (DIR/TASK/seed_N) if these differ."""
     folders = [run.resolve().parent.parent.name for run in runs]
     return folders if len(set(folders)) == len(folders) else shortest_names(runs)
 

@@ -1,4 +1,4 @@
-"""What fine-tuned classifiers decide by, side by side.
+"""Evidence for the decisions of fine-tuned classifiers, side by side.
 
 Grad-CAM: Selvaraju et al. 2017, eq. 1-2; MLO-MAE Figure 5.
 """
@@ -108,7 +108,7 @@ class ClassifierPictures(FinetunedPictures):
 
 
 def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) -> list[Decision]:
-    """What the run decides of each image, seen as it is measured."""
+    """Return the run's decision on each image, preprocessed as for its metrics."""
     assert isinstance(run.config, ClassificationTaskConfig)
     model = ImageClassifier(run.config)
     predicting_engine(model, run, environment)

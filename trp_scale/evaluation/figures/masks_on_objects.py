@@ -15,7 +15,7 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import HeldOutPlan
 from trp_scale.data.sources import ValidationSource
 from trp_scale.distributed.groups import ALONE
-from trp_scale.errors import quoted
+from trp_scale.errors import quote
 from trp_scale.evaluation.figures.pictures import random_scores
 from trp_scale.evaluation.figures.trained_images import TrainedImages, load_masking_network
 from trp_scale.finetuning.dense.maps import SegmentationMaps
@@ -68,7 +68,7 @@ class Places:
 
 
 def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], rows: int = 0) -> Results:
-    """Where the masks of a run lie on images with segmentation maps, in this process alone.
+    """Measure the overlap of a run's masks with objects, on images with segmentation maps, in this process alone.
 
     Measured are the run's masks, of its ratio, on whole images squashed into its crop; where a network learned them,
     also those of the network before its first lesson.
@@ -149,7 +149,7 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
 
 def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
     if unknown := [name for name in background if name not in classes]:
-        raise RefusedError(f"--background: the maps have no class {quoted(unknown[0])}; allowed: {', '.join(classes)}")
+        raise RefusedError(f"--background: the maps have no class {quote(unknown[0])}; allowed: {', '.join(classes)}")
     return torch.tensor([classes.index(name) for name in background])
 
 

@@ -18,7 +18,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.data.hashing import Words
 from trp_scale.data.images.rows import decode_image
-from trp_scale.errors import said_by
+from trp_scale.errors import error_text
 from trp_scale.evaluation.figures.trained_images import TrainedImages, TrainedModalities
 from trp_scale.pretraining.mae.batch import draw_masks, random_order
 
@@ -43,7 +43,7 @@ def read_square(file: Path, size: int, interpolation: str) -> Tensor:
         square = ImageOps.fit(ImageOps.exif_transpose(image), (size, size), method=FILTERS[interpolation])
     except Exception as error:  # decoders raise whatever a broken file leads them to
         raise RefusedError(
-            f"--images {file}: not an image that can be read ({said_by(error)}); JPEG, PNG or WebP is allowed"
+            f"--images {file}: not an image that can be read ({error_text(error)}); JPEG, PNG or WebP is allowed"
         ) from error
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 

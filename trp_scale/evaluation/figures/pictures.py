@@ -1,6 +1,5 @@
-"""What a masked autoencoder reconstructs, of each modality too, what its adversary has done to the positions, and what
-a masking network masks (MLO-MAE, Figure 4), as PNG files.
-"""
+"""Draw reconstructions of each modality, perturbed positions, and masks of a masking network (MLO-MAE, Figure 4), as
+PNG files."""
 
 from __future__ import annotations
 
@@ -151,13 +150,13 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
     if upstream_name(source) == "mm_mae":
         several = load_trained_modalities(source, data)
         alone = own_images_alone(several, images) if images else several.images(rows)
-        return [str(path) for path in draw_modalities_of(several, alone, output)]
+        return [str(path) for path in draw_modality_pictures(several, alone, output)]
     trained = load_trained_images(source, data)
     batch = own_images(trained, images) if images else trained.images(rows)
-    return [str(path) for path in draw_images_of(trained, batch, output)]
+    return [str(path) for path in draw_image_pictures(trained, batch, output)]
 
 
-def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
+def draw_image_pictures(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
     """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
     figure_of = figure_class()
     output.mkdir(parents=True, exist_ok=True)
@@ -176,7 +175,7 @@ def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[P
     return pictures
 
 
-def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+def draw_modality_pictures(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
     """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "reconstructions.png"
@@ -308,7 +307,7 @@ def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None
 
 
 def _entry(offset: Tensor) -> Tensor:
-    """Where the table is read, between its entries -3..3."""
+    """Return the continuous index into the table for offsets between its entries -3..3."""
     return relaxed_index(offset).clamp(-REACH, REACH)
 
 

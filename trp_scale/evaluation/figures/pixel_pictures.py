@@ -29,7 +29,7 @@ from trp_scale.pretraining.modalities import modality
 
 @dataclass(frozen=True, kw_only=True)
 class PixelMaps:
-    """What a run predicts of each image.
+    """Predictions of a run on each image.
 
     Attributes:
         kind: segmentation or depth.
@@ -68,7 +68,7 @@ class PixelPictures(FinetunedPictures):
 
 @torch.no_grad()
 def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environment) -> PixelMaps:
-    """What a run predicts on the images, and the truth at the same size."""
+    """Predict maps on the images; return them and the truth at the same size."""
     config = copy.deepcopy(run.config)
     assert isinstance(config, DenseTaskConfig)
     data = shown.choice.dataset.directory

@@ -26,7 +26,7 @@ from trp_scale.evaluation.figures.attention import Position, default_positions, 
 from trp_scale.evaluation.figures.features import PlaneKind, check_library, class_similarity, plane
 from trp_scale.evaluation.figures.figures import draw_attention, draw_average_attention, draw_plane
 from trp_scale.evaluation.figures.finetuned import finetuned_pictures, open_finetuned
-from trp_scale.evaluation.figures.pictures import Picture, draw_images_of, draw_modalities_of, figure_class
+from trp_scale.evaluation.figures.pictures import Picture, draw_image_pictures, draw_modality_pictures, figure_class
 from trp_scale.evaluation.figures.study import ImageChoice, Study, choose_images, study_images, trained_images
 from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained_images, load_trained_modalities
 from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
@@ -209,9 +209,9 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
         return []
     if upstream == "mm_mae":
         several = load_trained_modalities(source, str(choice.dataset.directory))
-        return draw_modalities_of(several, _batch(several, choice), output)
+        return draw_modality_pictures(several, _batch(several, choice), output)
     trained = load_trained_images(source, str(choice.dataset.directory))
-    return draw_images_of(trained, _batch(trained, choice), output)
+    return draw_image_pictures(trained, _batch(trained, choice), output)
 
 
 def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:

@@ -24,7 +24,7 @@ from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, Member
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.errors import quoted
+from trp_scale.errors import quote
 from trp_scale.evaluation.figures.attention import recorded_attention
 from trp_scale.evaluation.probe.encoder import FrozenEncoder
 from trp_scale.finetuning.classification.batch import MeasuredImages
@@ -58,7 +58,7 @@ class ImageChoice(NamedTuple):
 
 
 def choose_images(data: Path, most: int) -> ImageChoice:
-    """At most so many of a data set's images, all of them for 0.
+    """Choose at most `most` images of a data set; all for 0.
 
     Raises:
         DataError: it is missing or damaged.
@@ -68,7 +68,7 @@ def choose_images(data: Path, most: int) -> ImageChoice:
     kind = read_json(data / "dataset.json").get("kind")
     if kind != "image":
         raise RefusedError(
-            f"--data {data}: kind {quoted(kind)} found, 'image' allowed: shards of trp-scale shard-images"
+            f"--data {data}: kind {quote(kind)} found, 'image' allowed: shards of trp-scale shard-images"
         )
     dataset = open_image_dataset(data)
     classes = dataset.meta.classes or ()
@@ -102,7 +102,7 @@ def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
 
 
 def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
-    """What a builder of the data set makes of the chosen images.
+    """Yield the batches that the data set's builder makes of the chosen images.
 
     Raises:
         RefusedError: an image cannot be read.
@@ -137,7 +137,7 @@ class ShownImages:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What the encoder makes of n images.
+    """Features of n images.
 
     Attributes:
         features: [n, D] fp32.

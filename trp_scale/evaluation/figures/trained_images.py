@@ -40,7 +40,7 @@ Run = TypeVar("Run", bound=ImagePretrainConfig)
 
 @dataclass(kw_only=True)
 class TrainedRun:
-    """What every trained model of images comes with.
+    """Parts of every trained image model.
 
     Attributes:
         checkpoint: where it all was read from.
@@ -75,8 +75,8 @@ class TrainedRun:
         return sources
 
     def images(self, rows: int) -> Batch:
-        """At most `rows` of the run's held-out images, the first that can be read; of the training order where nothing
-        is held out.
+        """Return at most `rows` of the run's held-out images, the first readable ones; of the training images if
+        nothing is held out.
 
         Raises:
             RefusedError: as `open_sources`.
@@ -158,7 +158,7 @@ def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
 
 
 def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModalities:
-    """As `load_trained_images`, of a multi-modal masked autoencoder."""
+    """Load a multi-modal masked autoencoder, like `load_trained_images`."""
     checkpoint, state, document, config = _read(source, data, MmMaeConfig)
     return TrainedModalities(
         checkpoint=checkpoint,
@@ -200,7 +200,7 @@ def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine:
 
 
 def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
-    """What chose the run's masks; None where they were drawn at random."""
+    """Load the masking network of a run; `None` if masks were random."""
     if not trained.config.multilevel.learns:
         return None
     return _with_weights(

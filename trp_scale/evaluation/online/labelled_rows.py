@@ -27,7 +27,7 @@ class LabelledRows(Protocol):
     """Rows with labels, as the run's encoder sees them."""
 
     def features(self, weights: Weights) -> Pair | None:
-        """By the weights as they are now; on rank 0 alone. Collective."""
+        """Compute features with the current weights; `None` except on rank 0. Collective."""
         ...
 
 
@@ -42,7 +42,7 @@ def require_two_classes(labels: npt.NDArray[Any], where: str) -> None:
 
 
 def open_rows(settings: ProbesSettings, run: RunContext) -> LabelledRows:
-    """What the encoder of a run is probed on.
+    """Open the rows that a run's encoder is probed on.
 
     Raises: as `LabelledImages` and `LabelledSentences`.
     """

@@ -17,7 +17,7 @@ import torch
 from trp_scale.checkpoint.run_directory import PICTURES
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.errors import said_by
+from trp_scale.errors import error_text
 from trp_scale.evaluation.figures.pictures import draw_pictures, figure_class
 from trp_scale.evaluation.online.settings import PicturesSettings
 
@@ -57,12 +57,12 @@ class OnlinePictures(Hook):
                 drawn = draw_pictures(checkpoint, folder, rows=self.settings.rows)
             self.latest["files"] = len(drawn)
         except Exception as error:  # whatever it is, the other ranks wait at the next step
-            self.latest["notice"] = f"no pictures of {checkpoint.name}: {said_by(error)}"
+            self.latest["notice"] = f"no pictures of {checkpoint.name}: {error_text(error)}"
             log.warning("%s", self.latest["notice"])  # a line of metrics may not come
         self.latest["seconds"] = time.monotonic() - began
 
     def metrics(self) -> Mapping[str, Any]:
-        """In the first line after a drawing: of the newest, where lines are rarer. step: of the checkpoint; files:
-        that were drawn; seconds: it took; notice: why there are none."""
+        """Return the newest drawing, in the first line after it. step: of the checkpoint; files: that were drawn;
+        seconds: it took; notice: why there are none."""
         latest, self.latest = self.latest, {}
         return latest

@@ -124,9 +124,9 @@ class OnlineProbes(Hook):
         return {figure: self.latest[figure] for figure in self.figures} if self._fresh else {}
 
     def metrics(self) -> Mapping[str, Any]:
-        """In the first line after a measurement. step: after which it was made; knn, linear: accuracies; rank_me: of
-        features as wide as `width`; rows: learned from; measured: rows; seconds: of that measurement; share: of all of
-        them in this start's time."""
+        """Return the newest measurement, in the first line after it. step: after which it was made; knn, linear:
+        accuracies; rank_me: of features as wide as `width`; rows: learned from; measured: rows; seconds: of that
+        measurement; share: of all of them in this start's time."""
         latest = self.latest
         if not latest or latest["step"] == self.told:
             return {}

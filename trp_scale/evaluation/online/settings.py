@@ -1,5 +1,5 @@
-"""What the encoder is worth, measured while it trains, and pictures of what it predicts, as hooks. The settings stand
-here, where `--help` reads them without torch."""
+"""Settings of the hooks that probe the encoder and draw pictures during training; `--help` reads them without torch.
+The settings stand here, where `--help` reads them without torch."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class ProbeArguments(ReadsRuns):
     """Passed by the deepspeed launcher; ranks are read from the environment."""
 
     def recipe_name(self) -> str:
-        """For the name of the run directory."""
+        """Name of the recipe, for the run directory."""
         return f"probe-{self.method}"
 
 

@@ -1,8 +1,9 @@
-"""What is fitted to frozen features.
+"""Classifiers on frozen features.
 
 linear: the probe of MAE, a batch norm without affine before one layer, learned by LARS (He et al. 2022, A.1).
 logistic: logistic regression on standardised features, the fast probe.
-neighbours: weighted nearest neighbours (Wu et al. 2018, 3.4; as DINO measures, Caron et al. 2021)."""
+neighbours: weighted nearest neighbours (Wu et al. 2018, 3.4; as DINO measures, Caron et al. 2021).
+"""
 
 from __future__ import annotations
 
@@ -120,12 +121,12 @@ def fit_linear(train: LabelledFeatures, features: Features, settings: LinearSett
         lr=settings.base_lr * size / LR_ROWS,
         seed=seed,
     )
-    for batch, labels in shuffled(train, size, settings.epochs, seed):
+    for batch, labels in shuffle(train, size, settings.epochs, seed):
         probe.learn(batch, labels)
     return probe.predict(features)
 
 
-def shuffled(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[Step]:
+def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[Step]:
     """Steps of `size` rows, in a new order in every epoch."""
     for epoch in range(epochs):
         order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))

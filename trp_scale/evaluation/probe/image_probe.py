@@ -38,7 +38,7 @@ def probe_images(arguments: ProbeArguments, environment: Environment) -> tuple[l
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What rank 0 alone has.
+    """Features and labels, on rank 0 alone.
 
     Attributes:
         train, test: features; train is None where no classifier learns from it.
@@ -183,9 +183,9 @@ class Probe:
         if reason is not None:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
-        return self.own_figure(second_stage)
+        return self.own_result(second_stage)
 
-    def own_figure(self, second_stage: StageTwo) -> SeedResult:
+    def own_result(self, second_stage: StageTwo) -> SeedResult:
         """The accuracy of the head on all images of the test set, at the size it has learned on. Collective."""
         config = self.settings(second_stage.size)
         encoder = self.encoder(config, second_stage.pooling, weights=second_stage.encoder_weights())

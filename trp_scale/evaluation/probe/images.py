@@ -77,7 +77,7 @@ class ProbedImages:
         return self.once(self.every_block(), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
-        """As `batches`, of the blocks that are chosen in each data set."""
+        """Yield the batches of the chosen blocks once."""
         rows = self.opened.rows(self._measured())
         plan = HeldOutPlan(members=rows.members(self.opened.paths, chosen))
         source = ValidationSource(plan, rows.builder, self.config, rank=group.rank, world=group.size, pin_memory=False)
@@ -91,7 +91,7 @@ class ProbedImages:
         return self._endless(self._measured(), self.config, group, fraction)
 
     def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
-        """As `in_order`, a random crop of each instead, mirrored half of the time, drawn anew in every epoch.
+        """Return a source like `in_order` with random crops, mirrored half of the time, new in every epoch.
 
         Args:
             smallest: share of the image's area that a crop shows at least.

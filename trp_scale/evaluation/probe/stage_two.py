@@ -55,7 +55,7 @@ class StageTwo:
 
     @property
     def pooling(self) -> str:
-        """What it reads: mean or class."""
+        """Pooling of the head's input: mean or class."""
         return str(self.config.multilevel.pooling)
 
     def encoder_weights(self) -> dict[str, Tensor] | None:
@@ -96,7 +96,7 @@ def stage_two(path: str) -> StageTwo | None:
 
 
 def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
-    """Why the figure on this test set would say nothing; None where it does."""
+    """Explain why the accuracy on this test set is meaningless, or return `None`."""
     try:
         check_test(second_stage.config, test)
     except (DataError, RefusedError) as error:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.errors import DataError, quoted, shortened
+from trp_scale.errors import DataError, quote, shorten
 
 Floats = npt.NDArray[np.float64]
 
@@ -193,7 +193,7 @@ class Collected:
             raise DataError(f"{self.path}: no images listed")
         if len(set(keys)) != len(keys):
             twice = next(key for key, count in Counter(keys).items() if count > 1)
-            raise DataError(f"{self.path}: image {quoted(twice)} is listed twice")
+            raise DataError(f"{self.path}: image {quote(twice)} is listed twice")
         masked = all(runs is not None or ignored for runs, ignored in zip(self._runs, self._ignored, strict=True))
         runs = [each or b"" for each in self._runs]
         names = "\n".join(keys)
@@ -236,6 +236,6 @@ def check_images(annotations: Annotations) -> None:
     if missing:
         raise DataError(
             f"{annotations.path}: {len(missing)} of {len(annotations.keys)} images are not in {annotations.folder} "
-            f"(the first: {shortened(missing[0])}); copy them there, or say where they are with --detection.images or "
+            f"(the first: {shorten(missing[0])}); copy them there, or say where they are with --detection.images or "
             "--detection.test_images"
         )

@@ -28,7 +28,7 @@ from trp_scale.data.images.png import png_format
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import reason_of
 from trp_scale.data.plan import Addresses, row_states
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 from trp_scale.finetuning.detection.annotations import Annotations
 from trp_scale.finetuning.detection.masks import decode
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
@@ -292,7 +292,7 @@ def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
             refuse_too_many_pixels(image.height, image.width)
             pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"{path}: cannot be read ({said_by(error)})") from error
+        raise DataError(f"{path}: cannot be read ({error_text(error)})") from error
     if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
         raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
     return pixels

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
 from trp_scale.config.schema import LARGEST, is_finite, is_plain_name, is_within
-from trp_scale.errors import LONGEST_QUOTE, DataError, quoted, said_by, shortened
+from trp_scale.errors import LONGEST_QUOTE, DataError, error_text, quote, shorten
 from trp_scale.finetuning.detection.annotations import Annotations, Collected
 from trp_scale.finetuning.detection.masks import runs_of
 
@@ -90,7 +90,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _class_name(name: object, path: Path) -> str:
     if not isinstance(name, str) or not can_be_written(name) or len(name) > LONGEST_QUOTE:
-        raise DataError(f"{path}: category {quoted(name)} found, a name expected")
+        raise DataError(f"{path}: category {quote(name)} found, a name expected")
     return name
 
 
@@ -110,7 +110,7 @@ def _add(
     box = one.get("bbox")
     numbers = isinstance(box, list) and all(map(_is_length, box))
     if not numbers or len(box) != 4:  # type: ignore[arg-type]
-        raise DataError(f"{_named(path, one)}: bbox is {quoted(box)}, four numbers (left, top, width, height) expected")
+        raise DataError(f"{_named(path, one)}: bbox is {quote(box)}, four numbers (left, top, width, height) expected")
     left, top, wide, tall = (float(side) for side in box)  # type: ignore[union-attr]
     segmentation = one.get("segmentation") if masks else None
     runs = None
@@ -132,15 +132,15 @@ def _is_length(value: object) -> TypeGuard[float]:
 
 
 def _named(path: Path, one: dict[str, Any]) -> str:
-    return f"{path}: annotation {shortened(str(one.get('id', '(without id)')))}"
+    return f"{path}: annotation {shorten(str(one.get('id', '(without id)')))}"
 
 
 def _integer(one: dict[str, Any], name: str, path: Path, kind: str) -> int:
     value = one.get(name)
     side = name in ("height", "width")
     if type(value) is not int or abs(value) > LARGEST or (side and not 1 <= value <= LONGEST_SIDE):
-        number = shortened(str(one.get("id", "(without id)")))
-        raise DataError(f"{path}: {kind} {number}: {name} is {quoted(value)}, a whole number expected")
+        number = shorten(str(one.get("id", "(without id)")))
+        raise DataError(f"{path}: {kind} {number}: {name} is {quote(value)}, a whole number expected")
     return value
 
 
@@ -148,7 +148,7 @@ def _file_name(image: dict[str, Any], path: Path) -> str:
     name = image.get("file_name")
     if not is_within(name):
         raise DataError(
-            f"{path}: image {image.get('id')}: file_name is {quoted(name)}, a path within the folder expected"
+            f"{path}: image {image.get('id')}: file_name is {quote(name)}, a path within the folder expected"
         )
     return str(name)
 
@@ -225,9 +225,9 @@ def _listed(path: Path) -> tuple[Path, list[str]]:
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if len(words) > 2 or (len(words) == 2 and words[1] not in ("1", "0", "-1")):
-            raise DataError(f"{path}, line {number}: {quoted(line)}, the name of an image expected")
+            raise DataError(f"{path}, line {number}: {quote(line)}, the name of an image expected")
         if words and not is_plain_name(words[0]):
-            raise DataError(f"{path}, line {number}: {quoted(words[0])}, a plain file name expected")
+            raise DataError(f"{path}, line {number}: {quote(words[0])}, a plain file name expected")
         if words:
             names.append(words[0])
     return root, names
@@ -238,20 +238,20 @@ def _described(file: Path, content: bytes) -> tuple[str, int, int, list[Found]]:
     try:
         tree = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
-        raise DataError(f"{file}: not XML ({said_by(error)})") from error
+        raise DataError(f"{file}: not XML ({error_text(error)})") from error
     objects = []
     for number, one in enumerate(tree.findall("object"), start=1):
         where = f"{file}: object {number}"
         label = (one.findtext("name") or "").strip()
         if not label or len(label) > LONGEST_QUOTE:
-            raise DataError(f"{where} has no name" if not label else f"{where}: name is {quoted(label)}")
+            raise DataError(f"{where} has no name" if not label else f"{where}: name is {quote(label)}")
         left, top, right, bottom = (_number(one, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax"))
         difficult = (one.findtext("difficult") or "0").strip() == "1"
         objects.append((label, difficult, (left - 1.0, top - 1.0, right, bottom)))
     height, width = (int(_number(tree, f"size/{side}", str(file))) for side in ("height", "width"))
     if not (0 <= height <= LONGEST_SIDE and 0 <= width <= LONGEST_SIDE):
         raise DataError(
-            f"{file}: size of {quoted(height)} x {quoted(width)} found, up to {LONGEST_SIDE} each way allowed"
+            f"{file}: size of {quote(height)} x {quote(width)} found, up to {LONGEST_SIDE} each way allowed"
         )
     return f"{file.stem}.jpg", height, width, objects
 
@@ -263,5 +263,5 @@ def _number(tree: ElementTree.Element, name: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not _is_length(value):
-        raise DataError(f"{where}: {name} is {quoted(text)}, a number expected")
+        raise DataError(f"{where}: {name} is {quote(text)}, a number expected")
     return value

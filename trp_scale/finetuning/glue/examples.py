@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.errors import DataError, quoted, shortened
+from trp_scale.errors import DataError, quote, shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
         if name in names:
             return list(names).index(name)
     raise DataError(
-        f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shortened(', '.join(map(repr, names)))}"
+        f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shorten(', '.join(map(repr, names)))}"
     )
 
 
@@ -152,7 +152,7 @@ def number_labels(
     for row, (text, place) in enumerate(zip(texts, places, strict=True)):
         if task.values:
             if text not in numbers:
-                raise DataError(f"{where}:{place}: label {quoted(text)} found, allowed: {', '.join(task.values)}")
+                raise DataError(f"{where}:{place}: label {quote(text)} found, allowed: {', '.join(task.values)}")
             labels[row] = numbers[text]
             continue
         try:
@@ -160,5 +160,5 @@ def number_labels(
         except ValueError:
             labels[row] = np.nan
         if not np.isfinite(labels[row]):
-            raise DataError(f"{where}:{place}: score {quoted(text)} found, a number expected")
+            raise DataError(f"{where}:{place}: score {quote(text)} found, a number expected")
     return labels

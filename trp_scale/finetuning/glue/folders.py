@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_content
 from trp_scale.data.dataset_directory import check_rows, open_dataset
-from trp_scale.errors import DataError, quoted, said_by, shortened
+from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.finetuning.glue.examples import FORMATS, INDEX, UNKNOWN, Examples, GlueFormat, column, number_labels
 
 
@@ -137,7 +137,7 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
             except RefusedError:
                 raise
             except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
-                raise DataError(f"{where}: cannot be read ({said_by(error)}); save it again") from error
+                raise DataError(f"{where}: cannot be read ({error_text(error)}); save it again") from error
     return found
 
 
@@ -177,12 +177,12 @@ def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) 
         expected = f"0 to {len(task.names) - 1}"
     if not allowed.all():
         row = int(np.argmin(allowed))
-        raise DataError(f"{where}, row {row}: label {quoted(values[row])} found, {expected} expected")
+        raise DataError(f"{where}, row {row}: label {quote(values[row])} found, {expected} expected")
     if names is None or not task.names:
         return given
     if sorted(names) != sorted(task.names):
         raise DataError(
-            f"{where}: labels {shortened(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
+            f"{where}: labels {shorten(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
         )
     ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
     return ours[given.astype(np.int64)]

@@ -21,7 +21,7 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.models.flops import TRAINING_OVER_FORWARD
 from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
 from trp_scale.pretraining.mm_mae.batch import open_rows
@@ -116,7 +116,7 @@ class MultimodalUpstream(UpstreamParts):
             found, names = kind.classes(stored), list(kind.class_names(stored))
             if found != learned or names != extra[CLASS_NAMES][name]:
                 raise RefusedError(
-                    f"{path}: {name} maps of {found} classes found ({shortened(', '.join(names))}), the run has "
+                    f"{path}: {name} maps of {found} classes found ({shorten(', '.join(names))}), the run has "
                     f"learned {learned} others; give data of the same classes, in the same order"
                 )
 

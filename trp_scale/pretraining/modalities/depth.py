@@ -27,7 +27,7 @@ from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_d
 from trp_scale.data.images.npy import is_npy, npy_header, read_npy
 from trp_scale.data.images.png import GREY, Map, png_format, png_size, read_png
 from trp_scale.data.images.rows import DecodedRows
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
 
@@ -77,10 +77,10 @@ class DepthFormat(MapFormat):
         directory, scale = own_directory(path, name, description), description.get("scale")
         larger_is = description.get("larger_is", "farther")
         if scale is not None and not (is_finite(scale) and scale > 0):
-            raise DataError(f"{path}: scale {quoted(scale)} of modality {name}: metres per unit expected, or null")
+            raise DataError(f"{path}: scale {quote(scale)} of modality {name}: metres per unit expected, or null")
         if larger_is not in get_args(Direction):
             raise DataError(
-                f"{path}: larger_is {quoted(larger_is)} of modality {name}: {' or '.join(get_args(Direction))} expected"
+                f"{path}: larger_is {quote(larger_is)} of modality {name}: {' or '.join(get_args(Direction))} expected"
             )
         return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
 

@@ -16,7 +16,7 @@ from trp_scale.data.images.reader import CLASS, known_suffixes
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import Block, read_fields, read_index
 from trp_scale.data.stores.tars import open_tar
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 from trp_scale.pretraining.modalities import modality
 from trp_scale.sharding.images.verify import check_members
 
@@ -100,7 +100,7 @@ def _open_stored(suffix: str, content: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS))
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f".{suffix}: not an image that can be decoded ({said_by(error)})") from error
+        raise DataError(f".{suffix}: not an image that can be decoded ({error_text(error)})") from error
 
 
 def is_image_shard(blocks: list[Block]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from trp_scale.config.json_files import parse_json
 from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import Block, Member
-from trp_scale.errors import DataError, escape_name, quoted, shortened
+from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.sharding.images.tar_members import TarMember, tar_members
@@ -129,7 +129,7 @@ def read_tar(
         if not part:
             contents.ignored[escape_name(suffix)] += 1
             continue
-        name = f"{where}: {shortened(member.name)}"
+        name = f"{where}: {shorten(member.name)}"
         _refuse_second(where, member, sample.members.get(part))
         if not member.plain:
             sample.unusable = UnusableError("not_a_file", member.kind)
@@ -149,7 +149,7 @@ def read_tar(
                 check(name, content)
             advance(1, len(content))
     for key, sample in samples.items():
-        _add(contents, f"{where}: {shortened(key)}", key, sample, choice)
+        _add(contents, f"{where}: {shorten(key)}", key, sample, choice)
     return contents
 
 
@@ -158,12 +158,12 @@ def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> N
         return
     if before.suffix != member.suffix:
         raise DataError(
-            f"{where}: {shortened(before.name)} and {shortened(member.name)} are two images under one key; choose with "
+            f"{where}: {shorten(before.name)} and {shorten(member.name)} are two images under one key; choose with "
             f"--image {before.suffix} or --image {member.suffix}"
         )
     raise DataError(
-        f"{where}: key {quoted(member.key)} comes twice, {shortened(before.name)} at byte {before.offset} and "
-        f"{shortened(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
+        f"{where}: key {quote(member.key)} comes twice, {shorten(before.name)} at byte {before.offset} and "
+        f"{shorten(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
     )
 
 
@@ -205,7 +205,7 @@ def read_label(location: str, content: bytes, label: str) -> int:
         value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise DataError(
-            f"{location}: class {quoted(value)} found, a whole number from 0 expected; --label chooses another member "
+            f"{location}: class {quote(value)} found, a whole number from 0 expected; --label chooses another member "
             f"than {suffix!r}, --label none reads none"
         )
     return value

@@ -34,7 +34,7 @@ from trp_scale.data.index import (
 from trp_scale.data.stores.external import PLACES, Place, look_at, write_places
 from trp_scale.data.stores.stream import open_stream
 from trp_scale.data.stores.tars import open_tar
-from trp_scale.errors import DataError, quoted, shortened
+from trp_scale.errors import DataError, quote, shorten
 from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.images.foreign_tar import AUTO, IMAGE_MEMBERS, NONE, REASONS, MemberChoice, ReadTar, read_tar
 from trp_scale.sharding.images.samples import list_members
@@ -413,8 +413,7 @@ def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int
     for ours, theirs in zip(index.blocks, contents.blocks, strict=False):
         if ours != theirs:
             raise DataError(
-                f"{where}: image {shortened(theirs.key)}: {quoted(theirs)} found, the index says "
-                f"{quoted(ours)}; {advice}"
+                f"{where}: image {shorten(theirs.key)}: {quote(theirs)} found, the index says {quote(ours)}; {advice}"
             )
     if len(index.blocks) != len(contents.blocks):
         raise DataError(f"{where}: {len(contents.blocks)} images found, the index has {len(index.blocks)}; {advice}")

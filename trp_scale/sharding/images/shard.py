@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trp_scale.data.images.reader import CLASS, IMAGE
-from trp_scale.errors import shortened
+from trp_scale.errors import shorten
 from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.samples import (
@@ -93,7 +93,7 @@ def _listed_classes(classes: Sequence[str] | None) -> str:
             "--inputs .../%s",
             *(", ".join(classes), classes[0]),
         )
-    first = ", ".join(map(shortened, classes[:4]))
+    first = ", ".join(map(shorten, classes[:4]))
     return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
 
 

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 
 LONGEST_HEADER = 1 << 20
 """Bytes of a long name, or of the records before a member. Those that exist have some 10,000; one that says 5e18 ended
@@ -70,7 +70,7 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
         raise
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # numbers that no file has, too
         raise DataError(
-            f"{where}: not a tar that can be read to its end ({said_by(error)}); make or copy it anew"
+            f"{where}: not a tar that can be read to its end ({error_text(error)}); make or copy it anew"
         ) from error
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from trp_scale.config.json_files import read_lines
-from trp_scale.errors import DataError, escape_name, quoted, shortened
+from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.storage.transfer import is_url, shared_remote
 
 MOST = 1_000_000
@@ -37,16 +37,16 @@ def expand_braces(text: str) -> list[str]:
         DataError: more than MOST results, one longer than LONGEST, more than LONGEST_PATTERN or than MOST_BRACES.
     """
     if len(text) > LONGEST_PATTERN:
-        raise DataError(f"{shortened(text)}: {len(text)} characters, a pattern has at most {LONGEST_PATTERN}")
+        raise DataError(f"{shorten(text)}: {len(text)} characters, a pattern has at most {LONGEST_PATTERN}")
     if text.count("{") > MOST_BRACES:
-        raise DataError(f"{shortened(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} are expanded")
+        raise DataError(f"{shorten(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} are expanded")
     names = []
     for name in itertools.islice(_expand(text, 0), MOST + 1):
         if len(name) > LONGEST:
-            raise DataError(f"{shortened(name)}: {len(name)} characters, a path or a URL has at most {LONGEST}")
+            raise DataError(f"{shorten(name)}: {len(name)} characters, a path or a URL has at most {LONGEST}")
         names.append(name)
     if len(names) > MOST:
-        raise DataError(f"{shortened(text)}: more than {MOST} tars; give a text file that lists them")
+        raise DataError(f"{shorten(text)}: more than {MOST} tars; give a text file that lists them")
     return list(dict.fromkeys(names))
 
 
@@ -139,7 +139,7 @@ def _of_list(path: Path) -> list[str]:
             continue
         for name in expand_braces(text):
             if not name.endswith(".tar") or name.startswith("pipe:") or "\0" in name:
-                raise DataError(f"{path}, line {number}: {quoted(name)} found, the path or URL of a .tar expected")
+                raise DataError(f"{path}, line {number}: {quote(name)} found, the path or URL of a .tar expected")
             names += [name] if is_url(name) else [str((path.parent / name).absolute())]
         if len(names) > MOST:
             raise DataError(

@@ -14,7 +14,7 @@ from trp_scale.data.images.pixel_limit import refuse_too_many_pixels, refuse_too
 from trp_scale.data.images.png import png_size
 from trp_scale.data.images.reader import CLASS, IMAGE, OWN_MODALITY, first_difference, known_suffixes
 from trp_scale.data.index import Block, Member, read_index
-from trp_scale.errors import DataError, quoted, said_by, shortened
+from trp_scale.errors import DataError, error_text, quote, shorten
 
 IMAGE_MODES = ("RGB", "L")
 """Modes of Pillow that an image may have."""
@@ -29,18 +29,16 @@ def check_members(shard: Path, block: Block, dataset: dict[str, Any]) -> None:
     known = known_suffixes()
     unknown = sorted(set(dataset["suffixes"]) - set(known))
     if unknown:
-        raise DataError(
-            f"dataset.json: suffix {quoted(unknown[0])} found, only {', '.join(known)} may be{OWN_MODALITY}"
-        )
+        raise DataError(f"dataset.json: suffix {quote(unknown[0])} found, only {', '.join(known)} may be{OWN_MODALITY}")
     for suffix in block.members:
         if suffix not in dataset["suffixes"]:
             allowed = ", ".join(dataset["suffixes"])
             raise DataError(
-                f"{shard}: block {shortened(block.key)}: member .{shortened(suffix)} is refused; only {allowed} may be"
+                f"{shard}: block {shorten(block.key)}: member .{shorten(suffix)} is refused; only {allowed} may be"
             )
     for suffix in dataset["suffixes"]:
         if suffix not in block.members:
-            raise DataError(f"{shard}: block {shortened(block.key)}: member .{suffix} is missing")
+            raise DataError(f"{shard}: block {shorten(block.key)}: member .{suffix} is missing")
 
 
 def check_contents(
@@ -87,7 +85,7 @@ def check_decodes(name: str, content: bytes) -> None:
             image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
             image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{name}: not an image that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not an image that can be decoded ({error_text(error)})") from error
 
 
 def check_aligned(images: Path, maps: Path, suffix: str) -> None:
@@ -123,7 +121,7 @@ def _open_image(name: str, content: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(content), formats=("JPEG",))
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"{name}: not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not a JPEG that can be decoded ({error_text(error)})") from error
 
 
 def _check_image(name: str, content: bytes) -> tuple[int, int]:
@@ -136,7 +134,7 @@ def _check_image(name: str, content: bytes) -> tuple[int, int]:
         image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
         image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{name}: not a JPEG that can be decoded ({said_by(error)})") from error
+        raise DataError(f"{name}: not a JPEG that can be decoded ({error_text(error)})") from error
     if image.mode not in IMAGE_MODES:
         raise DataError(f"{name}: mode {image.mode} found, {' or '.join(IMAGE_MODES)} expected")
     return height, width

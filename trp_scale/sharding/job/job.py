@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 from trp_scale.config.schema import Fields, record
 from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
-from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quoted, shortened
+from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quote, shorten
 from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
@@ -494,7 +494,7 @@ def refuse_differences(
 def _difference(name: str, stored: object, asked: object) -> str:
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (stored, asked)):
         return _DIGEST_OF.get(name, f"another {name}")
-    return f"{name} {quoted(stored)} there, {quoted(asked)} asked for"
+    return f"{name} {quote(stored)} there, {quote(asked)} asked for"
 
 
 def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
@@ -514,7 +514,7 @@ def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping
     total = used + count
     # Reasons come from files, too.
     named = "; ".join(
-        f"{number} {shortened(reason)} ({reasons.get(reason, 'not a reason known here')})"
+        f"{number} {shorten(reason)} ({reasons.get(reason, 'not a reason known here')})"
         for reason, number in sorted(report.skipped.items())
     )
     if count > max_skipped * total:

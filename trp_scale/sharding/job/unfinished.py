@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trp_scale.data.index import index_path, read_fields, read_index
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.errors import DataError, shortened
+from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job.parts import begun_parts
 from trp_scale.sharding.job.writing import report_path
 
@@ -43,11 +43,11 @@ def refuse_unfinished(directory: Path) -> None:
         report = report_path(directory, shard.stem)
         if report.is_file():
             skipped.update(read_fields(report).take("skipped", dict[str, int]))
-    listed = ", ".join(f"{count} {shortened(reason)}" for reason, count in sorted(skipped.items()))
+    listed = ", ".join(f"{count} {shorten(reason)}" for reason, count in sorted(skipped.items()))
     seen = next((shard for shard, count in blocks.items() if count), None)
     look = "" if kind != "text" or seen is None else f"; to look at what is there: trp-scale inspect {seen}"
     raise DataError(
-        f"{directory}: the sharding of kind {shortened(str(kind))!r} has not come to its end, and there is no "
+        f"{directory}: the sharding of kind {shorten(str(kind))!r} has not come to its end, and there is no "
         f"dataset.json: {len(done)} shards are finished, with {sum(blocks.values())} samples; skipped so far: "
         f"{listed or 'nothing'}. The same command again goes on, or says why it fails{look}"
     )

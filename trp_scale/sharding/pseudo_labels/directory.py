@@ -24,7 +24,7 @@ from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import write_image_index
 from trp_scale.data.images.maps import OWN_TAR, map_formats, stored_maps
 from trp_scale.data.index import index_path, read_fields, read_index_document, read_json, write_json
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.sharding.job.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.sharding.job.writing import report_path
 from trp_scale.storage.locks import only_run
@@ -214,7 +214,7 @@ def find_unfinished(dataset: Path) -> list[Unfinished]:
     for path in sorted(dataset.glob(f"*/progress/{_ASKED}")):
         asked = read_fields(path, "run pseudo-label with the same flags again")
         if (modality := asked.text("modality")) not in map_formats():
-            raise asked.refusal(f"modality {quoted(modality)} found, one of {', '.join(map_formats())} expected")
+            raise asked.refusal(f"modality {quote(modality)} found, one of {', '.join(map_formats())} expected")
         directory = LabelDirectory(
             dataset=dataset,
             name=path.parent.parent.name,

@@ -24,7 +24,7 @@ from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import read_fields, read_index_document
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.errors import DataError, quoted
+from trp_scale.errors import DataError, quote
 from trp_scale.sharding.job.on_ray import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job.workers import Progressed, run_portions
 from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, turn
@@ -81,7 +81,7 @@ def _read_dataset(path: Path) -> dict[str, Any]:
     fields = read_fields(path, "give --data a data set that trp-scale shard-images made")
     for field, expected in (("format", FORMAT), ("kind", "image")):
         if (stored := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quoted(stored)} found, {expected!r} expected")
+            raise fields.refusal(f"{field} {quote(stored)} found, {expected!r} expected")
     fields.file_names("shards")
     fields.texts("suffixes")
     fields.whole("rows")

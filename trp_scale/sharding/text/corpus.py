@@ -31,7 +31,7 @@ from trp_scale.data.raw_files import (
     list_counts,
     open_regular,
 )
-from trp_scale.errors import DataError, said_by
+from trp_scale.errors import DataError, error_text
 
 _RATIO = 3
 """Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
@@ -273,7 +273,7 @@ def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an ex
         open_regular(path).close()
         return parquet.ParquetFile(path, memory_map=True)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"input {path}: not a parquet file that can be read ({said_by(error)})") from error
+        raise DataError(f"input {path}: not a parquet file that can be read ({error_text(error)})") from error
 
 
 def embedded_documents() -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from trp_scale.config.json_files import parse_json
 from trp_scale.data.dataset_directory import check_rows, load_dataset
 from trp_scale.data.raw_files import open_regular
-from trp_scale.errors import RefusedError, quoted
+from trp_scale.errors import RefusedError, quote
 from trp_scale.sharding.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
 
 SKIP_REASONS = {
@@ -91,7 +91,7 @@ def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document 
 def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     rows = load_dataset(span.path, settings.split)
     if settings.text_field not in rows.column_names:
-        fields = quoted(rows.column_names)
+        fields = quote(rows.column_names)
         yield from (Skipped("no_text", f"{span.path}:{row}", fields) for row in range(span.start, span.end))
         return
     column = rows.select_columns([settings.text_field])
@@ -109,7 +109,7 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
 def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     with open_parquet(span.path) as opened:
         if settings.text_field not in opened.schema_arrow.names:
-            fields = quoted(opened.schema_arrow.names)
+            fields = quote(opened.schema_arrow.names)
             yield from (Skipped("no_text", f"{span.path}:{row}", fields) for row in range(span.start, span.end))
             return
         first = 0
@@ -282,7 +282,7 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
         return Skipped("not_json", lines.location(start))
     text = record.get(settings.text_field)
     if not isinstance(text, str):
-        value = quoted(text) if settings.text_field in record else quoted(list(record))
+        value = quote(text) if settings.text_field in record else quote(list(record))
         return Skipped("no_text", lines.location(start), value)
     return _document(text, partial(lines.location, start))
 

@@ -20,7 +20,7 @@ from trp_scale.data.text.tokenizer import (
     train_word_piece,
     vocabulary_size,
 )
-from trp_scale.errors import DataError, shortened
+from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job.job import DataKind, ShardingJob, ShardingSettings, check_ranges
 from trp_scale.sharding.job.workers import Advance, Progressed
 from trp_scale.sharding.job.writing import ShardWriter
@@ -183,7 +183,7 @@ def _look_for_another_language(corpus: Corpus, read: ReadSettings) -> None:
             "the taggers are for English, and the text may not be: %.0f%% of its words are unknown, such as %s; their "
             "parts of speech will mean little",
             100 * share,
-            ", ".join(map(shortened, examples)),
+            ", ".join(map(shorten, examples)),
         )
 
 

@@ -21,7 +21,7 @@ from trp_scale.data.shard_reader import parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.data.text.tokenizer import load_for_sharding
-from trp_scale.errors import DataError, shortened
+from trp_scale.errors import DataError, shorten
 
 STYLES = {
     "verb": "bold red",
@@ -46,7 +46,7 @@ def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
         size = os.fstat(stream.fileno()).st_size
         for suffix in SUFFIXES:
             member = block.members[suffix]
-            where = f"{shard}: block {shortened(block.key)}, {suffix}"
+            where = f"{shard}: block {shorten(block.key)}, {suffix}"
             if member.offset + member.length > size:
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar's {size} bytes")
             stream.seek(member.offset)

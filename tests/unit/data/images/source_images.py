@@ -86,7 +86,7 @@ def class_folder(folder: Path, classes: int = 3, each: int = 6) -> Path:
 def shard(output: Path, *inputs: object, **settings: object) -> dict[str, dict[str, bytes]]:
     """Shard, verify, and read back."""
     given = {"inputs": [str(item) for item in inputs], "output": str(output), "processes": 1, "progress": False}
-    shard_images(read_section(ShardImagesConfig.completed(), {**given, **settings}, "the test"))
+    shard_images(read_section(ShardImagesConfig.with_modality_sections(), {**given, **settings}, "the test"))
     verify_dataset(output)
     return stored(output)
 

@@ -21,7 +21,7 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import to_dict
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.evaluation.figures.own_images import ORIENTATION, own_images
 from trp_scale.evaluation.figures.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
 from trp_scale.evaluation.figures.trained_images import load_masking_network, load_trained_images
@@ -245,7 +245,7 @@ def test_sizes_of_perturbations_are_norms_of_their_balls(norm: Any, eps: float) 
     axes = Figure().subplots()
     perturbation = torch.randn(2, 5, 4)
     perturbation = perturbation / perturbation.norm(dim=-1, keepdim=True) * 3.0
-    _draw_sizes(axes, perturbation, settings_of("adversary", "absolute_embedding", norm=norm, eps=eps))
+    _draw_sizes(axes, perturbation, make_settings("adversary", "absolute_embedding", norm=norm, eps=eps))
     heights = [bar.get_height() for bar in axes.patches]
     expected = [3.0, 3.0] if norm == "l2" else perturbation.abs().amax((1, 2)).tolist()
     assert heights == pytest.approx(expected, rel=1e-6)

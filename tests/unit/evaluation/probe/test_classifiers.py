@@ -21,7 +21,7 @@ from trp_scale.evaluation.probe.classifiers import (
     fit_linear,
     logistic_regression,
     nearest_neighbours,
-    shuffled,
+    shuffle,
     step_counts,
 )
 from trp_scale.evaluation.probe.features import LabelledFeatures
@@ -115,14 +115,14 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     train = LabelledFeatures(features=np.arange(50, dtype=np.float32)[:, None], labels=np.arange(50))
 
     def orders(seed: int) -> list[list[int]]:
-        steps = [labels for _, labels in shuffled(train, 8, 2, seed)]
+        steps = [labels for _, labels in shuffle(train, 8, 2, seed)]
         assert [len(step) for step in steps] == [8] * 12
         return [torch.cat(steps[:6]).tolist(), torch.cat(steps[6:]).tolist()]
 
     first, second = orders(3)
     assert len(set(first)) == len(set(second)) == 48 and first != second
     assert orders(3) == [first, second] and orders(4)[0] != first
-    assert all(features[:, 0].tolist() == labels.tolist() for features, labels in shuffled(train, 8, 1, 3))
+    assert all(features[:, 0].tolist() == labels.tolist() for features, labels in shuffle(train, 8, 1, 3))
 
 
 def test_one_class_is_refused_by_every_method() -> None:

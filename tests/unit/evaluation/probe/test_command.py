@@ -16,7 +16,7 @@ from tests.runs import image_flags, pretrain_here
 from tests.unit.evaluation.probe.small_encoder import small_config, striped_images
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 from trp_scale.evaluation.probe.arguments import parse_probe
@@ -157,7 +157,7 @@ def test_the_head_sees_what_it_has_learned_on() -> None:
     head = StageTwo(config=config, checkpoint=Path(), weight=torch.eye(2), bias=torch.tensor([0.0, 5.0]))
     test = LabelledFeatures(features=np.array([[10.0, 0.0]], np.float32), labels=np.array([1]))
     for norm, expected in (("layer", 1.0), ("none", 0.0)):
-        config.multilevel = settings_of("multilevel", "head", head_norm=norm)
+        config.multilevel = make_settings("multilevel", "head", head_norm=norm)
         assert head.accuracy(test) == expected
 
 

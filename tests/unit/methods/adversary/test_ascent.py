@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.unit.methods.adversary.toy import COORDINATES
 from trp_scale.config import OptimizerConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.methods.adversary.ascent import ASCENTS, Ascent, Balls, Norm, project, size, steepest
 from trp_scale.models.perturbation import PerturbationShape
 
@@ -109,7 +109,7 @@ def test_each_vector_of_the_last_dimension_has_a_ball_of_its_own(norm: Norm) -> 
 
 
 def rule(name: str, **settings: object) -> Ascent:
-    adversary = settings_of("adversary", "relative_coordinate", eps=2.0, **settings)  # type: ignore[arg-type]
+    adversary = make_settings("adversary", "relative_coordinate", eps=2.0, **settings)  # type: ignore[arg-type]
     optimizer = OptimizerConfig(beta1=0.8, beta2=0.97, eps=1e-5, weight_decay=0.1)
     return ASCENTS[name](adversary, optimizer, Balls(COORDINATES, adversary.norm, adversary.eps))  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.unit.methods.adversary.toy import Setting, Toy, gradient, stand_in_run, toy_hook, toy_trainer
 from trp_scale.config import RefusedError
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.hooks import Hook, built
 from trp_scale.methods.adversary.positions import PositionAdversary
 from trp_scale.models.perturbation import PerturbationShape
@@ -308,5 +308,5 @@ def test_another_adversary_s_state_is_refused_by_its_setting(changed: Setting, w
 
 def test_none_leaves_no_hook_at_all() -> None:
     config = Setting().config()
-    config.adversary = settings_of("adversary", "none")
+    config.adversary = make_settings("adversary", "none")
     assert built(stand_in_run(config), "adversary") is None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.synthetic import RecordingTrainer, SilentObserver
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
@@ -112,8 +112,8 @@ class Setting:
             optimizer=OptimizerConfig(
                 **{"kind": "sgd", "lr": 0.01, "warmup_steps": 0, "schedule": "constant", **self.optimizer}
             ),
-            balancer=settings_of("balancer", **self.balancer),
-            adversary=settings_of("adversary", **{"kind": "relative_coordinate", **self.adversary}),
+            balancer=make_settings("balancer", **self.balancer),
+            adversary=make_settings("adversary", **{"kind": "relative_coordinate", **self.adversary}),
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, stand_in_run, take_step
 from trp_scale.config import RefusedError
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.hooks import build_hooks
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
@@ -43,7 +43,7 @@ def test_weights_are_ones_in_two_intervals_and_then_follow_the_ratio_of_their_me
 
 def test_an_interval_is_an_epoch_unless_steps_are_given() -> None:
     def steps(interval_steps: int, epoch: int) -> Any:
-        config = settings_of("balancer", "dwa", interval_steps=interval_steps)
+        config = make_settings("balancer", "dwa", interval_steps=interval_steps)
         return build_hooks(stand_in_run(config, THREE, epoch)).balancer.metrics()["interval_steps"]
 
     assert steps(0, 7) == 7

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, stand_in_run, take_step
 from trp_scale.checkpoint.resume import adopt_unrecorded
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.methods.balancing.group_dro import GroupDro
@@ -92,7 +92,7 @@ def test_the_adjustment_is_of_the_elements_of_the_training_set() -> None:
             assert count == 2048
             return batch({0: [1.0] * 1536, 1: [1.0] * 512})
 
-    settings = settings_of("balancer", "group_dro", rate=0.5, adjustment=2.0)
+    settings = make_settings("balancer", "group_dro", rate=0.5, adjustment=2.0)
     sources = SimpleNamespace(train=Train())
     weigher = cast(GroupDro, build_hooks(replace(stand_in_run(settings, THREE), sources=sources)).balancer)
     found = take_step(weigher, THREE, given, [batch({0: [1.0] * 4, 1: [1.0]})]).weights
@@ -100,7 +100,7 @@ def test_the_adjustment_is_of_the_elements_of_the_training_set() -> None:
 
 
 def test_a_run_of_an_earlier_version_keeps_the_batch_s_sizes() -> None:
-    config = PosBertConfig(balancer=settings_of("balancer", "group_dro"))
+    config = PosBertConfig(balancer=make_settings("balancer", "group_dro"))
     adopt_unrecorded(config, {"balancer": {"kind": "group_dro"}, "optimizer": {"decay_end": "last_step"}})
     assert config.balancer.group_sizes == "batch"
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
@@ -77,7 +77,7 @@ def batch(elements: Mapping[int, Sequence[Any]]) -> Batch:
 
 def balancer(objective: Any, kind: str = "minimax", **settings: Any) -> TaskBalancer:
     """The balancer of these settings."""
-    made = build_hooks(stand_in_run(settings_of("balancer", kind, **settings), objective)).balancer
+    made = build_hooks(stand_in_run(make_settings("balancer", kind, **settings), objective)).balancer
     return cast(TaskBalancer, made)
 
 

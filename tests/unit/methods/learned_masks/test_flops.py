@@ -15,7 +15,7 @@ from tests.synthetic_masks import mask_config, masks_run
 from tests.unit.models.small_images import config as small_config
 from trp_scale.config import Config
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.methods.learned_masks.flops import multilevel_step_flops
 from trp_scale.models.flops import encoder_forward_flops, mae_step_flops
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -89,7 +89,7 @@ def imagenet(**multilevel: Any) -> Config:
     """ViT-B/16 with a decoder of 8 x 512 on 256 images of 224 px, which one rank holds in one pass."""
     config = load_recipe("mae_vit_b")
     config.batch.global_size = config.batch.micro_size = 256
-    config.multilevel = settings_of("multilevel", "head", **multilevel)
+    config.multilevel = make_settings("multilevel", "head", **multilevel)
     return config
 
 

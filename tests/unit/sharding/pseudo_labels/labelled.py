@@ -35,7 +35,7 @@ def config_of(data: Path, models: Models, **settings: object) -> PseudoLabelConf
     given: dict[str, Any] = {"data": str(data), "device": "cpu", "progress": False, "batch": 2, **settings}
     for name, model in models._asdict().items():
         given[name] = {"model": str(model), **given.get(name, {})}
-    return read_section(PseudoLabelConfig.completed(), given, "the test")
+    return read_section(PseudoLabelConfig.with_modality_sections(), given, "the test")
 
 
 def label(data: Path, models: Models, **settings: object) -> bool:
