@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config import resolve_recipe as fixture
+from tests.unit.config import resolved as fixture
 from trp_scale.config import RefusedError
 from trp_scale.config.listing import data, list_recipes, recipes, resolve_recipe, summary
 from trp_scale.config.loader import known_recipes, load_recipe, to_dict
