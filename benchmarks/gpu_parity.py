@@ -15,11 +15,11 @@ from benchmarks.gpu_items import MEGABYTE, Figures, Item, release_memory
 from benchmarks.gpu_setting import ENGINES, Setting, lacking, text, training
 from benchmarks.memory import LAYOUTS
 from benchmarks.steps import Notes, Precision, Workload
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.methods.adversary.positions import PositionAdversary
 
 STEPS, FEW_STEPS, MEMORY_STEPS, LR = 5, 2, 3, 1e-3
-EXACT = settings_of("balancer", "minimax", estimate="exact")
+EXACT = make_settings("balancer", "minimax", estimate="exact")
 WAITED = "called a synchronizing CUDA operation"
 EXPECTED_WAITS = 0
 """A step's numbers are copied behind its work and read a step later, by an event that torch does not warn about."""

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.steps import micro_batches
 from benchmarks.text_steps import LENGTH, text_workload
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
@@ -149,7 +149,7 @@ def settings(options: Options, world: int) -> PosBertConfig:
         ),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0),
-        balancer=settings_of("balancer", "uniform"),
+        balancer=make_settings("balancer", "uniform"),
     )
 
 

@@ -27,26 +27,26 @@ from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_worklo
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.steps import StepOptions, Workload, counted_flops, endless, whole_step
 from benchmarks.text_steps import small_bert, text_workload
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 BALANCING: dict[str, tuple[Settings, str]] = {
-    "uniform": (settings_of("balancer", "uniform"), "T"),
-    "minimax": (settings_of("balancer", "minimax"), "2T"),
-    "uncertainty": (settings_of("balancer", "uncertainty"), "2T"),
-    "dwa": (settings_of("balancer", "dwa", interval_steps=2), "3T"),
-    "gradnorm": (settings_of("balancer", "gradnorm"), "4T"),
-    "gradnorm, representation": (settings_of("balancer", "gradnorm", at="representation"), ""),
-    "group_dro": (settings_of("balancer", "group_dro"), ""),
+    "uniform": (make_settings("balancer", "uniform"), "T"),
+    "minimax": (make_settings("balancer", "minimax"), "2T"),
+    "uncertainty": (make_settings("balancer", "uncertainty"), "2T"),
+    "dwa": (make_settings("balancer", "dwa", interval_steps=2), "3T"),
+    "gradnorm": (make_settings("balancer", "gradnorm"), "4T"),
+    "gradnorm, representation": (make_settings("balancer", "gradnorm", at="representation"), ""),
+    "group_dro": (make_settings("balancer", "group_dro"), ""),
 }
 """Settings, and the FLOPs that TRP's Table 3 states."""
 MINIMAX = {
-    "uniform": settings_of("balancer", "uniform"),
-    "minimax lagged": settings_of("balancer", "minimax", estimate="lagged"),
-    "minimax exact": settings_of("balancer", "minimax", estimate="exact"),
+    "uniform": make_settings("balancer", "uniform"),
+    "minimax lagged": make_settings("balancer", "minimax", estimate="lagged"),
+    "minimax exact": make_settings("balancer", "minimax", estimate="exact"),
 }
 BASES: dict[str, tuple[Literal["absolute", "relative"], Literal["rounded", "relaxed"]]] = {
     "MAE+ absolute": ("absolute", "rounded"),
@@ -126,7 +126,7 @@ def compare_adversaries(options: Options) -> Iterator[Comparison]:
     for kind in options.kinds:
         base = ADVERSARIES[kind]
         config = copy.deepcopy(bases[base])
-        config.adversary = settings_of("adversary", kind)
+        config.adversary = make_settings("adversary", kind)
         yield Comparison(kind, {base: mae_workload(bases[base]), f"AdPE {kind}": mae_workload(config)}, {})
     yield Comparison("positions", {base: mae_workload(config) for base, config in bases.items()}, {})
 

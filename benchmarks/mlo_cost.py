@@ -27,7 +27,7 @@ from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engine
 from benchmarks.rounds import Measured, alternate, print_ratios
 from benchmarks.step_counts import CountsOperations
 from benchmarks.steps import endless
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core import pieces
 from trp_scale.methods.learned_masks.flops import multilevel_step_flops
 from trp_scale.models.flops import mae_step_flops
@@ -79,7 +79,7 @@ def with_masks(config: MaeConfig, options: Options, numbers: tuple[int, int, int
     config = copy.deepcopy(config)
     unroll, every, parts = numbers
     settings = {"network": options.network, "unroll": unroll, "every": every, "micro_size": options.rows // parts}
-    config.multilevel = settings_of("multilevel", "head", **settings)
+    config.multilevel = make_settings("multilevel", "head", **settings)
     return config
 
 

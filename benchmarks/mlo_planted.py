@@ -30,7 +30,7 @@ from benchmarks.image_steps import mae_objective
 from benchmarks.mlo_steps import Labelled, loop_with_masks, plain_engines
 from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import MakeEngine
 from trp_scale.methods.learned_masks.hook import LearnedMasks
@@ -117,7 +117,9 @@ def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -
     """
     sizes = {"unroll": 1, "batch_size": LABELLED, "micro_size": LABELLED, "hidden_size": 64}
     rates = {"head_lr": 1e-3, "lr": 0.02, "eps": 1e-3, "difference": difference}
-    multilevel = settings_of("multilevel", "head", **sizes, **rates) if learned else settings_of("multilevel", "none")
+    multilevel = (
+        make_settings("multilevel", "head", **sizes, **rates) if learned else make_settings("multilevel", "none")
+    )
     return MaeConfig(
         model=ModelConfig(layers=1, hidden_size=32, heads=2, intermediate_size=64, layer_norm_eps=1e-6),
         vision=MaeVisionConfig(
@@ -134,7 +136,7 @@ def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -
         batch=BatchConfig(global_size=16, micro_size=16),
         training=TrainingConfig(steps=steps, seed=seed),
         optimizer=OptimizerConfig(lr=3e-3, beta2=0.95, warmup_steps=20, schedule="constant"),
-        balancer=settings_of("balancer", "uniform"),
+        balancer=make_settings("balancer", "uniform"),
     )
 
 

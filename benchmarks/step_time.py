@@ -30,7 +30,7 @@ from benchmarks.rounds import alternate, pair_ratio, print_ratios
 from benchmarks.steps import Precision, StepOptions, Workload, endless, whole_step
 from benchmarks.text_steps import VOCABULARY, small_bert, text_workload
 from trp_scale.config import Config
-from trp_scale.config.registry import settings_of
+from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
@@ -169,7 +169,7 @@ def workload(options: Options) -> Workload:
         config = image_recipe("mae_vit_b", MaeConfig, "tiny")
     else:
         config = image_recipe(MM_MAE, MmMaeConfig, "tiny")
-        config.balancer = settings_of("balancer", "uniform")
+        config.balancer = make_settings("balancer", "uniform")
     endless(config, options.rows, precision=options.precision)
     config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
     if isinstance(config, PosBertConfig):
