@@ -70,7 +70,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TarColumns:
-    """What the JSON index of one tar says, as columns.
+    """Columns of the JSON index of one tar.
 
     Attributes:
         name: of the tar.
@@ -98,8 +98,8 @@ class OrderBlocks:
 
 
 def record_type(members: int) -> np.dtype[Any]:
-    """Of one sample with this number of members; its size is a multiple of each number's, so that columns of it are
-    ordinary arrays."""
+    """Return the dtype of a sample with this number of members; its size is a multiple of each number's, so that
+    columns of it are ordinary arrays."""
     return np.dtype(
         [
             ("offset", "<i8", (members,)),
@@ -247,7 +247,7 @@ class BinaryIndex:
         return _reopened, (self.path, self.hash)
 
     def _check_blocks(self, fields: Fields) -> None:
-        """As many of everything as there are blocks."""
+        """Check that each table has one entry per block."""
         lengths = {
             name: place.length for name, place in self._arrays.items() if name in ("identities", "rows", "first")
         }
@@ -299,7 +299,7 @@ class BinaryIndex:
         return f"make it again: trp-scale index {self.path.parent.parent}"
 
     def blocks(self) -> OrderBlocks:
-        """What order and split see, without keys."""
+        """Blocks without keys, for order and split."""
         return OrderBlocks(identities=self.array("identities"), rows=self.array("rows"), first=self.array("first"))
 
     def keys(self) -> list[str]:

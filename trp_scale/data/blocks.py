@@ -205,7 +205,7 @@ def covered(tar: Path, size: int, offsets: npt.NDArray[Any], lengths: npt.NDArra
 
 
 def shard_path(directory: Path, shard: str) -> Path:
-    """Where a listed tar lies.
+    """Return the path of a listed tar.
 
     Raises:
         DataError: the name leads out of the directory.

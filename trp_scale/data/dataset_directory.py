@@ -35,7 +35,7 @@ def load_dataset(path: str, split: str):  # type: ignore[no-untyped-def]  # `dat
 
 
 def open_dataset(path: Path, said: str) -> Any:
-    """What datasets.save_to_disk wrote, a Dataset or a DatasetDict.
+    """Open a directory written by datasets.save_to_disk, a Dataset or a DatasetDict.
 
     Args:
         said: how it is named in messages.

@@ -70,7 +70,7 @@ class Fetcher(Dataset[Batch]):
         self._without: frozenset[int] = frozenset()
 
     def leave_out(self, positions: Iterable[int]) -> None:
-        """From now on make batches without the rows at these positions, as of unreadable ones."""
+        """Skip the rows at these positions in later batches, like unreadable rows."""
         self._without |= frozenset(positions)
 
     def __getstate__(self) -> dict[str, object]:
@@ -78,7 +78,7 @@ class Fetcher(Dataset[Batch]):
 
     @property
     def module(self) -> str:
-        """Where the builder is defined: what a worker has to import."""
+        """Module that defines the builder, which a worker has to import."""
         return type(self._builder).__module__
 
     def __getitem__(self, position: int) -> Batch:
@@ -103,7 +103,7 @@ class Fetcher(Dataset[Batch]):
         return batch
 
     def _name(self, addresses: Addresses, row: int) -> str:
-        """Of a row that is left out, for messages."""
+        """Return the name of a skipped row, for messages."""
         member, block = int(addresses.member[row]), int(addresses.block[row])
         dataset = self._stored[member] if member < len(self._stored) else None
         blocks: Blocks | None = getattr(dataset, "blocks", None)
@@ -140,7 +140,7 @@ class _Ranges:
 
 
 class _Passes:
-    """What torch's loader, which stays from pass to pass, takes for its sampler: the ranges of the present pass."""
+    """Sampler of torch's persistent loader: the ranges of the current pass."""
 
     def __init__(self) -> None:
         self.present: Iterable[range] = ()
@@ -293,8 +293,7 @@ class MicroBatches:
             time.sleep(0.05)
 
     def _watch(self) -> None:
-        """In a thread of its own: what a worker that stands still has handed over is awaited in C, without a limit.
-        Killing it ends that."""
+        """Kill a stalled worker from a separate thread: the main thread waits for it in C, without a timeout."""
         while not self._watched.wait(LOOK_SECONDS):
             since = self._since
             if since is None:

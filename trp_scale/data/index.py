@@ -31,7 +31,7 @@ MOST_OF_A_REASON = 300
 
 
 def reason_of(error: Exception) -> str:
-    """Why something cannot be read, in one line.
+    """Return the reason of a read error, in one line.
 
     Raises:
         RefusedError, MemoryError: the error itself, where it is not the file's: of the network, say.
@@ -146,7 +146,7 @@ class IndexDocument:
 
 
 def _named(block: dict[str, Any]) -> str:
-    """Its key, for messages."""
+    """Return the key of a block, for messages."""
     key = block.get("key")
     return shorten(key) if isinstance(key, str) and can_be_written(key) else quote(key)
 

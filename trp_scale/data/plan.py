@@ -1,4 +1,4 @@
-"""From positions in a source to addresses of rows: order, mixture and split put together, whatever the rows hold.
+"""Map positions in a source to addresses of rows: order, mixture and split, independent of the content of rows.
 
 The one global order is a pure function of the seed: position in a source -> (epoch, block, row). It is part of the
 format of a run. A resumed run, another number of ranks, and a worker that fetches position i long before position i - 1
@@ -177,7 +177,7 @@ def row_states(addresses: Addresses, *, seed: int, maskings: int) -> Words:
 
 
 class Blocks(Protocol):
-    """What order and split need to know of a data set's blocks, whatever their rows are.
+    """Blocks of a data set, for order and split.
 
     Attributes:
         keys: [n] names, unique in the data set.

@@ -146,20 +146,20 @@ def kind_of(file: Path) -> str:
 
 
 def modality_folders(folder: Path) -> Mapping[str, Path]:
-    """Those sub-folders, by name, that are modalities of the same images and no classes; none but for two at least."""
+    """Return the sub-folders that are modalities of the same images, by name; empty unless there are two or more."""
     found = {name: folder / name for name in names("modality") if (folder / name).is_dir()}
     return found if len(found) > 1 else {}
 
 
 def modality_command(folders: Mapping[str, Path]) -> str:
-    """What shards them; with the images first."""
+    """Return the command that shards modality folders, images first."""
     images = folders.get("rgb", "IMAGES")
     maps = [f"--modality {name}={_word(path)}" for name, path in folders.items() if name != "rgb"]
     return f"trp-scale shard-images --inputs {_word(images)} {' '.join(maps)} --output DIR"
 
 
 def _in_place_of_one(place: Path) -> str:
-    """What lies there, and what to do."""
+    """Describe a path that is no data set, and how to make one of it."""
     if not place.exists() and "," in str(place):
         named = [each.rpartition("=") for each in str(place).split(",")]
         weighted = ",".join(f"{name.partition(':')[0] or Path(path).name}:1={path}" for name, _, path in named)
@@ -211,7 +211,7 @@ def _word(path: Path | str) -> str:
 
 
 def _holds_images(tar: Path) -> bool:
-    """By the name of its first member, which further headers may stand before."""
+    """Return whether the first member of a tar is named like an image."""
     try:
         with tar.open("rb") as stream:
             records = [stream.read(_RECORD) for _ in range(4)]

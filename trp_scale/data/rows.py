@@ -37,7 +37,7 @@ class OpenedDataset(StoredTars, Protocol):
     @property
     def blocks(self) -> Blocks: ...
     def digest(self) -> str:
-        """Of what its rows depend on."""
+        """Return the digest of everything that determines the rows."""
         ...
 
 

@@ -143,7 +143,7 @@ class Sources:
         return sources[name]
 
     def digest(self) -> str:
-        """Of the rows (rows.Rows.digest): ranks compare it at start."""
+        """Return the digest of the rows (rows.Rows.digest): ranks compare it at start."""
         return self._digest
 
     def rows(self) -> dict[str, int]:
@@ -180,8 +180,8 @@ class Sources:
         return sum(source.waited_seconds for source in self._endless().values())
 
     def cache_use(self) -> dict[str, int]:
-        """What this rank's workers have done with the cache of remote tars since the last call, by the fields of
-        `CacheUse`; empty if nothing."""
+        """Return the cache statistics of this rank's workers since the last call, by the fields of `CacheUse`; empty
+        without a cache."""
         now = self.validation.cache_use
         for source in self._endless().values():
             now = now.plus(source.cache_use)
@@ -204,8 +204,8 @@ class Sources:
 
 
 def within_cpus(config: Run, cpus: int) -> Run:
-    """The same settings and the same sections, but at most `cpus` in data.workers: more processes than CPUs only take
-    turns. A run records what was asked for, so that it can be repeated on a larger machine."""
+    """Return the settings with at most `cpus` loader workers: more processes than CPUs only take turns. A run records
+    what was asked for, so that it can be repeated on a larger machine."""
     capped = copy.copy(config)
     capped.data = copy.copy(config.data)
     capped.data.workers = min(config.data.workers, cpus)

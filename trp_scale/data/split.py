@@ -12,7 +12,7 @@ _DOWNSTREAM = np.uint64(name_hash("downstream validation"))
 
 
 def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[np.bool_]:
-    """Which blocks are held out, [n]: those with identity / 2^64 < fraction; at least one if fraction > 0.
+    """Return a mask [n] of held-out blocks: those with identity / 2^64 < fraction; at least one if fraction > 0.
 
     Whole blocks, never single rows: neighbouring rows come from the same documents and are each other's partners in
     next-sentence pairs, so both must stay on one side. The choice depends on the block's key alone, not on the seed or
@@ -43,7 +43,7 @@ def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[n
 def downstream_validation(
     identities: Words, share: float, *, training: npt.NDArray[np.bool_], where: str
 ) -> npt.NDArray[np.bool_]:
-    """Which training blocks are D_val, [n]; the other training blocks are D_tr (MLO-MAE B.3).
+    """Return a mask [n] of the training blocks in D_val; the other training blocks are D_tr (MLO-MAE B.3).
 
     As `held_out`, by a second hash of the block's key, which says nothing about the first.
 
@@ -69,7 +69,7 @@ def downstream_validation(
 
 
 def _lowest(words: Words, fraction: float) -> npt.NDArray[np.bool_]:
-    """Which words are below fraction x 2^64, [n]; the lowest if none is."""
+    """Return a mask [n] of words below fraction x 2^64; the lowest word if none is."""
     chosen: npt.NDArray[np.bool_] = words.astype(np.float64) / 2.0**64 < fraction
     if not chosen.any():
         chosen[np.argmin(words)] = True

@@ -197,7 +197,7 @@ class Cache:
             os.close(descriptor)
 
     def use(self) -> CacheUse:
-        """What this process did since the last call."""
+        """Return the statistics of this process since the last call."""
         now = CacheUse(self.found, self.fetched, self.fetched_bytes, self.ahead, self.ahead_bytes)
         since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
         self._told = now
@@ -299,7 +299,7 @@ class Cache:
                     break
 
     def _used(self) -> int:
-        """What the files took at the last change; a process that was killed may leave more than there is."""
+        """Return the bytes of all files at the last change; a killed process may leave more."""
         with suppress(OSError, ValueError):
             return int((self.root / _USED).read_text())
         return sum(status.st_size for status, _ in self._files())
@@ -319,7 +319,7 @@ def shared_cache(root: Path) -> Cache:
 
 
 def use_of_caches() -> CacheUse | None:
-    """What this process did with its caches since the last call; None: it has none."""
+    """Return the cache statistics of this process since the last call; `None` without caches."""
     uses = [cache.use() for cache in list(_shared.values())]
     return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
 

@@ -78,7 +78,7 @@ def key_of(*parts: object) -> str:
 
 
 def node_array(length: int, key: Callable[[], str], make: Callable[[], npt.NDArray[Any]]) -> NodeArray:
-    """What `make` returns, computed once on this machine if it is long.
+    """Return the result of `make`, computed once per machine if it is long.
 
     Args:
         length: of the array, or of what it is computed from.

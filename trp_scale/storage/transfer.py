@@ -187,8 +187,7 @@ class Remote:
             self._files.client_kwargs = {**self._files.client_kwargs, "response_class": _bounded_response()}
 
     def once(self) -> Remote:
-        """The same files, each request made once, one after another and in the caller's thread: for what need not be
-        read, and must not hold up the end of the process."""
+        """Return a view for prefetching: no retries, no threads."""
         other = copy.copy(self)
         other._once = True
         return other
@@ -297,7 +296,7 @@ class Remote:
         return f"{self._path.rstrip('/')}/{name}"
 
     def _asked(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
-        """What a method of the file system returns, within `seconds`."""
+        """Call a method of the file system, at most `seconds`."""
         asynchronous = getattr(self._files, f"_{what}", None)
         if self._files.async_impl and inspect.iscoroutinefunction(asynchronous):
             from fsspec.asyn import sync
@@ -414,7 +413,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns; it is left to itself if it takes longer.
+    """Return the result of `ask`; give up waiting after `seconds`.
 
     Raises:
         TimeoutError: it took longer.

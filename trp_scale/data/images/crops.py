@@ -1,4 +1,4 @@
-"""Which part of an image each crop shows, whether it is mirrored, and cutting it out.
+"""Draw the box and the flip of each crop, and cut it out.
 
 Every draw is a hash of the row's state and the crop's number, so a crop depends on (seed, row key, masking, crop) and
 on the image's size, never on the batch it is made in.
@@ -90,8 +90,8 @@ class Cropper:
         return Crops(boxes=boxes, windows=windows, flips=flips, scales=scales)
 
     def scales(self, states: Words) -> Callable[[Integers], Integers] | None:
-        """From the images' sizes [R, 2], at which part of them they are decoded, [R] (`Crops.scales`); None: all are
-        decoded whole."""
+        """Return a function from image sizes [R, 2] to decoding scales [R] (`Crops.scales`); `None` decodes all images
+        whole."""
         if not self._settings.scaled_decoding:
             return None
         return lambda sizes: self.draw(states, sizes).scales
@@ -248,7 +248,7 @@ _JITTER = np.uint64(name_hash("jitter"))
 
 @dataclass(frozen=True, kw_only=True)
 class Jitters:
-    """What becomes of each image of a batch.
+    """Augmentations of each image of a batch.
 
     Attributes:
         boxes: [R, 4] top, left, height, width of the part that is shown, in pixels of the image.
@@ -315,7 +315,7 @@ class Jitter:
             out[:, :tall, :wide] = part
 
     def pick(self, map_: Map, jitters: Jitters, row: int, out: Map) -> None:
-        """As `cut`, for a map [H, W]: each pixel takes the number that lies at its centre; `out` [S, S]."""
+        """Cut a map [H, W] like `cut`: each pixel takes the number at its centre; `out` [S, S]."""
         top, left, height, width = jitters.boxes[row].tolist()
         tall, wide = jitters.shown[row].tolist()
         picked = pick_centres(map_[top : top + height, left : left + width], tall, wide)

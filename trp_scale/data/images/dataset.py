@@ -50,7 +50,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMeta:
-    """What the images of a source have in common.
+    """Properties that the images of a source share.
 
     Attributes:
         classes: names of the classes, by label; None when labels have no names or images no labels.
@@ -241,7 +241,7 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
 
 
 def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
-    """What dataset.json says, and the images per block."""
+    """Read the metadata of dataset.json, and the images per block."""
     for name, expected in (("format", FORMAT), ("kind", "image")):
         if (found := fields.document.get(name)) != expected:
             raise fields.refusal(f"{name} {quote(found)} found, {expected!r} expected")

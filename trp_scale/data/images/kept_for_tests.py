@@ -1,8 +1,9 @@
-"""Which stored images are kept for a test, by what their dataset.json says, and which two data sets share.
+"""Keep test images out of training: images that dataset.json reserves, and images that two data sets share.
 
 Masks are learned from labels of images that a run has not trained on. Were those the test images, the figure on them
 would be one of training (MLO-MAE B.3 keeps them apart): so a marked set is refused where masks are learned, and where
-accuracy is measured a set is refused that the run has learned from, marked or not."""
+accuracy is measured a set is refused that the run has learned from, marked or not.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class MapFormat:
             raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error_text(error)})") from error
 
     def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
-        """What dataset.json says of the maps.
+        """Return the description of the maps in dataset.json.
 
         Args:
             path: of dataset.json, for messages.
@@ -175,7 +175,7 @@ def second_directories(path: Path, document: Mapping[str, Any]) -> dict[str, Sto
 
 
 def own_directory(path: Path, name: str, description: Description) -> str:
-    """Where the maps of a modality lie, relative to the data set.
+    """Return the directory of a modality's maps, relative to the data set.
 
     Raises:
         DataError: not a plain name.
@@ -222,7 +222,7 @@ def _listed(classes: tuple[str, ...] | None) -> str:
 
 
 def required(directory: Path, found: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
-    """Those of a data set's maps that the objective reads.
+    """Return the maps of a data set that the objective reads.
 
     Raises:
         RefusedError: one is not there, or cannot be learned from.

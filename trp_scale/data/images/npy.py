@@ -16,7 +16,7 @@ SIGNATURE = b"\x93NUMPY"
 
 
 class NpyHeader(NamedTuple):
-    """What stands before the numbers. Attributes: shape, dtype; fortran: columns first; start: of the numbers."""
+    """Header of an .npy file. Attributes: shape, dtype; fortran: columns first; start: of the numbers."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -1,5 +1,5 @@
-"""Which members an image has, where each lies in its tar, as columns of numbers, and reading their bytes. Nothing else
-in a tar is ever opened.
+"""Read the members of image samples: columns with their offsets in each tar, and their bytes. Nothing else in a tar is
+ever opened.
 
 ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 24
 bytes for each (offset, length and checksum of the image, and its class) and no names: a name is looked up in the index

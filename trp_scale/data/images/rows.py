@@ -1,4 +1,4 @@
-"""From addresses to decoded images: reading their members, decoding JPEGs, and naming those that cannot be used."""
+"""Read and decode the images at given addresses, and name those that cannot be used."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def jpeg_size(content: bytearray) -> tuple[int, int]:
 
 
 def decode_scaled(content: bytearray, scale: int) -> Tensor:
-    """As `decode_image`, at 1/scale of the size: libjpeg makes one pixel of scale x scale ones from their frequencies
-    (torchvision cannot ask it to).
+    """Decode at 1/scale of the size: libjpeg makes one pixel of scale x scale from their frequencies (torchvision
+    cannot ask it to).
 
     Args:
         content: of a JPEG whose `jpeg_size` is at least `scale` each way.
@@ -182,7 +182,7 @@ class RowReader:
     def _tried(
         self, addresses: Addresses, row: int, corrupt: dict[str, str], made: Callable[[int, int], Made]
     ) -> Made | None:
-        """What is made of the row's image; None where there is none, or it is damaged: then it is among `corrupt`."""
+        """Return the prepared image of a row; `None` if it is missing or damaged, which is noted in `corrupt`."""
         if not addresses.present[row]:
             return None
         member = int(addresses.member[row])

@@ -199,7 +199,7 @@ def _kept_as(known: Place, root: Path) -> Path:
 
 
 def find_places(directory: Path) -> Places | None:
-    """Where the tars of a folder lie; None: in it."""
+    """Return the places of a folder's external tars; `None` if it stores its tars itself."""
     path = directory / PLACES
     try:
         made = path.stat().st_mtime_ns

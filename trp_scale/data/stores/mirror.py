@@ -180,7 +180,7 @@ class _Update:
 
 
 def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
-    """Of each folder its one index, else those of its tars."""
+    """Return the one index of each folder, or the indexes of its tars."""
     found = []
     for tar in tars:
         binary = str(Path(tar).with_name(BINARY_INDEX))

@@ -59,7 +59,7 @@ class Share:
     read: range
 
     def of(self, positions: Integers) -> Integers:
-        """Those that are read here."""
+        """Return the positions that this rank reads."""
         places = (positions - self.first) % self.size
         return positions[(places >= self.read.start) & (places < self.read.stop)]
 

@@ -20,7 +20,7 @@ set), always or never."""
 
 
 class StoredPart(NamedTuple):
-    """What holds a block: a tar of `size` bytes, or `part` of its bytes; None: all."""
+    """Tar that stores a block, of `size` bytes, or a `part` of its bytes."""
 
     tar: Path
     size: int
@@ -78,7 +78,7 @@ class TarStore(Protocol):
 
 
 def find_store(directory: Path) -> TarStore | None:
-    """Who opens the tars of a folder; None: they lie in it."""
+    """Return the store that opens the tars of a folder; `None` if they are local files."""
     return find_places(directory) or find_mirror(directory)
 
 
@@ -128,5 +128,5 @@ def drop_cached(stored: StoredPart, inode: int) -> bool:
 
 
 def tar_descriptor(store: TarStore | None, tar: Path, size: int, part: range | None = None) -> int:
-    """As `open_tar`, of a folder whose `find_store` is known: who opens many looks for it once."""
+    """Open a tar of a folder whose store is known, like `open_tar`."""
     return os.open(tar, os.O_RDONLY) if store is None else store.open(tar, size, part)

@@ -27,7 +27,7 @@ _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
 @dataclass(frozen=True, kw_only=True)
 class TextMeta:
-    """What every row of a text source has in common; mixed data sets must agree on all of it but the directories.
+    """Properties that all rows of a text source share; mixed data sets must agree on all but the directories.
 
     Attributes:
         length: pieces of a finished sequence, [CLS] and both [SEP] included.

@@ -132,7 +132,8 @@ class TextRowReader:
         return tokens, tags, sentences
 
     def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
-        """Which lines hold allowed values, [N]: a wrong id would fault in the embedding, on a GPU for good."""
+        """Return a mask [N] of the lines with allowed values: a wrong id would fault in the embedding, on a GPU for
+        good."""
         groups = tags & np.uint8(GROUP_BITS)
         steps = ends[:, 1:] >= ends[:, :-1]
         good = np.ones(len(tokens), dtype=np.bool_)

@@ -207,7 +207,7 @@ def try_out(tokenizer: Tokenizer, path: Path) -> Encoding:
 
 @contextmanager
 def _of_tokenizers(path: Path) -> Iterator[None]:
-    """While the tokenizers library works on a file.
+    """Convert errors of the tokenizers library about a file.
 
     Raises:
         DataError: it fails.
