@@ -109,7 +109,7 @@ class Curve:
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """To seven digits: more cannot be seen, and would make the page larger."""
+    """Round to seven digits: more cannot be seen, and would enlarge the page."""
     return [float(f"{value:.7g}") for value in values]
 
 

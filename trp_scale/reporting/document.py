@@ -28,7 +28,7 @@ PLOTLY = "plotly.min.js"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What stands in a table.
+    """Table cell of a page.
 
     Attributes:
         text: as it is read.
@@ -87,7 +87,7 @@ class Pictures:
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """What to type: (what for, command)."""
+    """Commands to type, as (purpose, command)."""
 
     commands: Sequence[tuple[str, str]]
 

@@ -31,7 +31,7 @@ FEW_POINTS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Colour:
-    """Of a line.
+    """Colour of a line.
 
     Attributes:
         light, dark: CSS colours.
@@ -102,7 +102,7 @@ class Plot:
         return len(self.lines) > 1
 
     def shown(self) -> Plot:
-        """The same with no more lines than can be told apart: those that are emphasised, and the first others."""
+        """Return the plot with the emphasised lines and the first others, so that all can be told apart."""
         if len(self.lines) <= MOST_LINES:
             return self
         first = sorted(self.lines, key=lambda line: not line.emphasis)[:MOST_LINES]
@@ -180,7 +180,7 @@ def as_text(words: str) -> str:
 
 
 def _band(line: Line, place: int) -> dict[str, Any]:
-    """From the least to the largest of the steps that each point is of."""
+    """Return the band from the least to the largest of the steps behind each point."""
     points = line.points
     return {
         "type": "scatter",

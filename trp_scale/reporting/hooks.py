@@ -53,7 +53,7 @@ def _anchor(name: str) -> str:
 
 
 def _weights(run: RunRecord) -> Iterator[Plot]:
-    """Of the tasks, where they move."""
+    """Yield the plot of task weights if they change."""
     curves = run.curves.weights
     if len(curves) > 1 and any(curve.varies for curve in curves.values()):
         moving = {name: curve for name, curve in curves.items() if name not in run.history.outside_tasks}

@@ -78,7 +78,7 @@ FIELDS = (
 
 
 def incidents_section(run: RunRecord) -> Section:
-    """What went wrong while it went on."""
+    """Return the section on incidents during the run."""
     kinds = Counter(str(each.get("kind", "")) for each in run.incidents)
     kinds.update({"skipped step": len(run.curves.skipped)} if run.curves.skipped else {})
     rows = []

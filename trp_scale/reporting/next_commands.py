@@ -72,7 +72,8 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def exported_to(config: Config) -> Literal["hf", "timm"]:
-    """Where a model fits as it is: transformers has BERT, and the MAE whose encoder sees visible patches alone."""
+    """Return the library that a model can be exported to unchanged: transformers has BERT, and the MAE whose encoder
+    sees visible patches alone."""
     vision = getattr(config, "vision", None)
     is_mae = getattr(vision, "tokens", "") == "visible" and getattr(vision, "positions", "") == "absolute"
     return "hf" if vision is None or (is_mae and getattr(vision, "decoder", "") == "transformer") else "timm"

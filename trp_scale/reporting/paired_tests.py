@@ -152,7 +152,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def constant(self, key: RowKey) -> float | None:
-        """What the best constant prediction reaches, as the first run has it that has one; None: none has."""
+        """Return the metric of the best constant prediction, of the first run that stores it, or `None`."""
         found = (constant_of(task) for task in self.rows[key] if task is not None)
         return next((value for value in found if value is not None), None)
 
@@ -208,7 +208,7 @@ def worst_of(tasks: Mapping[RowKey, TaskResult]) -> RowKey:
 
 
 def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
-    """In the order in which runs first have them; rows of one task are next to each other."""
+    """Group results by row, in the order in which runs first have them; rows of one task are adjacent."""
     rows: dict[RowKey, list[TaskResult | None]] = {}
     for number, (name, results) in enumerate(named.items()):
         for task in results.tasks:

@@ -1,4 +1,4 @@
-"""What a run directory says of a run: its history and curves, how it ended, its settings and its incidents."""
+"""Read a run directory: history and curves, end, settings and incidents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(PartOf):
-    """What is read of environment.json. Attributes: command: words of the last start's; directory: where it was."""
+    """Fields read from environment.json. Attributes: command: words of the last start's; directory: where it was."""
 
     command: list[str] = field(default_factory=list)
     directory: str = ""
@@ -170,7 +170,7 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
 
 
 def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
-    """What is not as the recipe has it, whose name the command line says."""
+    """Return the settings that differ from the recipe of the command line."""
     recipe = _recipe(start)
     if config is None or not recipe or problem:
         return Changed(recipe=recipe, problem=problem)
@@ -184,7 +184,7 @@ def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, p
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """Of every section that the run has, by the kinds that it has."""
+    """Return the defaults of every section of the run, by its kinds."""
     sections: dict[str, Any] = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     kinds: dict[str, Any] = {name: type(own) for name, own in sections.items() if dataclasses.is_dataclass(own)}
     made: dict[str, Any] = {name: kind() for name, kind in kinds.items()}

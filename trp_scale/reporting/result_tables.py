@@ -44,7 +44,7 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What stands in a table.
+    """Table cell of results.
 
     Attributes:
         bold: the run's worst task, or a difference that is significant.
@@ -64,7 +64,7 @@ def print_results(results: Results, baseline: Results | None = None, console: Co
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """To the terminal: the figures, what differs from the first run, and the notes."""
+    """Print figures, differences from the first run, and notes."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
     console.print(_rich(figure_rows(comparison)))
     if len(comparison.runs) > 1:
@@ -203,7 +203,7 @@ def _summary_left(summary: Summary) -> list[Cell]:
 
 
 def legend(comparison: Comparison) -> list[str]:
-    """What the figures are, where they come from, and what cannot be compared."""
+    """Explain the figures, their source, and what cannot be compared."""
     lines = [
         f"{run}: {encoder}, {recipe}"
         for run, (encoder, recipe) in zip(comparison.runs, comparison.sources, strict=True)

@@ -97,7 +97,7 @@ def _count_measured(detail: Mapping[str, Any]) -> int | None:
 
 @dataclass(kw_only=True)
 class Results:
-    """What one `trp-scale finetune` or `evaluate` found.
+    """Results of one `trp-scale finetune` or `evaluate`.
 
     Attributes:
         recipe: its name or path.
@@ -111,7 +111,7 @@ class Results:
 
 
 def constant_of(task: TaskResult) -> float | None:
-    """What the best constant prediction reaches by the task's metric; None where that is not known."""
+    """Return the task metric of the best constant prediction; `None` if unknown."""
     found = task.metrics.get(CONSTANT + task.metric)
     return None if found is None else statistics.fmean(found)
 

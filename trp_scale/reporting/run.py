@@ -39,7 +39,7 @@ def write_page(run: RunRecord, drawn: Sequence[Path] = ()) -> str:
 
 
 def run_page(run: RunRecord, drawn: Sequence[Path] = ()) -> Page:
-    """What a run has left behind, on one page; what it has not has no section.
+    """Build the page of a run; missing records have no section.
 
     Args:
         drawn: PNG files to show beside those of the run directory.

@@ -68,7 +68,7 @@ def spread(figures: Sequence[Sequence[float]]) -> Spread:
 
 
 def quantile(freedom: int) -> float:
-    """Of Student's t, two-sided at LEVEL."""
+    """Return the two-sided quantile of Student's t at LEVEL."""
     from scipy import stats
 
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))

@@ -35,7 +35,7 @@ def cell(text: str, bold: bool = False) -> Cell:
 
 
 def as_markdown(table: Table) -> str:
-    """With its title as a heading of the second level."""
+    """Render with the title as a heading of level two."""
     notes = "\n".join(f"- {line}" for line in table.notes)
     return "\n\n".join([f"## {table.title}", markdown_table(table.rows, words=1), *([notes] if notes else [])])
 

@@ -43,7 +43,7 @@ def _end(points: Points) -> float:
 
 
 def task_colours(run: RunRecord) -> dict[str, Colour]:
-    """The same in all plots and tables of a run."""
+    """Return the colour of each task, equal in all plots and tables of a run."""
     names = [*run.history.tasks, *(name for own in run.curves.held_out.values() for name in own)]
     return colours(name for name in names if name)
 
@@ -149,7 +149,7 @@ def _optimizer_plots(run: RunRecord) -> Iterator[Plot]:
 
 
 def lead(run: RunRecord) -> list[str]:
-    """How it ended and what improved, in sentences."""
+    """Describe how the run ended and which tasks improved, in sentences."""
     history = run.history
     found = [run.state.sentence]
     if history.loss_start is not None and history.loss_end is not None:
@@ -184,7 +184,7 @@ def _moved(start: float, end: float) -> str:
 
 
 def _held_out(curve: Curve, name: str) -> str:
-    """Where it began and is, and its lowest value where that is earlier."""
+    """Describe the first and last held-out loss, and the minimum if it is earlier."""
     last, first = curve.values[-1], curve.values[0]
     if len(curve) == 1:
         return f"The {name} is {figure_text(last)} after step {curve.steps[-1]:,.0f}."

@@ -65,7 +65,7 @@ class RunningPage:
             return self._version, self._text
 
     def _found(self) -> str:
-        """What the files are now, in short."""
+        """Return a short fingerprint of the files."""
         said = []
         for name in WATCHED:
             path = self.run_dir / name

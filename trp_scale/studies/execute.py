@@ -72,7 +72,7 @@ def flat(node: str) -> str:
 
 
 def read_state(directory: Path, node: str) -> State | None:
-    """How a node ended, or None: it was not begun, or its process was killed.
+    """Return how a node ended; `None` if it was not started, or its process was killed.
 
     Raises:
         RefusedError: the record is not one of ours.
@@ -83,7 +83,7 @@ def read_state(directory: Path, node: str) -> State | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a study's directory holds: which study at which scale, and the path of each input."""
+    """Contents of a study's directory: study, scale, and the path of each input."""
 
     study: str
     scale: str
@@ -91,7 +91,7 @@ class Claim:
 
 
 def read_claim(directory: Path) -> Claim:
-    """Which study has begun in a directory.
+    """Read which study was started in a directory.
 
     Raises:
         RefusedError: none has.
@@ -284,7 +284,7 @@ def _ask_to_stop(process: int) -> None:
 
 
 def _die_with() -> None:
-    """In the child: end when the study's process ends, however that is; no run is left that nobody waits for."""
+    """End the child when the study's process ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -295,12 +295,12 @@ def last_words(log: Path) -> str:
 
 
 def states(graph: Graph) -> dict[str, State | None]:
-    """How each node ended."""
+    """Return how each node ended."""
     return {name: read_state(graph.directory, name) for name in graph.nodes}
 
 
 def blocked(graph: Graph, found: Mapping[str, State | None]) -> dict[str, str]:
-    """Of nodes that cannot run, the failed one that they need."""
+    """Map nodes that cannot run to the failed node that they need."""
     causes: dict[str, str] = {}
     for name, node in graph.nodes.items():  # needs come first
         for need in node.needs:

@@ -163,7 +163,7 @@ class Graph:
         return self._pretrain(node, name, seed, own)
 
     def settings(self, variant: str) -> Flags:
-        """What a variant's run has over the recipe."""
+        """Return the settings of a variant's run that differ from the recipe."""
         own = {**self.scale.settings, **self.variants[variant].settings, **self.scale.variant_settings.get(variant, {})}
         return self._filled(own, variant)
 
@@ -211,7 +211,7 @@ class Graph:
         return max(found, key=lambda value: found[value])
 
     def results(self, judge: str, node: str) -> list[TaskResult]:
-        """What a judge found, with what average and worst leave out marked as not judged."""
+        """Return a judge's results; rows outside of average and worst are marked as not judged."""
         left_out = self.scale.judges[judge].left_out
         tasks = read_results(self.path(node)).tasks
         return [replace(task, judged=task.judged and task.task not in left_out) for task in tasks]
@@ -234,7 +234,8 @@ class Graph:
         return max(1, round(history.last_step / ratio))
 
     def seconds_of_step(self, variant: str, seed: int) -> float:
-        """Of an equal-steps run, as in RunHistory. Raises: RefusedError: no step was logged."""
+        """Return the seconds of a step of an equal-steps run, as in RunHistory. Raises: RefusedError: no step was
+        logged."""
         path = self.path(f"runs/{variant}/seed_{seed}")
         seconds = read_history(path).seconds_of_step
         if seconds is None:

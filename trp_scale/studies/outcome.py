@@ -1,5 +1,5 @@
-"""What a study found: figures of all runs by row and variant, what differs from the baseline, and the sentence that
-states it by rule."""
+"""Evaluate a study: figures of all runs by row and variant, differences from the baseline, and a sentence for each by
+rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a study will take, before any of it is spent: by the planner where GPUs are named, else by counted arithmetic
-and this machine's speed."""
+"""Estimate the cost of a study in advance: by the planner for named GPUs, else by counted FLOPs and this machine's
+speed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
 
 
 def hours_left(graph: Graph) -> Iterator[str]:
-    """What is left of a study, a line for each kind of command, by the seconds of those of its kind that have finished.
+    """Yield the remaining time for each kind of command, by the seconds of finished commands of that kind.
 
     Raises:
         RefusedError: a record that is not one of ours.

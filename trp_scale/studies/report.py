@@ -60,7 +60,7 @@ def write_report(graph: Graph, output: Path, command: str) -> str:
 
 
 def _head(graph: Graph) -> str:
-    """Where it is from, and what was asked."""
+    """Return the source and the question of the study."""
     source = graph.study.source
     where = f"{source.paper} (arXiv:{source.arxiv}), {source.place}{f'; {source.note}' if source.note else ''}"
     return f"{where}. {graph.study.question}"
@@ -112,7 +112,7 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, places: Sequence[
 
 
 def _parts(outcome: Outcome, places: Sequence[Place]) -> Iterator[str]:
-    """What seeds of pre-training and of judging each add."""
+    """Yield the variance parts of pre-training and judging seeds."""
     spreads = [one.spread for place in places for one in outcome.cells[place].values() if one.spread.within is not None]
     between = [one.between for one in spreads if one.between is not None]
     within = [one.within for one in spreads if one.within is not None]
@@ -211,7 +211,7 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
 
 
 def _how(graph: Graph, found: Mapping[str, State | None], command: str) -> Table:
-    """How it was run."""
+    """Return the table on how the study was run."""
     scale, sums = graph.scale, totals(found)
     rows = [
         [cell("what"), cell("how")],
@@ -241,7 +241,7 @@ def _how(graph: Graph, found: Mapping[str, State | None], command: str) -> Table
 
 
 def _tuned(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Which values were tried and chosen."""
+    """Yield the values that were tried, and the chosen one."""
     tuning = graph.scale.tuning
     if tuning is None:
         yield "tuning of runs", "none: their rates are those above, for all seeds"
@@ -263,7 +263,7 @@ def _tuned(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def _chosen(graph: Graph, tuning: Tuning, under: Mapping[str, str]) -> str:
-    """By variant the chosen value; a dash where it has not been judged yet."""
+    """Return the chosen value by variant; a dash if it is not judged yet."""
 
     def said(name: str) -> str:
         judged = all((graph.path(f"{under[name]}/{value:g}") / RESULTS_FILE).is_file() for value in tuning.values)

@@ -1,4 +1,4 @@
-"""What a study is: a table or figure of a paper as one file of variants, what judges them, and scales to run it at.
+"""Read a study: a table or figure of a paper as one file of variants, judges, and scales to run it at.
 
 variants    what is compared: settings of a pre-training run that differ, and the paper's figures
 judges      commands that measure a run: finetune, probe, evaluate; each writes results.json
@@ -78,7 +78,7 @@ class Tuning:
 
     @property
     def tried(self) -> str:
-        """As a list for people."""
+        """Values as a list in words."""
         return ", ".join(f"{value:g}" for value in self.values)
 
 
@@ -184,7 +184,7 @@ class Study:
     scales: dict[str, Scale]
 
     def scale(self, name: str) -> Scale:
-        """By name.
+        """Return the scale with this name.
 
         Raises:
             RefusedError: the study has none of that name.
@@ -194,7 +194,8 @@ class Study:
         return self.scales[name]
 
     def against(self, baseline: str, scale: str) -> Study:
-        """The same with another baseline, at equal steps alone: runs of equal time have that of the study's own.
+        """Return the study with another baseline, at equal steps alone: runs of equal time have that of the study's
+        own.
 
         Raises:
             RefusedError: no variant of that name is trained at this scale.
@@ -206,7 +207,7 @@ class Study:
         return replace(self, baseline=baseline, scales={**self.scales, scale: replace(here, budgets=["steps"])})
 
     def variants_at(self, scale: Scale) -> dict[str, Variant]:
-        """Those that take part, in the order of the file."""
+        """Return the participating variants, in the order of the file."""
         return {name: each for name, each in self.variants.items() if not scale.variants or name in scale.variants}
 
     def outcome_at(self, scale: Scale) -> Outcome:
@@ -214,7 +215,7 @@ class Study:
         return scale.outcome or self.outcome
 
     def problems(self) -> Iterator[str]:
-        """What does not fit together, a line each."""
+        """Yield inconsistencies, one line each."""
         for name, scale in self.scales.items():
             where = f"scales.{name}"
             here = self.variants_at(scale)
@@ -241,7 +242,7 @@ class Study:
 
 
 def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
-    """What does not fit together of judges that measure what another judge has trained."""
+    """Yield problems of judges that measure the result of another judge."""
     first = {name: judge for name, judge in scale.judges.items() if judge.command == "finetune" and not judge.of}
     for name, judge in scale.judges.items():
         if judge.of and judge.of not in first:

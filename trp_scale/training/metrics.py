@@ -163,7 +163,7 @@ class _Cache(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class LastLesson(PartOf):
-    """What is read of learned masks. Attributes: lessons: of the masking network so far; overlap_untrained,
+    """Learned-mask fields of a line. Attributes: lessons: of the masking network so far; overlap_untrained,
     overlap_last: share of the patches that it masks that it would mask untrained, and masked before its last lesson."""
 
     lessons: Whole = 0
@@ -173,7 +173,7 @@ class LastLesson(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Line(PartOf):
-    """What is read of a line. One of a step has tasks, and one of a step that was validated a validation."""
+    """Fields of a metrics line. One of a step has tasks, and one of a step that was validated a validation."""
 
     step: Whole
     tasks: dict[str, _Task] = field(default_factory=dict)
@@ -211,7 +211,7 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_run(parent: Path) -> Path:
-    """Of the run directories in `parent`, the one whose metrics.jsonl was written to last.
+    """Return the run directory in `parent` with the latest write to metrics.jsonl.
 
     Raises:
         RefusedError: there is none.
@@ -260,11 +260,11 @@ class TaskHistory:
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
-    data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
-    whose weights the balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the
-    start. end_lines: logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the
-    last line, by their names. lesson: of learned masks, in the last line."""
+    """Summary of a run's metrics. Times are medians over logged steps, but for training_seconds and data_wait_seconds,
+    sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those whose weights the
+    balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the start. end_lines:
+    logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the last line, by their
+    names. lesson: of learned masks, in the last line."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -292,14 +292,14 @@ class RunHistory:
 
     @property
     def seconds_of_step(self) -> float | None:
-        """What a step costs: of processors on a CPU, so that what ran beside it does not count, and of time on a GPU;
-        None: no step was logged."""
+        """Cost of a step: processor seconds on a CPU, which other load does not change, and seconds on a GPU; `None` if
+        no step was logged."""
         return self.step_seconds if self.processor_seconds is None else self.processor_seconds
 
     @property
     def diverged(self) -> str:
-        """Why the end of the run is no result: most steps were skipped, and no loss is finite there; or the tasks'
-        losses, as they are without weights, are far above where they began. Empty: it is one."""
+        """Reason why the end of the run is no result, or "": most steps were skipped and no loss is finite, or the
+        unweighted task losses are far above their start. Empty: it is one."""
         since = f"from step {end_begins(self.last_step)} on"
         if self.loss_end is None and 2 * self.skipped_steps > self.last_step:
             return f"{self.skipped_steps} of {self.last_step} steps were skipped, and no loss is finite {since}"
@@ -336,7 +336,7 @@ def worst_task(
 
 
 def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, Any]]) -> TaskHistory:
-    """What the last lines say about one task."""
+    """Return the last losses of one task."""
     entries = [line["tasks"][name] for line in lines if name in line["tasks"]]
     seen = [entry for entry in entries if entry["loss"] is not None and entry["count"] > 0]
     count = sum(entry["count"] for entry in seen)
@@ -346,7 +346,7 @@ def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, An
 
 
 def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
-    """What hooks have to say to the reader, as `notice` among their values, by the hooks' names."""
+    """Return the `notice` values of hooks, by the hooks' names."""
     found = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
     return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
 

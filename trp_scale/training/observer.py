@@ -124,7 +124,7 @@ class Observer:
             self._display.message(text)
 
     def diverged(self) -> str:
-        """Why the run's end is no result (`RunHistory.diverged`); empty: it is one."""
+        """Return the reason why the run's end is no result (`RunHistory.diverged`), or ""."""
         self._write_held()
         why = read_history(self.run_dir).diverged
         return why and f"diverged: {why}"
@@ -213,7 +213,7 @@ class Observer:
             self._to_sink(sink, partial(sink.write, line))
 
     def _to_sink(self, sink: Sink, action: Callable[[], None]) -> None:
-        """What goes to a sink; its own storage may fail, and metrics.jsonl is the truth."""
+        """Write to a sink; log its storage errors, since metrics.jsonl is the truth."""
         try:
             action()
         except OSError as error:

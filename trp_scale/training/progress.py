@@ -95,7 +95,7 @@ class PlainDisplay:
         console.print(content)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 CURVE = 24
@@ -159,7 +159,7 @@ class LiveDisplay:
         atexit.unregister(self._live.stop)
 
     def drawn(self) -> RenderableType:
-        """What is shown now."""
+        """Return the current display."""
         record = self._standing.record
         if record is None:
             return self._progress

@@ -1,4 +1,4 @@
-"""What the loop hands to the observer: plain Python numbers, already summed over all ranks."""
+"""Records that the loop passes to the observer: plain Python numbers, already summed over all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepRecord:
 
 @dataclass(kw_only=True)
 class RunInfo:
-    """What does not change during a run and the figures need.
+    """Constants of a run that its figures need.
 
     Attributes:
         positions_per_step: sequence positions of one step on all ranks, padding included: rows x length.

@@ -47,7 +47,7 @@ def read_summary(run_dir: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Graphs(PartOf):
-    """What is read of the graphs of a run in summary.json."""
+    """Graph counts in summary.json."""
 
     made: Whole
     found: Whole
@@ -57,7 +57,7 @@ class _Graphs(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Best(PartOf):
-    """What is read of the figure that a checkpoint is kept for."""
+    """Best checkpoint in summary.json."""
 
     figure: str
     value: float | None
@@ -66,7 +66,7 @@ class _Best(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary(PartOf):
-    """What is read of summary.json."""
+    """Fields of summary.json."""
 
     exit_reason: str = ""
     steps_asked: Whole = 0
@@ -160,7 +160,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
 
 
 def changes_in_words(history: RunHistory) -> list[str]:
-    """Which of the tasks in the balance got better from start to end, and which worse; nothing for a single task."""
+    """Describe which balanced tasks improved from start to end, and which did not; empty for a single task."""
     known = {
         name: task
         for name, task in history.tasks.items()
@@ -191,8 +191,8 @@ def held_out_name(history: RunHistory) -> str:
 
 
 def _in_per_cent(history: RunHistory) -> str:
-    """How far the loss has moved, where there is one task: of several, tasks are told one by one. Nothing where masks
-    are learned: at the end the loss is that of other patches."""
+    """Describe the change of the loss of a single task; "" with several tasks or learned masks, whose loss at the end
+    is that of other patches. Nothing where masks are learned: at the end the loss is that of other patches."""
     start, end = history.loss_start, history.loss_end
     if len(history.tasks) != 1 or history.lesson is not None or not start or end is None or end == start:
         return ""
@@ -200,14 +200,14 @@ def _in_per_cent(history: RunHistory) -> str:
 
 
 def _named(tasks: Mapping[str, TaskHistory], most: int) -> str:
-    """Those that changed most, with their change."""
+    """Name the tasks that changed most, with their change."""
     order = sorted(tasks, key=lambda name: -abs(tasks[name].change or 0.0))
     named = ", ".join(f"{name} {number(tasks[name].change, sign=True)}" for name in order[:most])
     return f": {named}{', ...' if len(order) > most else ''}" if order else ""
 
 
 def cache_line(cache: Mapping[str, int]) -> str:
-    """What rank 0's loader found in the cache of remote tars."""
+    """Describe the use of the cache of remote tars by rank 0's loader."""
     opened, fetched = cache["found"] + cache["fetched"], cache["fetched"] + cache["ahead"]
     there = f"{cache['found'] / opened:.1%}" if opened else "none"
     size = (cache["fetched_bytes"] + cache["ahead_bytes"]) / 1e9
@@ -218,7 +218,7 @@ def cache_line(cache: Mapping[str, int]) -> str:
 
 
 def lesson_line(lesson: LastLesson) -> str:
-    """Whose masks those of the masking network are; the mask ratio says nothing of that."""
+    """Describe the overlap with the untrained network's masks and with those before the last update."""
     if lesson.overlap_untrained is None or lesson.overlap_last is None:
         return f"learned masks: {lesson.lessons:,} lessons; whose masks they are is compared at the next one"
     return (
@@ -228,7 +228,7 @@ def lesson_line(lesson: LastLesson) -> str:
 
 
 def _workers(summary: Mapping[str, Any]) -> str:
-    """How many loader workers the rank had; nothing of a run that has not ended."""
+    """Return the number of loader workers in words; "" for an unfinished run."""
     if "loader_workers" not in summary:
         return ""
     found = summary["loader_workers"]
@@ -237,7 +237,7 @@ def _workers(summary: Mapping[str, Any]) -> str:
 
 
 def start_lines(summary: Mapping[str, Any]) -> list[str]:
-    """How long the last start took, and the graphs that torch.compile made."""
+    """Return the lines on the last start: its duration, and the graphs of torch.compile."""
     lines = []
     graphs = summary.get("graphs")
     if (seconds := summary.get("start_seconds")) is not None:

@@ -68,7 +68,7 @@ def sparks(values: Sequence[float]) -> str:
 
 
 class Standing:
-    """What is known of a run so far.
+    """State of a run so far.
 
     Args:
         info: of the run.
@@ -118,7 +118,7 @@ class Standing:
         return "  ".join([*parts, speed(self.info, self._speed)])
 
     def more(self) -> Iterator[str]:
-        """What the last lines of metrics say beside, a line each; none where there is nothing yet."""
+        """Yield further lines of the display."""
         parts = []
         if self._validation is not None:
             parts.append(f"held out {self._validation[1]:.4f} at step {self._validation[0]}")
@@ -134,7 +134,7 @@ class Standing:
 
 
 def hook_lines(info: RunInfo, line: Mapping[str, Any]) -> dict[str, str]:
-    """Of each hook that a line of metrics has, what of it is for the display: "adversary: norm 0.12  effect 0.004"."""
+    """Return the display line of each hook in a metrics line: "adversary: norm 0.12 effect 0.004"."""
     lines = {}
     for hook, names in info.shown.items():
         values = line.get(hook) or {}
@@ -145,7 +145,7 @@ def hook_lines(info: RunInfo, line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def speed(info: RunInfo, positions_per_second: float) -> str:
-    """Of images, images; else tokens."""
+    """Return images/s for image runs, tokens/s otherwise."""
     if info.images_per_step:
         return f"{info.images_of(positions_per_second):,.0f} images/s"
     return f"{positions_per_second:,.0f} tokens/s"
