@@ -170,11 +170,11 @@ class IndexWriter:
             "counts": self._counts,
         }
         description = json.dumps(document, sort_keys=True).encode()
-        place = self._stream.tell()
+        offset = self._stream.tell()
         self._stream.write(description)
         self._stream.seek(0)
         hashed = hashlib.blake2b(description, digest_size=32).digest()
-        self._stream.write(_START.pack(_MAGIC, BINARY_FORMAT, place, len(description), hashed))
+        self._stream.write(_START.pack(_MAGIC, BINARY_FORMAT, offset, len(description), hashed))
 
     def _append(self, name: str, array: npt.NDArray[Any]) -> None:
         self._stream.write(bytes(-self._stream.tell() % 64))
@@ -249,7 +249,7 @@ class BinaryIndex:
     def _check_blocks(self, fields: Fields) -> None:
         """Check that each table has one entry per block."""
         lengths = {
-            name: place.length for name, place in self._arrays.items() if name in ("identities", "rows", "first")
+            name: array.length for name, array in self._arrays.items() if name in ("identities", "rows", "first")
         }
         if set(lengths) != {"identities", "rows", "first"} or len(set(lengths.values())) > 1:
             raise fields.refusal(
@@ -263,13 +263,13 @@ class BinaryIndex:
                 start = stream.read(_START.size)
                 if len(start) < _START.size or start[:8] != _MAGIC:
                     raise DataError(f"{self.path}: no binary index; {advice}")
-                _, form, place, length, hashed = _START.unpack(start)
+                _, form, start_, length, hashed = _START.unpack(start)
                 if form != BINARY_FORMAT:
                     raise DataError(f"{self.path}: format {form} found, {BINARY_FORMAT} expected; {advice}")
-                found = os.fstat(stream.fileno()).st_size
-                if found != place + length or length > LARGEST_INDEX:
-                    raise DataError(f"{self.path}: {found} bytes found, {place + length} expected; {advice}")
-                stream.seek(place)
+                actual_size = os.fstat(stream.fileno()).st_size
+                if actual_size != start_ + length or length > LARGEST_INDEX:
+                    raise DataError(f"{self.path}: {actual_size} bytes found, {start_ + length} expected; {advice}")
+                stream.seek(start_)
                 description = stream.read(length)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
@@ -284,15 +284,15 @@ class BinaryIndex:
         Raises:
             DataError: there is none, it is of another type, or lies outside the file.
         """
-        place = self._arrays.get(name)
+        array = self._arrays.get(name)
         kind = _KINDS.get(name) if dtype is None else dtype
-        if place is None or kind is None or (dtype is None and place.dtype != kind.str):
+        if array is None or kind is None or (dtype is None and array.dtype != kind.str):
             raise DataError(f"{self.path}: array {name} is missing or of another type; {self._advice}")
-        if place.offset + place.length * kind.itemsize > self.path.stat().st_size:
+        if array.offset + array.length * kind.itemsize > self.path.stat().st_size:
             raise DataError(f"{self.path}: array {name} lies outside the file; {self._advice}")
-        if not place.length:
+        if not array.length:
             return np.empty(0, dtype=kind)
-        return np.memmap(self.path, dtype=kind, mode="r", offset=place.offset, shape=(place.length,))
+        return np.memmap(self.path, dtype=kind, mode="r", offset=array.offset, shape=(array.length,))
 
     @property
     def _advice(self) -> str:
@@ -343,13 +343,13 @@ class BinaryIndex:
         store = find_store(directory)
         if store is not None:  # where the JSON indexes were left
             for name, size in zip(self.tars, self.sizes.tolist(), strict=True):
-                found = store.size(directory / name)
-                if found not in (None, size):
+                actual_size = store.size(directory / name)
+                if actual_size not in (None, size):
                     raise DataError(
-                        f"{directory / name}: {found} bytes found, {NAME} was made of {size} bytes; {advice}"
+                        f"{directory / name}: {actual_size} bytes found, {NAME} was made of {size} bytes; {advice}"
                     )
             return
-        made = self.path.stat().st_mtime_ns
+        modified = self.path.stat().st_mtime_ns
         for name, size, (json_size, json_end) in zip(self.tars, self.sizes.tolist(), self._beside, strict=True):
             tar = directory / name
             beside = index_path(tar)
@@ -360,7 +360,7 @@ class BinaryIndex:
                         f"{path}: {status.st_size} bytes found, {NAME} was made of {expected} bytes; {advice} makes it "
                         "again"
                     )
-            if status.st_mtime_ns > made and _end_digest(beside) != json_end:
+            if status.st_mtime_ns > modified and _end_digest(beside) != json_end:
                 raise DataError(f"{beside}: newer than {NAME}, and other content; {advice} makes it again")
 
     def verify(self) -> None:
@@ -431,13 +431,13 @@ class TarPaths(Sequence[Path]):
         return len(self._names)
 
     @overload
-    def __getitem__(self, place: int) -> Path: ...
+    def __getitem__(self, index: int) -> Path: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Path]: ...
-    def __getitem__(self, place: int | slice) -> Path | list[Path]:
-        if isinstance(place, slice):
-            return [self._directory / name for name in self._names[place]]
-        return self._directory / self._names[place]
+    def __getitem__(self, index: slice) -> list[Path]: ...
+    def __getitem__(self, index: int | slice) -> Path | list[Path]:
+        if isinstance(index, slice):
+            return [self._directory / name for name in self._names[index]]
+        return self._directory / self._names[index]
 
 
 class BlockNames(Sequence[str]):
@@ -457,16 +457,16 @@ class BlockNames(Sequence[str]):
         return len(self._first)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        first = int(self._first[place])
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        first = int(self._first[index])
         tar = int(np.searchsorted(self._starts, first, side="right")) - 1
         if not 0 <= tar < len(self._tars):
-            raise DataError(f"{self._tars[0].parent}: {NAME} is damaged: block {place} begins at image {first}")
+            raise DataError(f"{self._tars[0].parent}: {NAME} is damaged: block {index} begins at image {first}")
         return f"{self._tars[tar].stem}/{first - int(self._starts[tar])}"
 
     def __iter__(self) -> Iterator[str]:

@@ -221,12 +221,12 @@ def check_size(path: Path, shard: str, size: int) -> None:
     Raises:
         DataError: the tar cannot be read, or is another.
     """
-    found = stored_size(path)
-    if found is None:  # a server that does not say: compared when it is fetched
-        found = size
-    if shard != path.name or size != found:
+    actual_size = stored_size(path)
+    if actual_size is None:  # a server that does not say: compared when it is fetched
+        actual_size = size
+    if shard != path.name or size != actual_size:
         raise DataError(
-            f"{path}: {found} bytes found, {index_path(path).name} is of {shorten(shard)} with {size} bytes; "
+            f"{path}: {actual_size} bytes found, {index_path(path).name} is of {shorten(shard)} with {size} bytes; "
             f"copy the shard again, or shard the data again"
         )
 
@@ -246,18 +246,18 @@ def stored_size(path: Path) -> int | None:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:
+def check_members(shard: Path, key: str, suffixes: set[str], allowed: tuple[str, ...]) -> None:
     """Compare the members of a block with those that every block has.
 
     Raises:
         DataError: one that is not listed, or one that lacks.
     """
-    unlisted = sorted(found - set(allowed))
+    unlisted = sorted(suffixes - set(allowed))
     if unlisted:
         raise DataError(
             f"{shard}: block {shorten(key)} has member .{shorten(unlisted[0])}; allowed are "
             f"{', '.join('.' + name for name in allowed)} (nothing else is opened, and nothing is ever unpickled)"
         )
-    missing = sorted(set(allowed) - found)
+    missing = sorted(set(allowed) - suffixes)
     if missing:
         raise DataError(f"{shard}: block {shorten(key)} has no member .{missing[0]}; shard the data again")

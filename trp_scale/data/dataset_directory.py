@@ -34,7 +34,7 @@ def load_dataset(path: str, split: str):  # type: ignore[no-untyped-def]  # `dat
     return loaded
 
 
-def open_dataset(path: Path, said: str) -> Any:
+def open_dataset(path: Path, source: str) -> Any:
     """Open a directory written by datasets.save_to_disk, a Dataset or a DatasetDict.
 
     Args:
@@ -49,17 +49,17 @@ def open_dataset(path: Path, said: str) -> Any:
         for file in path.glob("**/*.json"):  # the library follows them wherever they lead
             read_object(file, DataError)
         for state in path.glob("**/state.json"):
-            for each in read_fields(state).take("_data_files", list[dict[str, Any]], []):
-                if not is_plain_name(each.get("filename")):
-                    raise DataError(f"{state}: file {quote(each.get('filename'))} found, a plain file name expected")
+            for entry in read_fields(state).take("_data_files", list[dict[str, Any]], []):
+                if not is_plain_name(entry.get("filename")):
+                    raise DataError(f"{state}: file {quote(entry.get('filename'))} found, a plain file name expected")
         return datasets.load_from_disk(str(path))
     except Exception as error:  # pyarrow's, ours, and whatever other fields than the library's lead to
         raise DataError(
-            f"{said}: cannot be read as a dataset directory ({error_text(error)}); save it again"
+            f"{source}: cannot be read as a dataset directory ({error_text(error)}); save it again"
         ) from error
 
 
-def check_rows(rows: Any, first: int, last: int, said: str) -> None:
+def check_rows(rows: Any, first: int, last: int, source: str) -> None:
     """Refuse rows that the library would read past the ends of their file, which ends the process.
 
     Args:
@@ -74,5 +74,5 @@ def check_rows(rows: Any, first: int, last: int, said: str) -> None:
         rows.data.table.slice(first, last - first).validate(full=True)
     except Exception as error:  # pyarrow's
         raise DataError(
-            f"{said}: rows {first} to {last - 1} are damaged ({error_text(error)}); save it again"
+            f"{source}: rows {first} to {last - 1} are damaged ({error_text(error)}); save it again"
         ) from error

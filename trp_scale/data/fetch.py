@@ -134,9 +134,9 @@ class _Ranges:
 
     def __iter__(self) -> Iterator[range]:
         yield from tuple(self.pending)
-        for each in self._rest:
-            self.pending.append(each)
-            yield each
+        for range_ in self._rest:
+            self.pending.append(range_)
+            yield range_
 
 
 class _Passes:
@@ -216,14 +216,14 @@ class MicroBatches:
                         "loader workers end when they import the main script (their errors are above); allowed: a "
                         'script whose calls are under if __name__ == "__main__":, or --data.workers 0'
                     ) from error
-                found = self._left_out(ranges) if at == lost_at else []
-                if at == lost_at and not found:
+                lost = self._left_out(ranges) if at == lost_at else []
+                if at == lost_at and not lost:
                     raise UnreadableError(
                         f"{error}, again at the same rows, none of which ends a process by itself; look for a lack of "
                         "memory (dmesg), or take fewer --data.workers"
                     ) from error
                 logger.warning("%s; new ones go on at the same rows", error)
-                lost_at = None if found else at
+                lost_at = None if lost else at
                 self._forget()
 
     def _delivered(self, ranges: _Ranges) -> Iterator[Batch]:
@@ -308,14 +308,14 @@ class MicroBatches:
     def _left_out(self, ranges: _Ranges) -> list[int]:
         """Positions whose rows end a process: they are marked in the fetcher, and left out from now on."""
         context = multiprocessing.get_context("forkserver")
-        found = []
-        for each in tuple(ranges.pending):
-            if _survives(context, _make, self._fetcher, each):
+        skipped = []
+        for pending in tuple(ranges.pending):
+            if _survives(context, _make, self._fetcher, pending):
                 continue
-            ends = [at for at in each if not _survives(context, _make, self._fetcher, range(at, at + 1))]
-            found += ends
+            ends = [at for at in pending if not _survives(context, _make, self._fetcher, range(at, at + 1))]
+            skipped += ends
             self._fetcher.leave_out(ends)
-        return found
+        return skipped
 
     def _forget(self) -> None:
         """Kill the workers, and drop what torch has of them."""

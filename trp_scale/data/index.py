@@ -38,8 +38,8 @@ def reason_of(error: Exception) -> str:
     """
     if isinstance(error, MemoryError) or (isinstance(error, RefusedError) and not isinstance(error, DataError)):
         raise error
-    said = " ".join(str(error).split())
-    text = said if isinstance(error, DataError) else f"{type(error).__name__}: {said}"
+    message = " ".join(str(error).split())
+    text = message if isinstance(error, DataError) else f"{type(error).__name__}: {message}"
     return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]}..."
 
 
@@ -165,8 +165,8 @@ def read_index_document(shard: Path) -> IndexDocument:
     path = index_path(shard)
     content = read_content(path, DataError, largest=LARGEST_INDEX)
     fields = Fields(parse_json(content, str(path), DataError, looked_through=False), str(path), DataError)
-    if (found := fields.document.get("format")) != INDEX_FORMAT:
-        raise DataError(f"{path}: format {quote(found)} found, {INDEX_FORMAT} expected; shard the data again")
+    if (stored_format := fields.document.get("format")) != INDEX_FORMAT:
+        raise DataError(f"{path}: format {quote(stored_format)} found, {INDEX_FORMAT} expected; shard the data again")
     blocks = fields.take("blocks", list)
     if not all(type(block) is dict for block in blocks):
         raise DataError(f"{path}: a block that is no object; shard the data again")

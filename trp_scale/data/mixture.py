@@ -45,7 +45,7 @@ def parse_paths(text: str) -> list[MemberPath]:
         DataError: there is no data set under a URL.
         RefusedError: as `parse_members`.
     """
-    return [MemberPath(name=n, weight=w, path=local_directory(place)) for n, w, place in parse_members(text)]
+    return [MemberPath(name=n, weight=w, path=local_directory(location)) for n, w, location in parse_members(text)]
 
 
 def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
@@ -104,9 +104,9 @@ def require_data(settings: Mapping[str, str]) -> None:
         RefusedError: as `parse_members`.
     """
     for name, text in settings.items():
-        for _, _, place in parse_members(text):
-            if not is_url(place):
-                require_dataset(Path(place), f"--{name} {place}")
+        for _, _, location in parse_members(text):
+            if not is_url(location):
+                require_dataset(Path(location), f"--{name} {location}")
 
 
 def shares_said(paths: Sequence[MemberPath]) -> list[str]:
@@ -148,13 +148,13 @@ class Mixture:
         """Member and position in the member, [R] each."""
         if len(self.slots) == 1:
             return np.zeros_like(positions), positions
-        cycles, place = np.divmod(positions, self.cycle)  # [R]
+        cycles, remainder = np.divmod(positions, self.cycle)  # [R]
         used, which = np.unique(cycles, return_inverse=True)  # [U], [R]
         states = mix(used.astype(np.uint64) ^ np.uint64(self._state))
         slots = np.arange(self.cycle, dtype=np.uint64)
         low = np.uint64((1 << PLACE_BITS) - 1)
         words = (mix(states[:, None] ^ slots[None, :]) & ~low) | slots  # [U, cycle]
         words.sort(axis=1)
-        slot = (words[which, place] & low).astype(np.int64)  # [R]
+        slot = (words[which, remainder] & low).astype(np.int64)  # [R]
         member = self._member_of_slot[slot]
         return member, cycles * self.slots[member] + slot - self._first_slot[member]

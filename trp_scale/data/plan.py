@@ -317,9 +317,9 @@ class ByBlock:
         found = [self._batch(number) for number in numbers.tolist()]
 
         def joined(name: str) -> npt.NDArray[Any]:
-            whole = np.stack([getattr(each, name) for each in found])  # [batches, B]
-            taken: npt.NDArray[Any] = whole[which, places]
-            return taken
+            whole = np.stack([getattr(batch, name) for batch in found])  # [batches, B]
+            values: npt.NDArray[Any] = whole[which, places]
+            return values
 
         return Addresses(**{name: joined(name) for name in ("member", "block", "row", "epoch", "keys", "present")})
 
@@ -356,12 +356,12 @@ class HeldOutPlan:
         """Addresses of the rows at `positions`, [R]."""
         present = positions < self.rows
         safe = np.where(present, positions, 0)
-        place = np.searchsorted(self._ends, safe, side="right")
-        row = safe - self._starts[place]
-        keys = row_identities(self._identities[place], row).astype(np.int64)
+        position = np.searchsorted(self._ends, safe, side="right")
+        row = safe - self._starts[position]
+        keys = row_identities(self._identities[position], row).astype(np.int64)
         return Addresses(
-            member=self._member[place],
-            block=self._block[place],
+            member=self._member[position],
+            block=self._block[position],
             row=row,
             epoch=np.zeros_like(row),
             keys=np.where(present, keys, -1),

@@ -40,7 +40,7 @@ _RECORD, _NAME_BYTES = 512, 100
 """Bytes of a tar's records, and of a name at the beginning of a member's first."""
 
 
-def require_dataset(directory: Path, said: str = "") -> None:
+def require_dataset(directory: Path, source: str = "") -> None:
     """Refuse a directory that is no data set.
 
     Args:
@@ -50,7 +50,7 @@ def require_dataset(directory: Path, said: str = "") -> None:
         DataError: says what is there, and the command that makes a data set of it.
     """
     if not (directory / "dataset.json").is_file():
-        raise DataError(f"{said or directory}: {_in_place_of_one(directory)}")
+        raise DataError(f"{source or directory}: {_in_place_of_one(directory)}")
 
 
 def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[str, int]]:
@@ -147,8 +147,8 @@ def kind_of(file: Path) -> str:
 
 def modality_folders(folder: Path) -> Mapping[str, Path]:
     """Return the sub-folders that are modalities of the same images, by name; empty unless there are two or more."""
-    found = {name: folder / name for name in names("modality") if (folder / name).is_dir()}
-    return found if len(found) > 1 else {}
+    folders = {name: folder / name for name in names("modality") if (folder / name).is_dir()}
+    return folders if len(folders) > 1 else {}
 
 
 def modality_command(folders: Mapping[str, Path]) -> str:
@@ -161,7 +161,7 @@ def modality_command(folders: Mapping[str, Path]) -> str:
 def _in_place_of_one(place: Path) -> str:
     """Describe a path that is no data set, and how to make one of it."""
     if not place.exists() and "," in str(place):
-        named = [each.rpartition("=") for each in str(place).split(",")]
+        named = [part.rpartition("=") for part in str(place).split(",")]
         weighted = ",".join(f"{name.partition(':')[0] or Path(path).name}:1={path}" for name, _, path in named)
         return f"no such directory; several data sets have names and weights above 0: {weighted!r}"
     if not place.exists():
@@ -189,21 +189,21 @@ def _in_place_of_one(place: Path) -> str:
     kind = Counter(map(kind_of, files)).most_common(1)[0][0]
     first = min(file for file in files if kind_of(file) == kind)
     example = first.relative_to(place) if place.is_dir() else first.name
-    there = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
+    contents = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
     if kind == "tar" and not _holds_images(first):
-        return f"{there}; tars are read if they hold images: unpack these, then {_sharded('text', Path('FOLDER'))}"
+        return f"{contents}; tars are read if they hold images: unpack these, then {_sharded('text', Path('FOLDER'))}"
     if kind in ("text", "image"):
-        return f"{there}; {_sharded(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
+        return f"{contents}; {_sharded(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
     if kind == "tar":
         tars = first.parent if place.is_dir() else place
         output = "" if tars == place and place.is_dir() else " --output DIR"
-        return f"{there}; tars of images are read where they lie, after: trp-scale index {_word(tars)}{output}"
-    return f"{there}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
+        return f"{contents}; tars of images are read where they lie, after: trp-scale index {_word(tars)}{output}"
+    return f"{contents}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
 
 
-def _sharded(kind: str, place: Path) -> str:
+def _sharded(kind: str, path: Path) -> str:
     command = "shard-text" if kind == "text" else "shard-images"
-    return f"make one of it: trp-scale {command} --inputs {_word(place)} --output DIR"
+    return f"make one of it: trp-scale {command} --inputs {_word(path)} --output DIR"
 
 
 def _word(path: Path | str) -> str:
@@ -217,6 +217,6 @@ def _holds_images(tar: Path) -> bool:
             records = [stream.read(_RECORD) for _ in range(4)]
     except OSError:
         return True
-    found = [each[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "replace") for each in records]
-    kinds = [kind for kind in map(kind_of, map(Path, found)) if kind in _KINDS]
+    names_of_members = [record[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "replace") for record in records]
+    kinds = [kind for kind in map(kind_of, map(Path, names_of_members)) if kind in _KINDS]
     return kinds[:1] != ["text"]

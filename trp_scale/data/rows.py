@@ -114,9 +114,9 @@ def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
     """
     for path in paths:
         require_dataset(path.path)
-        found = read_json(path.path / "dataset.json").get("kind")
-        if found != wanted and isinstance(found, str) and found in KINDS:
+        kind = read_json(path.path / "dataset.json").get("kind")
+        if kind != wanted and isinstance(kind, str) and kind in KINDS:
             raise RefusedError(
-                f"{path.path}: kind {found!r} found, but this run's encoder reads kind "
-                f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"
+                f"{path.path}: kind {kind!r} found, but this run's encoder reads kind "
+                f"{wanted!r}; give other data (--data.path), or choose a recipe for {kind} data"
             )

@@ -91,11 +91,11 @@ class ShardReader:
         shift = 0 if stored.part is None else stored.part.start
         view = memoryview(self._map(stored))
         arrays = []
-        for place, suffix in enumerate(table.suffixes):
+        for position, suffix in enumerate(table.suffixes):
             where = f"{table.shards[shard]}: {table.keys[block]}.{suffix}"
-            start = int(table.offsets[block, place]) - shift
-            content = view[start : start + int(table.lengths[block, place])]
-            if self._verify and zlib.crc32(content) != int(table.checksums[block, place]):
+            start = int(table.offsets[block, position]) - shift
+            content = view[start : start + int(table.lengths[block, position])]
+            if self._verify and zlib.crc32(content) != int(table.checksums[block, position]):
                 raise DataError(f"{where}: checksum differs from the index")
             array = parse_npy(content, where)
             if array.ndim == 0 or len(array) != int(table.rows[block]):

@@ -148,8 +148,8 @@ class Sources:
 
     def rows(self) -> dict[str, int]:
         """Rows of each source: of an epoch, or of a pass over the held-out ones; those without rows are left out."""
-        found = {name: source.rows for name, source in self._endless().items()} | {"validation": self.validation.rows}
-        return {name: count for name, count in found.items() if count}
+        rows = {name: source.rows for name, source in self._endless().items()} | {"validation": self.validation.rows}
+        return {name: count for name, count in rows.items() if count}
 
     def cursors(self) -> dict[str, int]:
         """Rows consumed of each endless source: what a checkpoint keeps."""
@@ -185,15 +185,15 @@ class Sources:
         now = self.validation.cache_use
         for source in self._endless().values():
             now = now.plus(source.cache_use)
-        since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
+        since = CacheUse(*(here - before for here, before in zip(now, self._told, strict=True)))
         self._told = now
         return since._asdict() if any(since) else {}
 
     def _endless(self) -> dict[str, TrainSource]:
-        found = {"train": self.train}
+        sources = {"train": self.train}
         if self.downstream is not None:
-            found |= {TRAIN: self.downstream.train, VALIDATION: self.downstream.validation}
-        return found
+            sources |= {TRAIN: self.downstream.train, VALIDATION: self.downstream.validation}
+        return sources
 
     def close(self) -> None:
         """End all workers."""

@@ -41,8 +41,8 @@ def cache_root() -> Path:
     Raises:
         RefusedError: the latter belongs to someone else.
     """
-    if given := os.environ.get(DIRECTORY):
-        root = Path(given).absolute()
+    if directory := os.environ.get(DIRECTORY):
+        root = Path(directory).absolute()
         root.mkdir(parents=True, exist_ok=True)
         return root
     root = Path(tempfile.gettempdir()) / f"trp_scale_cache-{os.getuid()}"
@@ -99,16 +99,16 @@ class Cache:
 
     def bound(self) -> int:
         """Bytes that the files may take."""
-        given = given_bound()
-        if given is not None:
-            return given
+        bound = given_bound()
+        if bound is not None:
+            return bound
         try:
             disk = os.statvfs(self.root)
         except OSError as error:
             raise RemoteError(f"{self.root}: the cache cannot be looked into ({error.strerror})") from error
         return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
 
-    def open(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
+    def open(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
         """A descriptor of the file at `place`, which is fetched if it is not there.
 
         Args:
@@ -119,38 +119,38 @@ class Cache:
         Raises:
             RemoteError: no room; or another process fetches the file and does not get on.
         """
-        with self._on_this_disk(place):
-            return self._opened(place, size, fetch)
+        with self._on_this_disk(path):
+            return self._opened(path, size, fetch)
 
     @contextmanager
-    def _on_this_disk(self, place: Path) -> Iterator[None]:
+    def _on_this_disk(self, path: Path) -> Iterator[None]:
         """Context in which an error is one of this disk: nothing is wrong with what is stored."""
         try:
             yield
         except OSError as error:
             raise RemoteError(
-                f"{place}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
+                f"{path}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
             ) from error
 
-    def _opened(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
+    def _opened(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
         while True:
             with suppress(FileNotFoundError):
-                descriptor = os.open(place, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY)
                 os.utime(descriptor)
                 status = os.fstat(descriptor)
                 if status.st_size == size:
                     self.found += 1
                     return descriptor
-                self.drop(place, status.st_ino)
+                self.drop(path, status.st_ino)
                 os.close(descriptor)
-            descriptor = self._claimed(place)
-            if self._filled(place, descriptor, size, fetch):
+            descriptor = self._claimed(path)
+            if self._filled(path, descriptor, size, fetch):
                 self.fetched += 1
                 self.fetched_bytes += size
                 return descriptor
             os.close(descriptor)
 
-    def drop(self, place: Path, inode: int) -> None:
+    def drop(self, path: Path, inode: int) -> None:
         """Remove a file whose content is wrong, unless another process has replaced it.
 
         Args:
@@ -158,19 +158,19 @@ class Cache:
             inode: of the wrong file, which the caller holds open or mapped.
         """
         with self._alone(), suppress(FileNotFoundError):
-            status = place.stat()
+            status = path.stat()
             if status.st_ino == inode:
-                place.unlink()
+                path.unlink()
                 (self.root / _USED).write_text(str(max(0, self._used() - status.st_size)))
 
-    def keep(self, place: Path) -> bool:
+    def keep(self, path: Path) -> bool:
         """Whether a file is there; it then counts as opened just now, so that others go before it."""
         with suppress(FileNotFoundError):
-            os.utime(place)
+            os.utime(path)
             return True
         return False
 
-    def fetch_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
+    def fetch_ahead(self, path: Path, size: int, fetch: Callable[[int], None]) -> None:
         """Fetch a file that will be opened, unless it is there or another process fetches it.
 
         Args:
@@ -179,18 +179,18 @@ class Cache:
         Raises:
             RemoteError: no room.
         """
-        with self._on_this_disk(place):
-            self._fetched_ahead(place, size, fetch)
+        with self._on_this_disk(path):
+            self._fetched_ahead(path, size, fetch)
 
-    def _fetched_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(_part(place), os.O_RDWR | os.O_CREAT, 0o600)
+    def _fetched_ahead(self, path: Path, size: int, fetch: Callable[[int], None]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(_part(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-            if _is(_part(place), descriptor) and self._filled(place, os.dup(descriptor), size, fetch, close=True):
+            if _is(_part(path), descriptor) and self._filled(path, os.dup(descriptor), size, fetch, close=True):
                 self.ahead += 1
                 self.ahead_bytes += size
         finally:
@@ -199,31 +199,31 @@ class Cache:
     def use(self) -> CacheUse:
         """Return the statistics of this process since the last call."""
         now = CacheUse(self.found, self.fetched, self.fetched_bytes, self.ahead, self.ahead_bytes)
-        since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
+        since = CacheUse(*(here - before for here, before in zip(now, self._told, strict=True)))
         self._told = now
         return since
 
     def _filled(
-        self, place: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False
+        self, path: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False
     ) -> bool:
         """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
         already. Closes the descriptor after an error, or where `close` says so."""
         room_made = False
         try:
-            if place.exists():
-                _part(place).unlink(missing_ok=True)
+            if path.exists():
+                _part(path).unlink(missing_ok=True)
                 return False
-            self._make_room(place, descriptor, size)
+            self._make_room(path, descriptor, size)
             room_made = True
             fetch(descriptor)
             os.fsync(descriptor)  # a power cut after the rename would leave a file of zeros under the name
-            _part(place).replace(place)
+            _part(path).replace(path)
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
             return True
         except BaseException:
             close = True
             with self._alone():  # whoever counts the files meanwhile counts it, or has it taken off
-                _part(place).unlink(missing_ok=True)
+                _part(path).unlink(missing_ok=True)
                 if room_made:
                     (self.root / _USED).write_text(str(max(0, self._used() - size)))
             raise
@@ -231,10 +231,10 @@ class Cache:
             if close:
                 os.close(descriptor)
 
-    def _claimed(self, place: Path) -> int:
+    def _claimed(self, path: Path) -> int:
         """A descriptor of the unfinished file, locked: this process alone writes it."""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part, end = _part(place), time.monotonic() + patience()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part, end = _part(path), time.monotonic() + patience()
         while True:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -247,7 +247,7 @@ class Cache:
                     if os.fstat(descriptor).st_size and _written_lately(descriptor):
                         end = time.monotonic() + patience()
                     if time.monotonic() > end:
-                        raise RemoteError(f"{place}: another process of this machine fetches it and does not get on")
+                        raise RemoteError(f"{path}: another process of this machine fetches it and does not get on")
                     time.sleep(_POLL)
                 if _is(part, descriptor):
                     return descriptor
@@ -256,18 +256,18 @@ class Cache:
                 raise
             os.close(descriptor)  # it was renamed, or given up, by the process that had it before
 
-    def _make_room(self, place: Path, descriptor: int, size: int) -> None:
+    def _make_room(self, path: Path, descriptor: int, size: int) -> None:
         """Take `size` bytes for an unfinished file, and remove others where that is too much."""
         with self._alone():
             bound, used = self.bound(), self._used()
             if size > bound:
                 raise RemoteSetupError(
-                    f"{place.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
+                    f"{path.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
                     f"{GIGABYTES} to more, or {DIRECTORY} to a larger disk"
                 )
             os.ftruncate(descriptor, size)
             if used + size > bound:
-                used = self._clear(int(_KEPT * bound) if size <= _KEPT * bound else bound, keep=_part(place))
+                used = self._clear(int(_KEPT * bound) if size <= _KEPT * bound else bound, keep=_part(path))
             else:
                 used += size
             (self.root / _USED).write_text(str(used))
@@ -275,7 +275,7 @@ class Cache:
     def _clear(self, limit: int, keep: Path) -> int:
         """Remove the files opened longest ago until all take `limit` bytes; returns what they take. Unfinished files of
         processes that were killed go first."""
-        files = sorted(self._files(), key=lambda each: each[0].st_mtime_ns)
+        files = sorted(self._files(), key=lambda entry: entry[0].st_mtime_ns)
         used = sum(status.st_size for status, _ in files)
         for abandoned in (True, False):
             for status, path in files:
@@ -348,13 +348,13 @@ PART_MARK = "@"
 """Between the name of a tar and the bytes of it that a file of the cache holds."""
 
 
-def kept_as(place: Path, part: range | None) -> Path:
+def kept_as(path: Path, part: range | None) -> Path:
     """The file that holds a part of a tar, beside where the tar would be."""
-    return place if part is None else place.with_name(f"{place.stem}{PART_MARK}{part.start}-{part.stop}{place.suffix}")
+    return path if part is None else path.with_name(f"{path.stem}{PART_MARK}{part.start}-{part.stop}{path.suffix}")
 
 
-def _part(place: Path) -> Path:
-    return place.with_name(place.name + _PART)
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + _PART)
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -97,16 +97,16 @@ def file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
     userinfo, options = find_credentials(url), dict[str, Any](skip_instance_cache=True)
-    place = url
+    address = url
     if userinfo and url.startswith(("http://", "https://")):
         import aiohttp
 
         user, _, password = userinfo.partition(":")
         options["client_kwargs"] = {"auth": aiohttp.BasicAuth(unquote(user), unquote(password))}
     elif userinfo:
-        place = url.replace("://", f"://{userinfo}@", 1)
+        address = url.replace("://", f"://{userinfo}@", 1)
     try:
-        return fsspec.core.url_to_fs(place, **options)  # type: ignore[no-any-return]
+        return fsspec.core.url_to_fs(address, **options)  # type: ignore[no-any-return]
     except ImportError as error:
         raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
     except ValueError as error:
@@ -263,11 +263,11 @@ class Remote:
         """
         if self._protocol in ("http", "https"):
             return None
-        found = self._repeated("", lambda seconds: self._asked("find", seconds, self._path, detail=True))
+        files = self._repeated("", lambda seconds: self._asked("find", seconds, self._path, detail=True))
         prefix = self._path.rstrip("/") + "/"
         return {
             name.removeprefix(prefix): Stored(int(entry["size"]), _version(entry))
-            for name, entry in found.items()
+            for name, entry in files.items()
             if name.startswith(prefix)
         }
 
@@ -398,18 +398,18 @@ def _write(descriptor: int, content: bytes, at: int) -> None:
 
 def _unsigned(error: BaseException) -> bool:
     """Whether credentials are missing or not enough: that does not pass by waiting."""
-    for each in _chain(error):
-        status = getattr(each, "status", None) or getattr(getattr(each, "response", None), "status_code", None)
-        if isinstance(each, PermissionError) or type(each).__name__ in _UNSIGNED or status in (401, 403):
+    for cause in _chain(error):
+        status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(cause, PermissionError) or type(cause).__name__ in _UNSIGNED or status in (401, 403):
             return True
     return False
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    each: BaseException | None = error
-    while each is not None:
-        yield each
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:

@@ -152,8 +152,8 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     meta, rows_per_block = _read_meta(path, fields)
     maps = required(directory, stored_maps(path, fields.document), used)
     shards = fields.file_names("shards")
-    own = [each.suffix for each in maps if each.directory == OWN_TAR]
-    samples = read_samples(directory / OWN_TAR, shards, meta.suffixes, (IMAGE, *own), rows_per_block)
+    stored_suffixes = [map_.suffix for map_ in maps if map_.directory == OWN_TAR]
+    samples = read_samples(directory / OWN_TAR, shards, meta.suffixes, (IMAGE, *stored_suffixes), rows_per_block)
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
     highest = samples.highest_label
@@ -167,12 +167,12 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         name=name,
         directory=directory,
         split=fields.section("settings").text("split", "train"),
-        meta=replace(meta, maps={each.name: each for each in maps}),
+        meta=replace(meta, maps={map_.name: map_ for map_ in maps}),
         maps=maps,
         rows_per_block=rows_per_block,
         samples=samples,
         aligned=tuple(
-            read_aligned(directory, each, samples, rows_per_block) for each in maps if each.directory != OWN_TAR
+            read_aligned(directory, map_, samples, rows_per_block) for map_ in maps if map_.directory != OWN_TAR
         ),
         blocks=cut_blocks(samples, rows_per_block),
     )
@@ -200,7 +200,7 @@ def _cut(stems: Sequence[str], counts: Integers, rows_per_block: int) -> tuple[O
     start = 0
     for stem, count in zip(stems, counts.tolist(), strict=True):
         first = np.arange(0, count, rows_per_block)  # [blocks of the shard]
-        keys += [f"{stem}/{place}" for place in first.tolist()]
+        keys += [f"{stem}/{number}" for number in first.tolist()]
         firsts.append(start + first)
         rows.append(np.minimum(rows_per_block, count - first))
         start += count
@@ -243,8 +243,8 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
 def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
     """Read the metadata of dataset.json, and the images per block."""
     for name, expected in (("format", FORMAT), ("kind", "image")):
-        if (found := fields.document.get(name)) != expected:
-            raise fields.refusal(f"{name} {quote(found)} found, {expected!r} expected")
+        if (stored := fields.document.get(name)) != expected:
+            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
     suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:

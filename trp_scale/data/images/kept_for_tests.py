@@ -61,15 +61,15 @@ def in_common(train: Sequence[ImageDataset], test: ImageDataset) -> list[str]:
     By lengths and checksums in the indexes; only where both agree the bytes are read.
     """
     reader, words = SampleReader(test.samples, verify=False), _words(test)
-    found: dict[int, str] = {}
+    names_by_row: dict[int, str] = {}
     for dataset in train:
         other, others = SampleReader(dataset.samples, verify=False), _words(dataset)
         order = np.argsort(others)
         first = np.searchsorted(others, words, sorter=order)
         for number in np.flatnonzero(np.isin(words, others)).tolist():
-            if number not in found and _image(reader, number) == _image(other, int(order[first[number]])):
-                found[number] = test.samples.key(number)
-    return list(found.values())
+            if number not in names_by_row and _image(reader, number) == _image(other, int(order[first[number]])):
+                names_by_row[number] = test.samples.key(number)
+    return list(names_by_row.values())
 
 
 def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> int:
@@ -99,9 +99,9 @@ def image_datasets(paths: str) -> list[ImageDataset]:
         DataError: a data set is missing or damaged.
     """
     return [
-        open_image_dataset(each.path, each.name)
-        for each in parse_paths(paths)
-        if read_json(each.path / "dataset.json").get("kind") == "image"
+        open_image_dataset(member.path, member.name)
+        for member in parse_paths(paths)
+        if read_json(member.path / "dataset.json").get("kind") == "image"
     ]
 
 
@@ -138,23 +138,23 @@ def check_test(config: Config, test: Path) -> None:
             f"--test {test}: kind {quote(kind)} found, 'image' allowed: a directory that trp-scale shard-images wrote"
         )
     train = [open_image_dataset(path.path, path.name) for path in parse_paths(config.data.path)]
-    found = open_image_dataset(test)
-    if "cls" not in found.meta.suffixes:
+    test_dataset = open_image_dataset(test)
+    if "cls" not in test_dataset.meta.suffixes:
         raise RefusedError(f"--test {test}: the images have no classes; accuracy needs those of --data.path")
-    _check_classes(train, found, test)
-    if shared := refuse_shared_images(train, found):
-        log.warning("%s: %d of its %d images are in the run's data too", test, shared, found.samples.rows)
+    _check_classes(train, test_dataset, test)
+    if shared := refuse_shared_images(train, test_dataset):
+        log.warning("%s: %d of its %d images are in the run's data too", test, shared, test_dataset.samples.rows)
 
 
-def _check_classes(train: list[ImageDataset], found: ImageDataset, test: Path) -> None:
-    known, names = agree_images(train).classes, found.meta.classes
+def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: Path) -> None:
+    known, names = agree_images(train).classes, test_dataset.meta.classes
     if known != names:
         raise RefusedError(
             f"--test {test}: classes {_listed(names)} found, those of --data.path are {_listed(known)}; a test set has "
             "the same, in the same order: shard it from a folder with the same sub-folders, or with the same "
             "--class_names"
         )
-    most, highest = max(int(each.samples.labels.max()) for each in train), int(found.samples.labels.max())
+    most, highest = max(int(dataset.samples.labels.max()) for dataset in train), int(test_dataset.samples.labels.max())
     if names is None and highest > most:
         raise RefusedError(
             f"--test {test}: class {highest} found, the highest of --data.path is {most}; give the test set of "

@@ -85,11 +85,13 @@ class MapFormat:
         """
         if not self.fits(content):
             bits, colour_type = png_format(content)
-            found = f"a PNG of {bits} bits and colour type {colour_type}" if bits else "not a PNG that can be decoded"
+            description = (
+                f"a PNG of {bits} bits and colour type {colour_type}" if bits else "not a PNG that can be decoded"
+            )
             kind = "grey" if self.channels == 1 else "red, green, blue"
             raise DataError(
-                f".{self.suffix}: {found}; {' or '.join(map(str, self.bits))} bits and colour type {self.colour_type} "
-                f"({kind}) expected"
+                f".{self.suffix}: {description}; {' or '.join(map(str, self.bits))} bits and colour type "
+                f"{self.colour_type} ({kind}) expected"
             )
         height, width = png_size(content)  # as its header says, before anything is unpacked
         if size is not None and (height, width) != tuple(size):
@@ -148,7 +150,7 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
         raise DataError(f"{path}: modalities {quote(described)} found, descriptions by name expected: {{...}}")
     if not isinstance(suffixes, list):
         raise DataError(f"{path}: suffixes {quote(suffixes)} found, a list of names expected")
-    found = {}
+    maps_by_name = {}
     for name, form in map_formats().items():
         if name in described or form.suffix in suffixes:
             description = described.get(name, {})
@@ -156,13 +158,13 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
                 raise DataError(
                     f"{path}: modalities.{name} {quote(description)} found, its description expected: {{...}}"
                 )
-            found[name] = form.stored(path, name, description)
-            if found[name].directory == OWN_TAR and form.suffix not in suffixes:
+            maps_by_name[name] = form.stored(path, name, description)
+            if maps_by_name[name].directory == OWN_TAR and form.suffix not in suffixes:
                 raise DataError(
                     f"{path}: modality {name} is described, but samples have no member .{form.suffix} and no other "
                     f"directory is named for it; shard the images again"
                 )
-    return found
+    return maps_by_name
 
 
 def second_directories(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps]:
@@ -186,7 +188,7 @@ def own_directory(path: Path, name: str, description: Description) -> str:
     return str(directory)
 
 
-def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None:
+def class_names(path: Path, field_path: str, value: object) -> tuple[str, ...] | None:
     """Names of classes in dataset.json, or None.
 
     Args:
@@ -197,13 +199,13 @@ def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None
     Raises:
         DataError: neither a list of names nor null.
     """
-    if found is None:
+    if value is None:
         return None
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise DataError(
-            f'{path}: {place} {quote(found)} found, a list of names expected, such as ["wall", "sky"], or null'
+            f'{path}: {field_path} {quote(value)} found, a list of names expected, such as ["wall", "sky"], or null'
         )
-    return tuple(found)
+    return tuple(value)
 
 
 def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]) -> None:
@@ -221,21 +223,21 @@ def _listed(classes: tuple[str, ...] | None) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def required(directory: Path, found: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
+def required(directory: Path, stored: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
     """Return the maps of a data set that the objective reads.
 
     Raises:
         RefusedError: one is not there, or cannot be learned from.
     """
     for name in used:
-        if name not in found:
-            there = ", ".join(["rgb", *found])
+        if name not in stored:
+            available = ", ".join(["rgb", *stored])
             raise RefusedError(
-                f"--modalities.inputs or --modalities.outputs has {name}, but {directory} has {there} only; make the "
-                f"maps with trp-scale pseudo-label, or leave {name} out of both"
+                f"--modalities.inputs or --modalities.outputs has {name}, but {directory} has {available} only; "
+                f"make the maps with trp-scale pseudo-label, or leave {name} out of both"
             )
-        map_formats()[name].require(directory / "dataset.json", found[name])
-    return tuple(found[name] for name in used)
+        map_formats()[name].require(directory / "dataset.json", stored[name])
+    return tuple(stored[name] for name in used)
 
 
 def read_names(flag: str, file: str) -> tuple[list[str], bytes]:

@@ -51,20 +51,20 @@ def jpeg_frame_size(content: bytes | bytearray) -> tuple[int, int] | None:
 
 def _frame(content: bytes | bytearray) -> int | None:
     """The byte behind the marker of a JPEG's frame."""
-    place, end = 2, len(content)
+    offset, end = 2, len(content)
     if content[:2] != b"\xff\xd8":
         return None
-    while 0 <= (place := content.find(0xFF, place)) < end - 1:
-        marker = content[place + 1]
+    while 0 <= (offset := content.find(0xFF, offset)) < end - 1:
+        marker = content[offset + 1]
         if marker == 0xFF:  # fill bytes
-            place += 1
+            offset += 1
             continue
-        place += 2
+        offset += 2
         if marker == 0 or marker in _WITHOUT_LENGTH:
             continue
         if marker == _SOS:
             return None
         if marker in _FRAMES:
-            return place
-        place += int.from_bytes(content[place : place + 2], "big")
+            return offset
+        offset += int.from_bytes(content[offset : offset + 2], "big")
     return None

@@ -45,9 +45,9 @@ def known_suffixes() -> tuple[str, ...]:
     return (IMAGE, CLASS, *(form.suffix for form in map_formats().values()))
 
 
-def ordered_suffixes(found: Collection[str]) -> tuple[str, ...]:
+def ordered_suffixes(suffixes: Collection[str]) -> tuple[str, ...]:
     """The suffixes in the order of `known_suffixes`."""
-    return tuple(suffix for suffix in known_suffixes() if suffix in found)
+    return tuple(suffix for suffix in known_suffixes() if suffix in suffixes)
 
 
 OPEN_IN_CACHE = 32
@@ -114,11 +114,11 @@ class SampleTable:
             DataError: the index is no longer there, or has fewer images than at the start.
         """
         shard = self.shard_of(sample)
-        path, place = self.shards[shard], sample - int(self.starts[shard])
+        path, number = self.shards[shard], sample - int(self.starts[shard])
         blocks = read_index(path).blocks
-        if place >= len(blocks):
-            raise DataError(f"{path}: {len(blocks)} images in its index, {place + 1} or more at the start of the run")
-        return f"{path.stem}/{blocks[place].key}"
+        if number >= len(blocks):
+            raise DataError(f"{path}: {len(blocks)} images in its index, {number + 1} or more at the start of the run")
+        return f"{path.stem}/{blocks[number].key}"
 
     def keys(self) -> list[str]:
         """KEY of every image, from the index files.
@@ -126,13 +126,13 @@ class SampleTable:
         Raises:
             DataError: as `key`.
         """
-        found = []
+        all_keys = []
         for shard, count in zip(self.shards, np.diff(self.starts).tolist(), strict=True):
             keys = read_index_document(shard).keys()
             if len(keys) != count:
                 raise DataError(f"{shard}: {len(keys)} images in its index, {count} at the start of the run")
-            found += keys
-        return found
+            all_keys += keys
+        return all_keys
 
 
 def read_samples(
@@ -269,14 +269,14 @@ def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str]
             for block in blocks
             for member in map(block["members"].__getitem__, suffixes)
         ]
-        found = np.array(places)
+        suffix_numbers = np.array(places)
     except DataError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise index.refusal() from error
-    if found.dtype != np.int64 and len(places):  # something else than whole numbers of 64 bits among them
+    if suffix_numbers.dtype != np.int64 and len(places):  # something else than whole numbers of 64 bits among them
         raise index.refusal()
-    members: Integers = found.astype(np.int64).reshape(len(blocks), len(suffixes), 3)
+    members: Integers = suffix_numbers.astype(np.int64).reshape(len(blocks), len(suffixes), 3)
     _check_places(path, size, keys, members)
     return size, keys, members, _read_labels(path, blocks, "cls" in suffixes)
 
@@ -395,8 +395,8 @@ class SampleReader:
         shard = table.shard_of(sample)
         descriptor, start = self._open(stored), 0 if stored.part is None else stored.part.start
         contents = []
-        for place, suffix in enumerate(table.suffixes):
-            offset, length = int(table.offsets[sample, place]), int(table.lengths[sample, place])
+        for position, suffix in enumerate(table.suffixes):
+            offset, length = int(table.offsets[sample, position]), int(table.lengths[sample, position])
             if offset < 0 or offset + length > int(table.sizes[shard]):  # a binary index is not read as a whole
                 where = self._where(shard, sample, suffix)
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
@@ -408,7 +408,7 @@ class SampleReader:
             if count != len(content):
                 raise DataError(f"{self._where(shard, sample, suffix)}: {count} bytes found, {len(content)} expected")
             checked = self._verify or suffix not in (IMAGE, CLASS)
-            if checked and zlib.crc32(content) != int(table.checksums[sample, place]):
+            if checked and zlib.crc32(content) != int(table.checksums[sample, position]):
                 raise DataError(f"{self._where(shard, sample, suffix)}: checksum differs from the index")
             contents.append(content)
         return contents
@@ -483,9 +483,9 @@ def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_pe
 def first_difference(images: Path, maps: Path) -> str:
     """The first place at which two tars have different keys, by their indexes; "" if there is none."""
     keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
-    for place, (ours, theirs) in enumerate(zip_longest(*keys)):
+    for position, (ours, theirs) in enumerate(zip_longest(*keys)):
         if ours != theirs:
-            found = "no more maps" if theirs is None else f"a map of {shorten(theirs)}"
+            difference = "no more maps" if theirs is None else f"a map of {shorten(theirs)}"
             expected = "no more images" if ours is None else f"image {shorten(ours)}"
-            return f"{maps}: place {place}: {found} found, {images} has {expected} there"
+            return f"{maps}: place {position}: {difference} found, {images} has {expected} there"
     return ""

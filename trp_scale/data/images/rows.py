@@ -114,7 +114,7 @@ class DecodedRows:
     @property
     def sizes(self) -> Integers:
         """Height and width of each image as stored, [R, 2]; 1 where there is none."""
-        return np.array([(1, 1) if one is None else one.size for one in self.samples], dtype=np.int64)
+        return np.array([(1, 1) if sample is None else sample.size for sample in self.samples], dtype=np.int64)
 
     def batch(self, fields: dict[str, Tensor], addresses: Addresses, *, start: int, began: float) -> Batch:
         """A Batch of `fields`, and of what every row has: labels and row_weights.
@@ -125,8 +125,8 @@ class DecodedRows:
             start: position of the first row.
             began: time.perf_counter() when the work on the batch began.
         """
-        labels = [-1 if one is None else one.label for one in self.samples]
-        weights = [0.0 if one is None else 1.0 for one in self.samples]
+        labels = [-1 if sample is None else sample.label for sample in self.samples]
+        weights = [0.0 if sample is None else 1.0 for sample in self.samples]
         common = {
             "labels": torch.tensor(labels, dtype=torch.int64),
             "row_weights": torch.tensor(weights, dtype=torch.float32),
@@ -172,15 +172,17 @@ class RowReader:
         contents = [self._tried(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
         scale = np.ones(len(contents), dtype=np.int64)
         if scales is not None:
-            scale = scales(np.array([(1, 1) if one is None else jpeg_size(one[IMAGE]) for one in contents]))
+            scale = scales(np.array([(1, 1) if content is None else jpeg_size(content[IMAGE]) for content in contents]))
         samples = [
-            None if one is None else self._tried(addresses, row, corrupt, partial(self._decode, one, int(scale[row])))
-            for row, one in enumerate(contents)
+            None
+            if content is None
+            else self._tried(addresses, row, corrupt, partial(self._decode, content, int(scale[row])))
+            for row, content in enumerate(contents)
         ]
         return DecodedRows(samples=samples, reasons=corrupt)
 
     def _tried(
-        self, addresses: Addresses, row: int, corrupt: dict[str, str], made: Callable[[int, int], Made]
+        self, addresses: Addresses, row: int, corrupt: dict[str, str], prepare: Callable[[int, int], Made]
     ) -> Made | None:
         """Return the prepared image of a row; `None` if it is missing or damaged, which is noted in `corrupt`."""
         if not addresses.present[row]:
@@ -188,7 +190,7 @@ class RowReader:
         member = int(addresses.member[row])
         number = int(self._blocks[member].first[addresses.block[row]] + addresses.row[row])
         try:
-            return made(member, number)
+            return prepare(member, number)
         except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
             name, key = self._names[member], self._readers[member][0].table.key(number)
             corrupt[f"{name}/{key}" if name else key] = reason_of(error)

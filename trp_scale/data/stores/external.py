@@ -55,8 +55,8 @@ def look_at(place: str) -> Place:
     """
     if is_url(place):
         remote, name = _remote_of(place)
-        found = remote.stored(name)
-        return Place(place=place, size=found.size, version=found.version)
+        stored = remote.stored(name)
+        return Place(place=place, size=stored.size, version=stored.version)
     try:
         with open_regular(place) as stream:
             status = os.fstat(stream.fileno())
@@ -73,7 +73,7 @@ def _remote_of(url: str) -> tuple[Remote, str]:
 
 def write_places(directory: Path, places: Mapping[str, Place]) -> None:
     """Say where the tars of a folder lie, by the names that they have in the data set."""
-    write_json(directory / PLACES, {"format": 1, "tars": {name: vars(place) for name, place in places.items()}})
+    write_json(directory / PLACES, {"format": 1, "tars": {name: vars(entry) for name, entry in places.items()}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Places:
 
     def room(self) -> int:
         """Bytes that the cache may take; 0 where no tar lies under a URL."""
-        if not any(is_url(each.place) for each in self.tars.values()):
+        if not any(is_url(entry.place) for entry in self.tars.values()):
             return 0
         return shared_cache(cache_root()).bound()
 
@@ -160,9 +160,9 @@ class Places:
         known = self._known(tar)
         if is_url(known.place):
             return None
-        found = look_at(known.place)
-        self._refuse_changed(known, found)
-        return found.size
+        current = look_at(known.place)
+        self._refuse_changed(known, current)
+        return current.size
 
     def where(self, tar: Path) -> str:
         """Path or URL of a tar, for messages."""
@@ -177,13 +177,13 @@ class Places:
     def _advice(self) -> str:
         return f"index the tars again: trp-scale index {self.directory.parent}"
 
-    def _refuse_changed(self, known: Place, found: Place) -> None:
-        if found.size != known.size:
+    def _refuse_changed(self, known: Place, current: Place) -> None:
+        if current.size != known.size:
             raise DataError(
-                f"{known.place}: {found.size} bytes found, {known.size} bytes when it was indexed; {self._advice}"
+                f"{known.place}: {current.size} bytes found, {known.size} bytes when it was indexed; {self._advice}"
             )
-        if found.version != known.version:
-            when = "" if is_url(known.place) else f" ({_time(known.version)} then, {_time(found.version)} now)"
+        if current.version != known.version:
+            when = "" if is_url(known.place) else f" ({_time(known.version)} then, {_time(current.version)} now)"
             raise DataError(f"{known.place}: it was written to after it was indexed{when}; {self._advice}")
 
 
@@ -202,19 +202,19 @@ def find_places(directory: Path) -> Places | None:
     """Return the places of a folder's external tars; `None` if it stores its tars itself."""
     path = directory / PLACES
     try:
-        made = path.stat().st_mtime_ns
+        modified = path.stat().st_mtime_ns
     except OSError:
         return None
-    return _read_places(path, made)
+    return _read_places(path, modified)
 
 
 @functools.lru_cache(maxsize=16)
 def _read_places(path: Path, _: int) -> Places:
     fields = read_fields(path, f"index the tars again: trp-scale index {path.parent.parent}")
     tars = fields.take("tars", dict[FileName, Place])
-    for place in tars.values():
-        if "\0" in place.place or not (is_url(place.place) or place.place.startswith("/")):
-            raise fields.refusal(f"place {quote(place.place)} found, an absolute path or a URL expected")
-        if not is_url(place.place) and not re.fullmatch(r"\d{1,19}", place.version):
-            raise fields.refusal(f"version {quote(place.version)} found, the time it was written to expected")
+    for entry in tars.values():
+        if "\0" in entry.place or not (is_url(entry.place) or entry.place.startswith("/")):
+            raise fields.refusal(f"place {quote(entry.place)} found, an absolute path or a URL expected")
+        if not is_url(entry.place) and not re.fullmatch(r"\d{1,19}", entry.version):
+            raise fields.refusal(f"version {quote(entry.version)} found, the time it was written to expected")
     return Places(directory=path.parent, tars=tars)

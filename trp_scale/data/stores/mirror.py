@@ -83,8 +83,8 @@ class _Update:
     def run(self) -> None:
         listed = self._remote.listed()
         if listed is not None and "dataset.json" not in listed:
-            found = f"{len(listed)} other files" if listed else "nothing"
-            raise DataError(f"{self._url}/dataset.json: not found, {found} there")
+            contents = f"{len(listed)} other files" if listed else "nothing"
+            raise DataError(f"{self._url}/dataset.json: not found, {contents} there")
         before = self._before()
         content = self._remote.read("dataset.json", LARGEST)
         path = self._directory / "dataset.json"
@@ -98,14 +98,14 @@ class _Update:
         self._fetch(_indexes(tars, listed), listed, before)
         self._fetch([places for places in (f"shards/{PLACES}",) if places in (listed or ())], listed, before)
         self._fetch(self._tokenizer(listed), listed, before)
-        files = None if listed is None else {name: [each.size, each.version] for name, each in listed.items()}
+        files = None if listed is None else {name: [entry.size, entry.version] for name, entry in listed.items()}
         write_json(self._directory / MARKER, {"url": self._url, "cache": str(self._root), "files": files})
 
     def _before(self) -> dict[str, Any]:
         marker = self._directory / MARKER
         if not marker.exists():
             return {}
-        return {name: list(each) for name, each in (_read_marker(marker).files or {}).items()} or {"": None}
+        return {name: list(entry) for name, entry in (_read_marker(marker).files or {}).items()} or {"": None}
 
     def _kept(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
         """Whether what is here, if it is, is what is there."""
@@ -181,11 +181,11 @@ class _Update:
 
 def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
     """Return the one index of each folder, or the indexes of its tars."""
-    found = []
+    names = []
     for tar in tars:
         binary = str(Path(tar).with_name(BINARY_INDEX))
-        found.append(binary if listed is not None and binary in listed else str(index_path(Path(tar))))
-    return list(dict.fromkeys(found))
+        names.append(binary if listed is not None and binary in listed else str(index_path(Path(tar))))
+    return list(dict.fromkeys(names))
 
 
 def _tars(url: str, document: dict[str, Any]) -> list[str]:
@@ -302,10 +302,10 @@ def find_mirror(directory: Path) -> Mirror | None:
     """The mirror that a folder of tars belongs to; None: it lies on this machine."""
     marker = directory.parent / MARKER
     try:
-        made = marker.stat().st_mtime_ns
+        modified = marker.stat().st_mtime_ns
     except OSError:
         return None
-    return _read_mirror(marker, made)
+    return _read_mirror(marker, modified)
 
 
 @functools.lru_cache(maxsize=16)
@@ -315,7 +315,7 @@ def _read_mirror(marker: Path, _: int) -> Mirror:
         directory=marker.parent,
         url=read.url,
         cache=shared_cache(Path(read.cache)),
-        files=None if read.files is None else {name: Stored(*each) for name, each in read.files.items()},
+        files=None if read.files is None else {name: Stored(*entry) for name, entry in read.files.items()},
     )
 
 
@@ -330,10 +330,10 @@ class _Marker:
 
 def _read_marker(marker: Path) -> _Marker:
     advice = f"remove {marker}: the directory is then looked through again"
-    found = record(_Marker, read_json(marker), str(marker), DataError, advice)
-    if not is_url(found.url) or not Path(found.cache).is_absolute() or "\0" in found.cache:
+    content = record(_Marker, read_json(marker), str(marker), DataError, advice)
+    if not is_url(content.url) or not Path(content.cache).is_absolute() or "\0" in content.cache:
         raise DataError(
-            f"{marker}: url {quote(found.url)} and cache {quote(found.cache)} found, a URL and an absolute path "
+            f"{marker}: url {quote(content.url)} and cache {quote(content.cache)} found, a URL and an absolute path "
             f"expected; {advice}"
         )
-    return found
+    return content

@@ -146,17 +146,17 @@ class TarsAhead:
         """The next tars that are not there, in the order in which they are needed."""
         room: int | None = None
         seen: set[StoredPart] = set()
-        for each in self._next_tars(position):
-            store = find_store(each.tar.parent)
-            if each in seen or store is None:
+        for part in self._next_tars(position):
+            store = find_store(part.tar.parent)
+            if part in seen or store is None:
                 continue
-            seen.add(each)
-            size = each.size if each.part is None else len(each.part)
+            seen.add(part)
+            size = part.size if part.part is None else len(part.part)
             room = (store.room() // 2 if room is None else room) - size
             if room < 0 or len(seen) > most_ahead():
                 return
-            if not store.keep(each.tar, each.part) and each not in self._failed:
-                yield store, each
+            if not store.keep(part.tar, part.part) and part not in self._failed:
+                yield store, part
 
     def _next_tars(self, position: int) -> Iterator[StoredPart]:
         blocks: set[tuple[int, int]] = set()
@@ -181,7 +181,7 @@ def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = N
     worker = get_worker_info()
     if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
         return None
-    stores = [find_store(part.tar.parent) for each in stored for part in each.tars(0)]
+    stores = [find_store(part.tar.parent) for block in stored for part in block.tars(0)]
     if any(store is not None and store.room() for store in stores):
         return TarsAhead(plan, stored, share)
     return None

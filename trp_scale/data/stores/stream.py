@@ -11,24 +11,24 @@ from trp_scale.storage.transfer import PIECE, is_url, shared_remote
 _BUFFER = 1 << 16
 
 
-def open_stream(place: Place) -> BinaryIO:
+def open_stream(source: Place) -> BinaryIO:
     """A file where it lies, not by way of the cache.
 
     Raises:
         OSError: a local file cannot be opened.
     """
-    if not is_url(place.place):
-        return open(place.place, "rb")  # noqa: PTH123 - a place is text
-    return cast(BinaryIO, io.BufferedReader(_Pieces(place), _BUFFER))
+    if not is_url(source.place):
+        return open(source.place, "rb")  # noqa: PTH123 - a place is text
+    return cast(BinaryIO, io.BufferedReader(_Pieces(source), _BUFFER))
 
 
 class _Pieces(io.RawIOBase):
     """The bytes of a file; one piece of it is held."""
 
-    def __init__(self, place: Place) -> None:
-        directory, _, self._name = place.place.rpartition("/")
+    def __init__(self, source: Place) -> None:
+        directory, _, self._name = source.place.rpartition("/")
         self._remote = shared_remote(directory)
-        self._size = place.size
+        self._size = source.size
         self._at = 0
         self._piece, self._first = b"", 0
 

@@ -120,8 +120,8 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
 
 def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     for field, expected in (("format", FORMAT), ("kind", "text")):
-        if (found := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quote(found)} found, {expected!r} expected")
+        if (stored := fields.document.get(field)) != expected:
+            raise fields.refusal(f"{field} {quote(stored)} found, {expected!r} expected")
     length, row_length = fields.whole("length"), fields.whole("row_length")
     if row_length != length - 3 or row_length < 1:
         raise fields.refusal(f"row_length {row_length} found, length - 3 = {length - 3} expected")
