@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .PHONY: help setup absent-extras pretrain test unit test-exhaustive test-cluster test-faults matrix docs lint types wheel-test clean
 
 PYTHON ?= python3
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13
 RANKS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -46,7 +46,7 @@ help:
 setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt $(if $(ABSENT),absent-extras)
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is Python {v}; trp-scale needs 3.11 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
 	@echo "installing into $(VENV) for $(DEVICE): some minutes, and $(if $(filter cpu,$(DEVICE)),1.5 GB or more,6 GB with CUDA's libraries)"

@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ def version_of(library: str) -> str | None:
 def describe(setting: Setting) -> dict[str, Any]:
     """The machine and the libraries."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setting.device_name,
         "device_memory_mb": torch.cuda.get_device_properties(setting.device).total_memory / 2**20
         if setting.on_gpu

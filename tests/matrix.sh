@@ -2,7 +2,7 @@
 # Installation, unit tests and the README's first command under several versions of Python, each in an environment of its own
 # (6 GB) under build/matrix. Ends with a table, and fails if a part failed.
 #
-#   tests/matrix.sh python3.10 python3.12 python3.13
+#   tests/matrix.sh python3.11 python3.12 python3.13
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -127,7 +127,7 @@ def cluster(directory: Path) -> Iterator[Slurm]:
         for process in running:
             try:
                 process.wait(timeout=30)
-            except subprocess.TimeoutExpired:  # noqa: PERF203  a slurmd waits for what a job has left
+            except subprocess.TimeoutExpired:  # a slurmd waits for processes that a job has left
                 process.kill()
                 process.wait()
 

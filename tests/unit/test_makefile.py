@@ -119,12 +119,12 @@ def test_an_old_python_is_refused(project: Path) -> None:
 
 def test_the_version_check_names_the_version_and_the_remedy() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (line,) = [line for line in makefile.splitlines() if "sys.version_info < (3, 10)" in line]
+    (line,) = [line for line in makefile.splitlines() if "sys.version_info < (3, 11)" in line]
     code = line.split("-c '")[1].rstrip("'").replace("$(PYTHON)", "python3")
-    pretend = "import sys; sys.version_info = (3, 9, 1); sys.version = '3.9.1 (x)'; "
+    pretend = "import sys; sys.version_info = (3, 10, 1); sys.version = '3.10.1 (x)'; "
     old = subprocess.run([sys.executable, "-c", pretend + code], capture_output=True, text=True, timeout=60)
     assert old.returncode == 1
-    assert "python3 is Python 3.9.1; trp-scale needs 3.10 or newer" in old.stderr
+    assert "python3 is Python 3.10.1; trp-scale needs 3.11 or newer" in old.stderr
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -209,7 +209,7 @@ class MicroBatches:
             try:
                 yield from self._delivered(ranges)
                 return
-            except WorkerLostError as error:  # noqa: PERF203 - it is rare
+            except WorkerLostError as error:
                 at = ranges.pending[0]
                 if lost_at is None and not _survives(multiprocessing.get_context("forkserver"), _do_nothing):
                     raise RefusedError(
@@ -267,7 +267,7 @@ class MicroBatches:
             while True:
                 try:
                     return next(batches, None)
-                except Exception as error:  # noqa: PERF203 - what a worker has handed over may be cut short
+                except Exception as error:  # a message from a worker may be cut short
                     waited = time.monotonic() - began
                     if self._asked() and waited > PATIENCE_OF_A_STOP:
                         raise StoppedWaitingError(f"asked to stop, and no rows came for {waited:.0f} s") from error

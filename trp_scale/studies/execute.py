@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,7 +232,7 @@ class Executor:
             reason=reason,
             seconds=round(time.monotonic() - began + (before.seconds if before else 0.0), 3),
             processor_seconds=round(used + (before.processor_seconds if before else 0.0), 3),
-            at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         write_json(directory / "state" / f"{flat(name)}.json", asdict(state))
         return state

@@ -14,7 +14,7 @@ import json
 import socket
 import traceback
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Ending:
     def _write(self, **fields: Any) -> None:
         """Write the record, unless another rank has."""
         place = {"rank": self.rank, "host": socket.gethostname()}
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         document = {**fields, "why": str(fields["why"])[:2000], **place, "at": now}
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
             write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Incidents:
         """One incident at `step`; the fields are JSON values."""
         if not self._enabled:
             return
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         self._waiting = [*self._waiting, json.dumps({"at": now, "step": step, "kind": kind, **fields})][-_MOST_WAITING:]
         with contextlib.suppress(OSError):
             drop_torn_line(self._path)

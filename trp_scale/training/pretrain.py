@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ def guarded(
         lease = Lease(run_dir)
         on_rank_zero(world, f"taking {run_dir}", lambda: stack.enter_context(lease) and None)
         ending = Ending(run_dir=run_dir, rank=info.rank)
-        started = world.broadcast_object(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}")
+        started = world.broadcast_object(f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
         ending.begin(info.attempt or 0)
         requests = StopRequests(
             asked_in or run_dir,

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,7 +129,7 @@ def write_environment(
     found: dict[str, Any] = {}
     if world.rank == 0:
         found = {
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": [clean_text(word) for word in sys.orig_argv],
             "directory": str(Path.cwd()),
             "engine": engine,

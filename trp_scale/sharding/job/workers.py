@@ -282,9 +282,9 @@ def _run(
 
 
 def _close_queue(pool: ProcessPoolExecutor) -> None:
-    """Have a pool whose processes are gone wait no longer for them to read what they were to do next. Python 3.10 and
-    3.11.2 wait for that without end where it is more than a pipe holds, 3.11.7 and later do not (cpython#94777). A pool
-    that ends by itself is left alone: it closes its queue itself, and twice at one moment is an error."""
+    """Close the queue of a pool whose processes are gone, so that its thread stops waiting for them to read their next
+    work. Python 3.11.2 waits without end if the queue holds more than a pipe does; 3.11.7 and later do not
+    (cpython#94777). A pool that ends in time closes its queue itself; two closes at one moment are an error."""
     manager: Any = getattr(pool, "_executor_manager_thread", None)
     queue: Any = getattr(pool, "_call_queue", None)
     if manager is None or queue is None:

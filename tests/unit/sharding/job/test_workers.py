@@ -70,7 +70,7 @@ def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pyt
 
 
 def test_a_process_is_lost_while_more_than_a_pipe_holds_is_to_be_done(tmp_path: Path) -> None:
-    """The pool of Python 3.10 and 3.11.2 waits without end for it to be read; those of 3.11.7 and later do not."""
+    """The pool of Python 3.11.2 waits without end for it to be read; those of 3.11.7 and later do not."""
     long = "a" * 200_000
     found = read(tmp_path, ("lethal",), *[(long,)] * 8)
     assert found == {0: ["without lethal"], **{number: [long] for number in range(1, 9)}}
