@@ -33,7 +33,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("sharding", "planning", "diagnostics"),
     ("components", "studies"),
-    ("theory",),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -1,5 +1,5 @@
-"""Commands that look at what was trained (`report`, `watch`, `evaluate`, `probe`, `represent`, `compare`, `export`),
-and at the method itself (`theory`)."""
+"""Commands that look at trained runs (`report`, `watch`, `evaluate`, `probe`, `represent`, `compare`,
+`export`)."""
 
 from __future__ import annotations
 
@@ -183,24 +183,4 @@ def export(argv: Sequence[str]) -> int:
     print(f"{checkpoint} -> {arguments.output}\nloaded by: {call}")
     if call.startswith("timm."):
         print("without pretrained=True timm makes random weights and does not say so")
-    return 0
-
-
-@dataclass(kw_only=True)
-class TheoryArguments:
-    """Draw the bounds of the minimax method (TRP 3.1, 5.1 to 5.3) against what is measured on small problems, and
-    print the numbers."""
-
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("theory.png")
-    """PNG to write (needs the extra `pictures`)."""
-    steps: int = 10_000
-    """Most steps K of Theorem 3.1's problem, 100 at least; smaller K go down to 32 by half powers of ten."""
-
-
-def theory(argv: Sequence[str]) -> int:
-    """`trp-scale theory`."""
-    arguments = read(TheoryArguments, argv, prog="trp-scale theory")
-    from trp_scale.theory import show
-
-    show(arguments.output, arguments.steps)
     return 0

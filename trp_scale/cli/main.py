@@ -95,11 +95,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "run a table of the papers, or your own, as one file: all runs, and a report",
         ),
     },
-    "look at the method": {
-        "theory": Command(
-            "trp_scale.cli.evaluation:theory", "draw what minimax weights promise against what is measured"
-        ),
-    },
 }
 """The commands, in the groups that `trp-scale --help` shows."""
 

@@ -181,11 +181,11 @@ def test_what_a_flag_does_is_running_text(
     assert "Told on two lines (of which the second begins with a bracket). (default: 1.0)" in said
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"theory", "doctor"}))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
 def test_a_command_without_a_word_behind_it_says_what_it_needs(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But `recipes`, which lists them, and `theory` and `doctor`, which need nothing."""
+    """But `recipes`, which lists them, and `doctor`, which needs nothing."""
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main([command])
