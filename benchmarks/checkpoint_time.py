@@ -50,7 +50,7 @@ class Options(StepOptions):
 
 def time_round(trainer: Trainer, writer: CheckpointWriter | None, steps: int) -> tuple[float, float]:
     """Return seconds of a checkpoint's call and of the steps after it."""
-    trainer.checkpoints = writer
+    trainer.control.checkpoints = writer
     began = time.perf_counter()
     if writer is not None:
         hooks = trainer.hooks.state_dict()

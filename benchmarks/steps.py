@@ -137,9 +137,6 @@ def loop_over(
         observer=observer or Unobserved(),
         # On one rank nothing is sent: NCCL, where it is the group's, could not send what is on the host.
         agreement=StepAgreement(ALONE if run.data_group.size == 1 else run.data_group, 0),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
 
 

@@ -190,9 +190,6 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
         source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
 
 

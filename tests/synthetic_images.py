@@ -145,9 +145,6 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
         source=SyntheticImages(config, group),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
     return trainer, adversary
 

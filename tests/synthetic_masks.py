@@ -184,9 +184,6 @@ def masks_run(
         source=source,
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
     trainer.engine.train(True)
     return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])

@@ -162,9 +162,6 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
         source=SyntheticModalities(config, group, **source),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
 
 

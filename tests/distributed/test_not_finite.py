@@ -84,7 +84,7 @@ def skipping_run(layout: Layout) -> tuple[str, int]:
     config = small_config(layout, training={"steps": 6, "max_skipped_steps": 1}, optimizer={"lr": 1e-3})
     trainer = trainer_for(layout, config)
     saved: list[int] = []
-    trainer.save = lambda: saved.append(trainer.state.step)
+    trainer.control.save = lambda: saved.append(trainer.state.step)
     objective = trainer.objective
     spoilt = type(
         "Spoilt",

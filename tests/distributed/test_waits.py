@@ -227,7 +227,7 @@ def test_ranks_agree_on_a_step_while_the_device_makes_the_one_before() -> None:
     reach, queued = trainer.agreement.reach, []
 
     def noting(*args: Any, **kwargs: Any) -> Agreed:
-        queued.append(None if trainer.unread is None else trainer.unread.step)
+        queued.append(None if trainer.pending is None else trainer.pending.step)
         return reach(*args, **kwargs)
 
     trainer.agreement.reach = noting  # type: ignore[method-assign]
@@ -250,6 +250,6 @@ def test_an_error_or_a_stop_loses_no_step() -> None:
         trainer.run()
     assert [record.step for record in observer.records] == [1, 2, 3]
     trainer, observer = noted(training={"steps": 8})
-    trainer.stop_requested = lambda: "asked" if trainer.state.step >= 4 else None
+    trainer.control.stop_requested = lambda: "asked" if trainer.state.step >= 4 else None
     assert trainer.run() == "asked"
     assert [record.step for record in observer.records] == [1, 2, 3, 4, 5]

@@ -70,9 +70,6 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
         source=SyntheticImages(config, group, make=partial(batch, size=config.crops.size)),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
     initial = by_projection(engine.full_weights())
     trainer.run()

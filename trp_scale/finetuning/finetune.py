@@ -33,7 +33,7 @@ from trp_scale.reporting.results import (
     write_json,
 )
 from trp_scale.training import rundir
-from trp_scale.training.pretrain import Guard, PassedOver, Run, guarded, trained
+from trp_scale.training.pretrain import Guard, Rollback, Run, guarded, trained
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -178,9 +178,9 @@ def run_seed(
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
         return tasks[-1]
 
-    def make(over: PassedOver | None) -> Run:
+    def make(rollback: Rollback | None) -> Run:
         phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")
-        run = Run(arguments, environment, run_dir, engine_name, guard, build, over)
+        run = Run(arguments, environment, run_dir, engine_name, guard, build, rollback)
         phase("making the first step")
         return run
 

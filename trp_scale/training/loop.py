@@ -54,7 +54,7 @@ ASK_EVERY = 8
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a run has done.
+    """Progress of a run.
 
     Attributes:
         step: steps done.
@@ -74,19 +74,19 @@ class TrainingState:
     fault: int = 0
     last_fault: int = 0
 
-    def made(self, step: int, *, skipped: bool) -> None:
-        """Take note of a step that was looked at."""
+    def record_step(self, step: int, *, skipped: bool) -> None:
+        """Count a step whose statistics have been read."""
         if skipped:
             self.skipped += 1
-            self.skips = [*(each for each in self.skips if each > step - SKIP_WINDOW), step]
+            self.skips = [*(skip for skip in self.skips if skip > step - SKIP_WINDOW), step]
             self.fault, self.last_fault = self.fault or step, step
         elif self.fault and step - self.last_fault >= CALM_STEPS:
             self.fault = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnreadStep:
-    """A step whose work is queued, and whose numbers nobody has looked at yet.
+class PendingStep:
+    """A queued step whose statistics have not reached the host.
 
     Attributes:
         step: its number, from 1.
@@ -118,16 +118,44 @@ class WrittenBehind(Protocol):
         ...
 
     def given_up(self) -> str | None:
-        """Why the run stops, once too many could not be written."""
+        """Return why the run must stop because too many could not be written, or None."""
         ...
 
     def close(self) -> None:
-        """The run ends without another one."""
+        """End the run without another checkpoint."""
         ...
 
     def finish(self, again: Callable[[], None]) -> None:
-        """The run ends: what is under way becomes whole, or is written `again`."""
+        """End the run: complete the checkpoint under way, or write it `again`."""
         ...
+
+
+@dataclass(kw_only=True)
+class RunControl:
+    """What the loop calls on the run around it.
+
+    Attributes:
+        save: writes a checkpoint of the present state, or begins to.
+        validate: losses over the held-out rows, reported to the observer; None where it did not come to its end, on all
+            ranks alike: a request to stop ends it.
+        stop_requested: reason this rank was asked to stop, or None.
+        begin_step: called with the number of each step when it begins; the first is 1.
+        waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
+        mark: notes where the sources are; what it returns goes back there.
+        can_roll_back: whether there is a checkpoint; the same on all ranks.
+        checkpoints: those that `save` has begun; None: it writes them whole.
+        incidents: records what went wrong.
+    """
+
+    save: Callable[[], None] = lambda: None
+    validate: Callable[[], Mapping[str, Any] | None] = dict
+    stop_requested: Callable[[], str | None] = lambda: None
+    begin_step: Callable[[int], None] = lambda step: None
+    waited_seconds: Callable[[], float] = lambda: 0.0
+    mark: Callable[[], Callable[[], None]] = lambda: lambda: None
+    can_roll_back: Callable[[], bool] = lambda: False
+    checkpoints: WrittenBehind | None = None
+    incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
 
 
 @dataclass(kw_only=True)
@@ -136,19 +164,11 @@ class Trainer:
 
     Attributes:
         run_context: settings, engine and objective.
-        save: writes a checkpoint of the present state, or begins to.
-        checkpoints: those that `save` has begun; None: it writes them whole.
+        control: what the loop calls on the run around it.
+        spikes: judges the numbers of each step; None: nothing does.
         best: judges what is measured; None: no checkpoint is kept for it.
         measured: after this step, by the names of figures.
-        validate: losses over the held-out rows, reported to the observer; None where it did not come to its end, on all
-            ranks alike: a request to stop ends it.
-        stop_requested: reason this rank was asked to stop, or None.
-        watch: told the number of each step when it begins; the first is 1.
-        mark: notes where the sources are; what it returns goes back there.
-        can_go_back: whether there is a checkpoint; the same on all ranks.
-        spikes: judges the numbers of each step; None: nothing does.
-        incidents: takes what went wrong.
-        waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
+        pending: the step whose statistics are not on the host yet.
     """
 
     run_context: RunContext
@@ -156,20 +176,12 @@ class Trainer:
     source: WindowSource
     observer: Observer
     agreement: StepAgreement
-    save: Callable[[], None]
-    validate: Callable[[], Mapping[str, Any] | None]
-    stop_requested: Callable[[], str | None]
-    watch: Callable[[int], None] = lambda step: None
-    waited_seconds: Callable[[], float] = lambda: 0.0
-    mark: Callable[[], Callable[[], None]] = lambda: lambda: None
+    control: RunControl = field(default_factory=RunControl)
     spikes: SpikeWatch | None = None
-    can_go_back: Callable[[], bool] = lambda: False
-    incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
-    checkpoints: WrittenBehind | None = None
     best: Best | None = None
-    measured: dict[str, float | None] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
-    unread: UnreadStep | None = None
+    measured: dict[str, float | None] = field(default_factory=dict, init=False)
+    pending: PendingStep | None = field(default=None, init=False)
 
     @property
     def config(self) -> Config:
@@ -192,7 +204,7 @@ class Trainer:
                     return str(self._reason_to_stop(asked=False))
                 stop = self._validated() if self.state.unvalidated else None
                 if self._better():
-                    self.save()
+                    self.control.save()
                 if stop := stop or self._nothing_better():
                     return stop
                 while self.state.step < self.config.training.steps:
@@ -203,17 +215,17 @@ class Trainer:
                         if self._due(self.config.validation.every):
                             stop = self._validated() or stop
                     if self.state.roll_back_from:  # what is here is not worth a checkpoint
-                        if self.checkpoints is not None:
-                            self.checkpoints.close()
+                        if self.control.checkpoints is not None:
+                            self.control.checkpoints.close()
                         return str(stop)
                     better = self._better()
                     stop = stop or self._nothing_better()
                     if stop or better or self._due(self.config.checkpoint.every):
-                        self.save()
+                        self.control.save()
                     stop = stop or self._checkpoints_given_up()
                     if stop:
-                        if self.checkpoints is not None:
-                            self.checkpoints.finish(self.save)
+                        if self.control.checkpoints is not None:
+                            self.control.checkpoints.finish(self.control.save)
                         return stop
                     collect(self.state.step)
         except BaseException:
@@ -223,11 +235,11 @@ class Trainer:
 
     def _validated(self) -> str | None:
         """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
-        losses = self.validate()
+        losses = self.control.validate()
         self.state.unvalidated = losses is None
         if losses:
             self.measured.update(of_validation(losses))
-        return self.agreement.reason(self.stop_requested()) if self.state.unvalidated else None
+        return self.agreement.reason(self.control.stop_requested()) if self.state.unvalidated else None
 
     def _better(self) -> bool:
         """Whether what was measured since the last call is the best so far; its step's line is then written."""
@@ -243,7 +255,7 @@ class Trainer:
         return None if self.best is None or done else self.best.given_up()
 
     def _checkpoints_given_up(self) -> str | None:
-        return None if self.checkpoints is None else self.checkpoints.given_up()
+        return None if self.control.checkpoints is None else self.control.checkpoints.given_up()
 
     def train_step(self) -> str | None:
         """One optimizer step; returns why it must be the last, or None.
@@ -251,17 +263,19 @@ class Trainer:
         Nothing in it waits for the device. The numbers of the step before are read and reported once this one is
         queued; those of this step at once where something needs them.
         """
-        self.watch(self.state.step + 1)
-        started, used, waited = time.perf_counter(), time.process_time(), self.waited_seconds()
-        go_back = self.mark()
+        self.control.begin_step(self.state.step + 1)
+        started, used, waited = time.perf_counter(), time.process_time(), self.control.waited_seconds()
+        go_back = self.control.mark()
         window = self._next_window()
         counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
-        written = self.checkpoints is not None and self.checkpoints.written()
-        own = torch.stack(counts).sum(0)  # [T], on the host
-        agreed = self.agreement.reach(own, window, stop=self.stop_requested() is not None, written=written)
+        written = self.control.checkpoints is not None and self.control.checkpoints.written()
+        local_counts = torch.stack(counts).sum(0)  # [T], on the host
+        agreed = self.agreement.reach(
+            local_counts, window, stop=self.control.stop_requested() is not None, written=written
+        )
         if agreed.without_rows:
             go_back()
-            self.left_out(f"after step {self.state.step}", agreed.new_corrupt)
+            self.report_unreadable_blocks(f"after step {self.state.step}", agreed.new_corrupt)
             self.read_stats()
             return self._reason_to_stop(asked=True)
         ctx = self.context(window, agreed.counts)
@@ -275,21 +289,21 @@ class Trainer:
         searched = self.finish(ctx)
         ctx.release()
         self.state.step += 1
-        self.left_out(f"step {self.state.step}", agreed.new_corrupt)
+        self.report_unreadable_blocks(f"step {self.state.step}", agreed.new_corrupt)
         self.read_stats()
         assert ctx.late is not None, "the step is decided"
-        self.unread = UnreadStep(
+        self.pending = PendingStep(
             step=self.state.step,
             late=ctx.late,
             keys=torch.empty(0) if self.spikes is None else torch.cat([micro.keys for micro in window]),
             searched=searched,
             step_seconds=time.perf_counter() - started,
             processor_seconds=time.process_time() - used,
-            data_wait_seconds=self.waited_seconds() - waited,
+            data_wait_seconds=self.control.waited_seconds() - waited,
             hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
         )
-        if agreed.written and self.checkpoints is not None:
-            self.checkpoints.settle()
+        if agreed.written and self.control.checkpoints is not None:
+            self.control.checkpoints.settle()
         measured = bool(self.hooks.measured())  # it may be the best, or the reason to stop
         rests = measured or self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
@@ -307,12 +321,12 @@ class Trainer:
     def _no_counts(self) -> Tensor:
         return torch.zeros(len(self.objective.tasks), dtype=torch.float64)
 
-    def left_out(self, when: str, reasons: Mapping[str, str]) -> None:
-        """Tell of blocks that could not be read."""
+    def report_unreadable_blocks(self, when: str, reasons: Mapping[str, str]) -> None:
+        """Log the blocks that could not be read."""
         for key, reason in reasons.items():
             why = f" ({reason})" if reason else ""
             self.observer.message(f"{when}: block {key} could not be read and is left out{why}")
-            self.incidents.add("unreadable", self.state.step, key=key, reason=reason)
+            self.control.incidents.add("unreadable", self.state.step, key=key, reason=reason)
 
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
         """The step as the hooks see it. Counts are the global batch's."""
@@ -343,51 +357,51 @@ class Trainer:
         return searched
 
     def read_stats(self, *, judge: bool = True) -> None:
-        """Read and report the step that is unread, if one is; waits until the device has made it.
+        """Read and report the step that is pending, if one is; waits until the device has made it.
 
         Args:
             judge: look for spikes, on all ranks together.
         """
-        if self.unread is not None:
-            unread, self.unread = self.unread, None
-            self.state.made(unread.step, skipped=not (unread.late.read().applied or unread.searched))
-            self.report(unread)
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.state.record_step(pending.step, skipped=not (pending.late.read().applied or pending.searched))
+            self.report(pending)
             if judge and self.spikes is not None:
-                self._judge(unread, self.spikes)
+                self._judge(pending, self.spikes)
 
-    def _judge(self, unread: UnreadStep, spikes: SpikeWatch) -> None:
+    def _judge(self, pending: PendingStep, spikes: SpikeWatch) -> None:
         """Look for spikes in a step; the same on all ranks, whose numbers are the same."""
-        found, action = spikes.judge(unread.step, unread.late.read()), spikes.settings.spikes
-        if not found:
+        detected, action = spikes.judge(pending.step, pending.late.read()), spikes.settings.spikes
+        if not detected:
             return
-        rows = [key for keys in self.agreement.group.gather_objects(unread.keys.tolist()) for key in keys]
-        self.observer.message(f"step {unread.step}: a spike: {', '.join(map(str, found))}")
-        self.incidents.add(
+        rows = [key for keys in self.agreement.group.gather_objects(pending.keys.tolist()) for key in keys]
+        self.observer.message(f"step {pending.step}: a spike: {', '.join(map(str, detected))}")
+        self.control.incidents.add(
             "spike",
-            unread.step,
+            pending.step,
             action=action,
-            found=[each._asdict() for each in found],
+            found=[spike._asdict() for spike in detected],
             keys=rows,
         )
-        if action == "rollback" and self.can_go_back():
-            self.state.roll_back_from = self.state.roll_back_from or unread.step
+        if action == "rollback" and self.control.can_roll_back():
+            self.state.roll_back_from = self.state.roll_back_from or pending.step
 
     def _read_what_has_arrived(self) -> None:
         """Before an error is passed on. A device may wait for a rank that is gone: give it a few seconds."""
         until = time.monotonic() + SECONDS_AFTER_AN_ERROR
-        while self.unread is not None and not self.unread.late.arrived() and time.monotonic() < until:
+        while self.pending is not None and not self.pending.late.arrived() and time.monotonic() < until:
             time.sleep(0.01)
-        if self.unread is not None and self.unread.late.arrived():
+        if self.pending is not None and self.pending.late.arrived():
             self.read_stats(judge=False)
 
-    def report(self, unread: UnreadStep) -> None:
+    def report(self, pending: PendingStep) -> None:
         """Hand the step to the observer; an absent task has count 0 and no loss."""
         if not self.observer.enabled:
             return
-        stats = unread.late.read()
+        stats = pending.late.read()
         columns = zip(self.objective.tasks, stats.task_losses, stats.task_weights, stats.task_counts, strict=True)
         record = StepRecord(
-            step=unread.step,
+            step=pending.step,
             loss=stats.loss,
             lr=stats.lr,
             grad_norm=stats.grad_norm,
@@ -395,11 +409,11 @@ class Trainer:
                 task: TaskRecord(loss=loss if count else None, weight=weight if count else 0.0, count=int(count))
                 for task, loss, weight, count in columns
             },
-            step_seconds=unread.step_seconds,
-            processor_seconds=unread.processor_seconds,
-            data_wait_seconds=unread.data_wait_seconds,
+            step_seconds=pending.step_seconds,
+            processor_seconds=pending.processor_seconds,
+            data_wait_seconds=pending.data_wait_seconds,
             applied=stats.applied,
-            hooks=unread.hooks,
+            hooks=pending.hooks,
         )
         self.observer.step(record)
 
@@ -414,7 +428,7 @@ class Trainer:
             return f"{ROLLED_BACK} of step {self.state.roll_back_from}"
         if self.state.step >= self.config.training.steps:  # whoever asks: nothing is left that could be stopped
             return FINISHED
-        return self.agreement.reason(self.stop_requested()) if asked else None
+        return self.agreement.reason(self.control.stop_requested()) if asked else None
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.state.step % every == 0 or self.state.step >= self.config.training.steps)
@@ -500,8 +514,8 @@ def validate(
     if judged:
         for task, right in zip(tasks.values(), hits, strict=True):
             task["accuracy"] = right / task["count"] if task["count"] else None
-    places = objective.balanced or range(size)
-    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in places)}
+    indices = objective.balanced or range(size)
+    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[index] for index in indices)}
     known = {name: loss for name, loss in balanced.items() if loss is not None}
     return {
         "loss": sum(known.values()) / len(known) if known else None,

@@ -45,7 +45,7 @@ from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.best import best_of
 from trp_scale.training.ending import Ending
 from trp_scale.training.incidents import Incidents
-from trp_scale.training.loop import Trainer, TrainingState, validate
+from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
 from trp_scale.training.observer import Observer
 from trp_scale.training.profile import StepProfile
 from trp_scale.training.records import FINISHED, RunInfo, nothing_left
@@ -88,9 +88,9 @@ def pretrain(arguments: Arguments) -> Ended:
         rundir.refuse_runs(run_dir, f"*/seed_*/{rundir.CONFIG_FILE}", what, environment.world)
         with guarded(run_dir, config, environment) as guard:
 
-            def make(over: PassedOver | None) -> Run:
+            def make(rollback: Rollback | None) -> Run:
                 phase(f"opening {config.data.path}")
-                run = Run(arguments, environment, run_dir, engine_name, guard, over=over)
+                run = Run(arguments, environment, run_dir, engine_name, guard, rollback=rollback)
                 phase("making the first step")
                 return run
 
@@ -171,12 +171,16 @@ def _set_arithmetic(config: Config) -> None:
     torch.backends.cudnn.allow_tf32 = config.training.tf32
 
 
-class PassedOver(NamedTuple):
-    """What a run that goes back to a checkpoint takes with it. Attributes: cursors: rows consumed of each source;
-    rollbacks: of this start."""
+class Rollback(NamedTuple):
+    """Data cursors and rollback count that survive a rollback.
+
+    Attributes:
+        cursors: rows consumed of each source.
+        count: rollbacks since the process started.
+    """
 
     cursors: dict[str, int]
-    rollbacks: int
+    count: int
 
 
 class Run:
@@ -189,7 +193,7 @@ class Run:
         engine_name: plain, ddp, fsdp, megatron or deepspeed.
         guard: what looks after the run.
         build: opens what the run learns from; it may complete the settings from the data.
-        over: go on from the newest checkpoint with the rows after these; None: as the arguments say.
+        rollback: resume the newest checkpoint with the rows after these; None: resume as the arguments say.
     Attributes:
         ended: why the loop ended; empty until then.
         diverged: why a run that made all its steps has no result; empty where it has.
@@ -205,70 +209,95 @@ class Run:
         engine_name: str,
         guard: Guard,
         build: Callable[[Config, Environment], Upstream] = build_upstream,
-        over: PassedOver | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
-        self.config = config = arguments.config
-        self.environment = environment
-        self.run_dir = run_dir
-        self.world = environment.world
-        self.guard, self.over = guard, over
-        require_same_settings(self.world, config)
-        _set_arithmetic(config)
-        every = 1 if over is None else config.checkpoint.every
-        selection = select(run_dir, "auto" if over else arguments.resume, self.world, every)
-        stored = self._stored(selection.checkpoint)
-        if stored is not None:
-            adopt_unrecorded(config, stored.config)
+        self.config, self.arguments, self.engine_name = arguments.config, arguments, engine_name
+        self.environment, self.world, self.run_dir = environment, environment.world, run_dir
+        self.guard, self.rollback = guard, rollback
+        self.notices: list[str] = []
+        require_same_settings(self.world, self.config)
+        _set_arithmetic(self.config)
+        checkpoint, stored = self._select_checkpoint()
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
-        chosen: list[str] = []
+        self._choose_automatic_settings(build, stored, document)
+        self._open_data(build, stored)
+        self._build_engine_and_hooks(document)
+        self._restore(checkpoint)
+        self._attach_observers()
+
+    def _select_checkpoint(self) -> tuple[Path | None, CheckpointDocument | None]:
+        """Return the checkpoint to resume from and its document, both `None` for a new run."""
+        every = 1 if self.rollback is None else self.config.checkpoint.every
+        selection = select(self.run_dir, "auto" if self.rollback else self.arguments.resume, self.world, every)
+        self.notices += selection.notices
+        path = selection.checkpoint
+        if path is None:
+            return None, None
+        stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
+        adopt_unrecorded(self.config, stored.config)
+        return path, stored
+
+    def _choose_automatic_settings(
+        self,
+        build: Callable[[Config, Environment], Upstream],
+        stored: CheckpointDocument | None,
+        document: dict[str, Any] | None,
+    ) -> None:
+        """Replace `auto` in training.compile and batch.micro_size; all ranks choose the same."""
+        config = self.config
         if config.training.compile == "auto":
             stage = None if document is None else document.get("zero_optimization", {}).get("stage")
             reasons = against_compiling(config)
-            if engine_name == "megatron":
+            if self.engine_name == "megatron":
                 reasons.append("megatron-core's layers are not compiled")
-            config.training.compile, why = compiled.choose(environment.device, stage, reasons, self.world)
-            chosen.append(why)
+            config.training.compile, why = compiled.choose(self.environment.device, stage, reasons, self.world)
+            self.notices.append(why)
         if config.batch.micro_size == "auto":
             choice = micro_size.choose(
                 config,
-                environment,
+                self.environment,
                 build=build,
-                engine_name=engine_name,
+                engine_name=self.engine_name,
                 ds_document=document,
                 stored=None if stored is None else stored.config,
             )
             config.batch.micro_size = choice.rows
-            chosen.append(str(choice))
-        self.upstream = build(config, environment)
+            self.notices.append(str(choice))
+
+    def _open_data(self, build: Callable[[Config, Environment], Upstream], stored: CheckpointDocument | None) -> None:
+        """Open the data and the objective, and check them against the checkpoint."""
+        self.upstream = build(self.config, self.environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
-        self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
-        notices = [*selection.notices, *chosen, *self._check_checkpoint(stored), *self._capped_workers()]
+        self.world.require_equal(self.sources.digest(), f"the data set {self.config.data.path}")
+        self.notices += [*self._check_checkpoint(stored), *self._capped_workers()]
+
+    def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
+        """Build the engine, the hooks on it, and what judges the steps."""
+        config, path = self.config, str(self.arguments.ds_config or "")
         if config.training.compile != "none":
-            notices.append(f"compiled graphs are kept in {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
-        steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
+            self.notices.append(f"compiled graphs are kept in {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
         if document is not None:
-            notices += ds_config.notices(document, config, path=str(arguments.ds_config))
+            self.notices += ds_config.notices(document, config, path=path)
         settings: dict[str, Any] = {
-            "device": environment.device,
-            "data_group": environment.data,
+            "device": self.environment.device,
+            "data_group": self.environment.data,
             "ds_document": document,
-            "ds_path": str(arguments.ds_config or ""),
+            "ds_path": path,
         }
-        self.engine = build_engine(engine_name, without_content(self.upstream.model), config, **settings)
+        self.engine = build_engine(self.engine_name, without_content(self.upstream.model), config, **settings)
         self.context = RunContext(
             config=config,
             objective=self.objective,
             engine=self.engine,
             world=self.world,
             sources=self.sources,
-            make_engine=partial(build_second_engine, engine_name, **settings),
+            make_engine=partial(build_second_engine, self.engine_name, **settings),
             make_model=self.upstream.model,
-            steps_per_epoch=steps_per_epoch,
+            steps_per_epoch=-(-self.sources.train.rows // config.batch.global_size),
         )
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
         self.best = best_of(config.checkpoint, self.objective.tasks, self.hooks.figures())
-        self.state = TrainingState()
         self.agreement = StepAgreement(
             self.world,
             config.data.max_corrupt_blocks,
@@ -277,34 +306,61 @@ class Run:
         )
         watches = config.reliability.spikes != "ignore"
         self.spikes = SpikeWatch(config.reliability, self.objective.tasks) if watches else None
-        if selection.checkpoint is not None:
-            self.resume(selection.checkpoint)
-        if over is not None:
-            self.sources.seek(over.cursors)
+
+    def _restore(self, checkpoint: Path | None) -> None:
+        """Restore the state of the checkpoint and remove records of later steps."""
+        self.state = TrainingState()
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        if self.rollback is not None:
+            self.sources.seek(self.rollback.cursors)
         step = self.state.step
-        if step >= config.training.steps:
-            notices.append(
-                f"all {step} steps are done already: nothing is trained; a larger {config.length_flag} goes on"
+        if step >= self.config.training.steps:
+            self.notices.append(
+                f"all {step} steps are done already: nothing is trained; a larger {self.config.length_flag} goes on"
             )
-        notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
+        self.notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(self.run_dir, step))
+
+    def _attach_observers(self) -> None:
+        """Describe the run in its directory; open metrics, checkpoints and profile; build the loop."""
+        config = self.config
         self._describe()
         self.observer = self._observer()
-        for notice in [*notices, *self.sources.notices, *cautions(config, steps_per_epoch)]:
+        for notice in [*self.notices, *self.sources.notices, *cautions(config, self.context.steps_per_epoch)]:
             self.observer.message(notice)
-        self.incidents = Incidents(run_dir, enabled=self.world.rank == 0)
-        self.sources.train.asked = lambda: guard.stop_requested() is not None
+        self.sources.train.asked = lambda: self.guard.stop_requested() is not None
         self.checkpoints = CheckpointWriter(
-            run_dir=run_dir,
+            run_dir=self.run_dir,
             group=self.world,
             settings=config.checkpoint,
-            beat=lambda: guard.watchdog.beat("a checkpoint"),
+            beat=lambda: self.guard.watchdog.beat("a checkpoint"),
             tell=self.observer.message,
             whole=self.hooks.after_checkpoint,
-            no_copy="weights and moments lie in files" if self._in_files(engine_name) else "",
+            no_copy="weights and moments lie in files" if self._in_files() else "",
         )
-        self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
+        self.profile = StepProfile(self.run_dir, config.logging, self.environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
-        self.trainer = self._trainer()
+        self.trainer = Trainer(
+            run_context=self.context,
+            hooks=self.hooks,
+            source=self.upstream.source,
+            observer=self.observer,
+            agreement=self.agreement,
+            spikes=self.spikes,
+            best=self.best,
+            state=self.state,
+            control=RunControl(
+                save=self.save,
+                validate=self.validate,
+                stop_requested=self.guard.stop_requested,
+                begin_step=self.begin_step,
+                waited_seconds=self.sources.waited_seconds,
+                mark=lambda: partial(self.sources.seek, self.sources.cursors()),
+                can_roll_back=self._can_roll_back,
+                checkpoints=self.checkpoints,
+                incidents=Incidents(self.run_dir, enabled=self.world.rank == 0),
+            ),
+        )
 
     def train(self, then: Callable[[], None] = lambda: None) -> ExitStatus:
         """The loop, then the report; returns the exit status.
@@ -348,52 +404,22 @@ class Run:
         return ExitStatus.STORAGE if self.checkpoints.given_up() else ExitStatus.DONE
 
     @property
-    def goes_back(self) -> bool:
+    def should_roll_back(self) -> bool:
         """Whether it ended to go on from a checkpoint before a spike."""
-        rollbacks = 0 if self.over is None else self.over.rollbacks
-        return bool(self.state.roll_back_from) and rollbacks < self.config.reliability.max_rollbacks
-
-    def _trainer(self) -> Trainer:
-        """The loop over this run's parts."""
-        return Trainer(
-            run_context=self.context,
-            hooks=self.hooks,
-            source=self.upstream.source,
-            observer=self.observer,
-            agreement=self.agreement,
-            save=self.save,
-            validate=self.validate,
-            stop_requested=self.guard.stop_requested,
-            waited_seconds=self.sources.waited_seconds,
-            watch=self.watch,
-            mark=self._mark,
-            incidents=self.incidents,
-            spikes=self.spikes,
-            can_go_back=self._can_roll_back,
-            checkpoints=self.checkpoints,
-            best=self.best,
-            state=self.state,
-        )
+        count = 0 if self.rollback is None else self.rollback.count
+        return bool(self.state.roll_back_from) and count < self.config.reliability.max_rollbacks
 
     def _can_roll_back(self) -> bool:
         """Whether a regular checkpoint exists: one that a stop wrote would lead elsewhere than the run without it."""
         every = self.config.checkpoint.every
         return every > 0 and on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir, every)))
 
-    def _mark(self) -> Callable[[], None]:
-        """Note where the sources are; what is returned goes back there."""
-        return partial(self.sources.seek, self.sources.cursors())
-
-    def watch(self, step: int) -> None:
-        """Step `step` begins."""
+    def begin_step(self, step: int) -> None:
+        """Tell watchdog, start-up measurement and profile that this step begins."""
         self.guard.watchdog.step(step)
         if self.world.rank == 0:
             self.start_up()
             self.profile(step)
-
-    def _stored(self, path: Path | None) -> CheckpointDocument | None:
-        """What the checkpoint says of itself; None where the run starts anew."""
-        return None if path is None else on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
 
     def _check_checkpoint(self, stored: CheckpointDocument | None) -> list[str]:
         """Refuse settings that may not change on resume, before anything is built; returns what does change."""
@@ -461,9 +487,9 @@ class Run:
         best = 0 if self.best is None else self.best.step
         self.checkpoints.save(content, wait=alone, before=self.state.fault, best=best)
 
-    def _in_files(self, engine_name: str) -> bool:
+    def _in_files(self) -> bool:
         """Whether weights and moments need not fit into memory, so that a copy of them there may not either."""
-        return engine_name == "fsdp" and bool(self.config.fsdp.offload_directory)
+        return self.engine_name == "fsdp" and bool(self.config.fsdp.offload_directory)
 
     def validate(self) -> dict[str, Any] | None:
         """Losses over the held-out rows, reported; None: left for a request to stop."""
@@ -477,7 +503,7 @@ class Run:
         with self.hooks.validation():
             batches = self.sources.validation.windows()
             losses = validate(self.engine, self.objective, batches, corrupt, leave=leave)
-        self.trainer.left_out("validation", self.agreement.count_corrupt(corrupt))
+        self.trainer.report_unreadable_blocks("validation", self.agreement.count_corrupt(corrupt))
         if losses is not None:
             self.observer.validation(self.state.step, losses)
         return losses
@@ -499,22 +525,24 @@ class Run:
 
     def _observer(self) -> Observer:
         """The observer; one that cannot be made on rank 0 (a missing extra, say) is refused on all ranks."""
-        made: list[Observer] = []
+        observers: list[Observer] = []
 
         def make() -> None:
             enabled = self.world.rank == 0
             tasks, cache_use = self.objective.tasks, self.sources.cache_use
-            made.append(Observer(self.run_dir, self.config, tasks, self._info(), enabled=enabled, cache_use=cache_use))
+            observers.append(
+                Observer(self.run_dir, self.config, tasks, self._info(), enabled=enabled, cache_use=cache_use)
+            )
 
         together(self.world, "opening the metrics and the loggers", make)
-        return made[0]
+        return observers[0]
 
     def _info(self) -> RunInfo:
         config, device = self.config, self.environment.device
         stage = "" if self.engine.zero_stage is None else f", ZeRO {self.engine.zero_stage}"
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         products = ", products of fp32 matrices in TF32" if config.training.tf32 else ""
-        balanced = {self.objective.tasks[place] for place in self.objective.balanced}
+        balanced = {self.objective.tasks[index] for index in self.objective.balanced}
         return RunInfo(
             positions_per_step=self.upstream.positions_per_step,
             images_per_step=config.batch.global_size if config.reads == "image" else 0,
@@ -532,7 +560,7 @@ class Run:
 
 
 def trained(
-    make: Callable[[PassedOver | None], Run], then: Callable[[Run], None] = lambda run: None
+    make: Callable[[Rollback | None], Run], then: Callable[[Run], None] = lambda run: None
 ) -> tuple[Run, ExitStatus]:
     """Make a run and train it; where it ends to go back to a checkpoint before a spike, make it anew and go on.
 
@@ -545,12 +573,12 @@ def trained(
     """
     run = make(None)
     status = run.train(partial(then, run))
-    while run.goes_back:
-        passed_over = PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1)
+    while run.should_roll_back:
+        rollback = Rollback(run.sources.cursors(), 1 if run.rollback is None else run.rollback.count + 1)
         del run  # there may be no room for its weights and moments beside those of the next
         gc.collect()  # a run and its trainer refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        run = make(passed_over)
+        run = make(rollback)
         status = run.train(partial(then, run))
     return run, status

@@ -110,9 +110,9 @@ def test_a_step_that_a_hook_has_measured_is_read_before_it_is_kept_or_the_last()
     figures = [0.1, 0.3, 0.2, 0.1]  # after each step
     trainer.hooks.measured = lambda: {"probes.knn": figures[len(trainer.history) - 1]}  # type: ignore[method-assign]
     unread: list[bool] = []
-    trainer.save = lambda: unread.append(trainer.unread is not None)
+    trainer.control.save = lambda: unread.append(trainer.pending is not None)
     assert trainer.run().startswith("no better probes.knn in 2 measurements")
-    assert trainer.state.step == 4 and trainer.unread is None
+    assert trainer.state.step == 4 and trainer.pending is None
     assert unread == [False] * 3, "after steps 1 and 2, the best so far, and at the end"
     trainer.engine.close()
 

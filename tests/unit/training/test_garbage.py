@@ -39,7 +39,7 @@ class Watched:
         config = small_config(Layout(), training={"steps": STEPS}, validation={"every": 0}, checkpoint={"every": 0})
         self.trainer: RecordingTrainer = trainer_for(Layout(), config)
         self.trainer.observer = self.told = Told()  # type: ignore[assignment]
-        self.trainer.save = lambda: None
+        self.trainer.control.save = lambda: None
         self.between: list[int] = []
         self.within: list[int] = []
         self.left: list[weakref.ref[Cycle]] = []

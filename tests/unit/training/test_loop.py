@@ -33,7 +33,7 @@ def test_a_fault_begins_with_a_skipped_step_and_ends_after_calm_ones(
 ) -> None:
     state = TrainingState()
     for step in range(1, steps + 1):
-        state.made(step, skipped=step in skipped)
+        state.record_step(step, skipped=step in skipped)
     assert (state.fault, state.skipped) == (fault, len(skipped))
 
 

@@ -6,7 +6,7 @@ import weakref
 from types import SimpleNamespace
 
 from trp_scale.exit_status import ExitStatus
-from trp_scale.training.pretrain import PassedOver, Run, trained
+from trp_scale.training.pretrain import Rollback, Run, trained
 
 
 def test_the_run_before_is_gone_when_the_next_is_made() -> None:
@@ -16,20 +16,20 @@ def test_the_run_before_is_gone_when_the_next_is_made() -> None:
     class Spiked:
         """As `trained` sees a run; a reference cycle, as a run and its trainer are."""
 
-        def __init__(self, over: PassedOver | None) -> None:
-            self.over, self.itself = over, self
+        def __init__(self, over: Rollback | None) -> None:
+            self.rollback, self.itself = over, self
             self.sources = SimpleNamespace(cursors=lambda: {"train": 8})
-            self.goes_back = over is None or over.rollbacks < 2
+            self.should_roll_back = over is None or over.count < 2
 
         def train(self, then: object) -> ExitStatus:
-            return ExitStatus.DIVERGED if self.goes_back else ExitStatus.DONE
+            return ExitStatus.DIVERGED if self.should_roll_back else ExitStatus.DONE
 
-    def make(over: PassedOver | None) -> Run:
+    def make(over: Rollback | None) -> Run:
         alive.append(any(each() is not None for each in made))
         run = Spiked(over)
         made.append(weakref.ref(run))
         return run  # type: ignore[return-value]
 
     last, status = trained(make)
-    assert (last.over, status) == (PassedOver({"train": 8}, 2), ExitStatus.DONE)
+    assert (last.rollback, status) == (Rollback({"train": 8}, 2), ExitStatus.DONE)
     assert alive == [False] * 3

@@ -65,7 +65,7 @@ def test_what_one_rank_could_not_read_is_told_though_another_has_no_rows_and_the
     tmp_path: Path,
 ) -> None:
     trainer = trainer_for(Layout(), small_config(Layout(), training={"steps": 3}))
-    trainer.incidents = Incidents(tmp_path)
+    trainer.control.incidents = Incidents(tmp_path)
     agreed = Agreed(counts=torch.zeros(0), stop=True, new_corrupt={"a.tar:0": "torn"}, without_rows=True)
     with mock.patch.object(trainer.agreement, "reach", return_value=agreed):
         trainer.train_step()

@@ -140,9 +140,6 @@ def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:
         source=Elements(config, setting.shape.numel),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),
-        save=lambda: None,
-        validate=dict,
-        stop_requested=lambda: None,
     )
 
 
