@@ -1,5 +1,6 @@
 """The package's own components: importing their settings registers them. This is the one list of its rooms."""
 
+from trp_scale.engines import settings as engines
 from trp_scale.evaluation.online import settings as online
 from trp_scale.finetuning.classification import settings as classification
 from trp_scale.finetuning.dense import settings as dense
@@ -20,6 +21,7 @@ __all__ = [
     "classification",
     "dense",
     "detection",
+    "engines",
     "glue",
     "mae",
     "masks",

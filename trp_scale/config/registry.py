@@ -35,7 +35,7 @@ BUILT_IN = "trp_scale.components"
 MAIN = ("__main__", "__mp_main__")
 """What the script that runs is called in its own process, and in those that multiprocessing starts."""
 
-Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task"]
+Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task", "engine"]
 
 RUNS = {"upstream": "upstream", "task": "downstream.kind"}
 """Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
@@ -116,7 +116,7 @@ def component(
     `LabelSettings` of a modality are its sections of shard-images and pseudo-label.
 
     Args:
-        role: balancer, hook, adversary, multilevel, modality, upstream or task.
+        role: balancer, hook, adversary, multilevel, modality, upstream, task or engine.
         name: that a recipe calls it by: letters, digits and underscores.
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as; none: its own name.
@@ -317,11 +317,8 @@ def own_modules() -> list[str]:
 def registered_components() -> list[tuple[str, str, type[Settings]]]:
     """(role, name, settings) of all components that are a section of a run."""
     _load_all()
-    return [
-        (component.role, component.name, component.settings)
-        for component in _components.values()
-        if component.role not in RUNS
-    ]
+    others = (*RUNS, "engine")
+    return [(item.role, item.name, item.settings) for item in _components.values() if item.role not in others]
 
 
 def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Section]]:

@@ -15,6 +15,7 @@ import tyro
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.checks import check
+from trp_scale.config.engine_rules import distributed_engines, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import Modules, asks_for_help, read
 from trp_scale.config.loader import (
@@ -77,9 +78,10 @@ class Arguments:
         Raises:
             RefusedError: plain on several ranks.
         """
-        if self.engine == "plain" and world > 1:
+        if self.engine is not None and world > 1 and engine_rules(self.engine).one_process:
             raise RefusedError(
-                f"--engine plain is for one process, this run has {world}; allowed: ddp, fsdp, megatron, deepspeed"
+                f"--engine {self.engine} is for one process, this run has {world}; allowed: "
+                + ", ".join(distributed_engines())
             )
         if self.engine is not None:
             return self.engine
@@ -348,12 +350,13 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
 
 
 def _check_flags(arguments: Arguments) -> None:
-    if arguments.ds_config is not None and arguments.engine not in (None, "deepspeed"):
+    reads_file = arguments.engine is not None and engine_rules(arguments.engine).reads_ds_config
+    if arguments.ds_config is not None and arguments.engine is not None and not reads_file:
         raise RefusedError(
             f"--ds_config {arguments.ds_config} is for DeepSpeed, but --engine is {arguments.engine}; leave one out"
         )
-    if arguments.engine == "deepspeed" and arguments.ds_config is None:
-        raise RefusedError("--engine deepspeed needs --ds_config FILE, for example ds_configs/zero2.json")
+    if reads_file and arguments.ds_config is None:
+        raise RefusedError(f"--engine {arguments.engine} needs --ds_config FILE, for example ds_configs/zero2.json")
     if arguments.ds_config is not None and not arguments.ds_config.is_file():
         raise RefusedError(f"--ds_config {arguments.ds_config}: there is no such file")
     if arguments.resume not in ("auto", "never") and not Path(arguments.resume).is_dir():

@@ -49,9 +49,7 @@ def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str],
     start takes the time of a few forms of blocks, not of all layers.
 
     Args:
-        device: of this rank.
-        zero_stage: None without ZeRO.
-        reasons: what speaks against it in the settings.
+        reasons: against it, from the settings.
     """
     against = list(reasons)
     if zero_stage == 3:
@@ -78,10 +76,8 @@ class PlainForward(Protocol):
 
 
 class Graphs:
-    """The graphs that the calls of one engine's model have led to.
-
-    Args:
-        forward: the engine, where losses are compiled with its forward pass.
+    """Count of the graphs that the calls of one engine's model have led to. With `forward`, losses are compiled with
+    that engine's forward pass.
 
     Attributes:
         made: how many.
@@ -116,13 +112,8 @@ class Graphs:
         return found
 
     def note(self, number: int, module: nn.Module, mode: Any, length: int | None = None) -> None:
-        """A call has led to `number` graphs.
-
-        Args:
-            module: what was called.
-            mode: how (`mode_of`).
-            length: by the module's `sequence_length`, where it has one: each has a graph of its own.
-        """
+        """Count `number` graphs of a call of `module` in a mode (`mode_of`); each length, by the module's
+        `sequence_length`, has a graph of its own."""
         self.made += number
         form = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
         graphs_of_lengths = self._graphs_of.setdefault((type(module), form, mode), {})
@@ -150,7 +141,6 @@ def losses_of(objective: Objective, forward: Callable[..., Any], batch: Batch) -
 
 
 def graphs_so_far() -> int:
-    """Graphs that torch has made in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -214,12 +204,8 @@ def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
 
 
 class Compiled:
-    """The forward pass of a module, as torch.compile makes it; it notes which call has led to graphs.
-
-    Args:
-        module: a copy of it takes a copy of this with it.
-        graphs: where that is noted.
-    """
+    """The forward pass of a module, as torch.compile makes it; it counts in `graphs` which call has led to graphs. A
+    copy of the module takes a copy of this with it."""
 
     def __init__(self, module: nn.Module, graphs: Graphs) -> None:
         self.module, self.graphs = module, graphs
@@ -272,12 +258,8 @@ def keeps(context: Any, operation: Any, *arguments: Any, **named: Any) -> Checkp
 
 
 class Checkpointed:
-    """The forward pass of a block that is made again in the backward pass, with the same dropout.
-
-    Args:
-        forward: the block's.
-        selective: keep what is dear to make; else the block's inputs alone.
-    """
+    """The forward pass of a block, computed again in the backward pass with the same dropout. `selective` keeps what is
+    expensive to compute, not the block's inputs alone."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
         self.forward = forward
@@ -292,11 +274,7 @@ class Checkpointed:
 
 
 def checkpoint_blocks(module: nn.Module, how: str) -> None:
-    """Have each of `module.layers` keep less for its backward pass, in place; after compile_model, so that compiled
-    blocks are made again as such.
-
-    Args:
-        how: training.activation_checkpointing: none, selective or full.
-    """
+    """Apply training.activation_checkpointing to each of `module.layers`, in place; after compile_model, so that the
+    compiled blocks are the ones computed again."""
     for block in module.layers if how != "none" else ():  # type: ignore[union-attr]
         block.forward = Checkpointed(block.forward, selective=how == "selective")

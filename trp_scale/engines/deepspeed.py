@@ -58,15 +58,8 @@ optimizer's state is in host memory."""
 
 
 class DeepSpeedEngine(ShardOperations):
-    """DeepSpeed with our optimizer, our finite check and our checkpoints.
-
-    Args:
-        module: the model, on the CPU.
-        config: settings of the run.
-        device: where to train.
-        data_group: ranks that split the batch: all ranks of DeepSpeed's process group.
-        document: DeepSpeed's configuration, resolved (no "auto" left).
-    """
+    """DeepSpeed with our optimizer, our finite check and our checkpoints. `data_group` has all ranks of DeepSpeed's
+    process group; `document` is DeepSpeed's configuration, resolved."""
 
     name = "deepspeed"
     decides_on_host = True

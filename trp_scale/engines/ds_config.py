@@ -185,7 +185,6 @@ def notices(document: Mapping[str, Any], config: Config, *, path: str) -> list[s
 
 
 def zero_stage(document: Mapping[str, Any]) -> int:
-    """ZeRO stage of a resolved configuration."""
     return int(document.get("zero_optimization", {}).get("stage", 0))
 
 

@@ -230,12 +230,9 @@ class SplitTokens(CutOverRanks):
 
 
 class MegatronEngine(DdpEngine):
-    """Tensor parallel inside groups of `megatron.tensor_parallel` ranks, data parallel between them.
+    """Tensor parallel inside groups of `megatron.tensor_parallel` ranks, data parallel between them (`data_group`, of
+    `megatron_groups`), for a model with a `tensor_plan`.
 
-    Args:
-        module: a model with a `tensor_plan`.
-        config, device: as for all engines.
-        data_group: of `megatron_groups`.
     Attributes:
         cut: names of parameters of which the ranks of a tensor group hold different elements.
         partial: parameters of which each rank of a tensor group makes the gradient of its own tokens alone.
@@ -408,7 +405,6 @@ class MegatronEngine(DdpEngine):
                 )
 
     def _by_box(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Flat parts of what lies as this rank's part of a parameter does."""
         return torch.split(tensor.reshape(-1), [box.size for box in self.boxes[name]])
 
     def piece_gradients(self) -> list[Tensor]:
@@ -446,5 +442,4 @@ def rows_of_boxes(boxes: list[Box], own: Tensor, rows: tuple[int, int]) -> Itera
 
 
 def _value(tensor: Tensor) -> Tensor:
-    """Of a parameter that has content."""
     return tensor

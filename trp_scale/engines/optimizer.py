@@ -173,7 +173,6 @@ class Lamb(torch.optim.AdamW):
             torch._foreach_add_(weights, directions)
 
     def _directions(self, held: list[Tensor], weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """u of this rank's parts, flat."""
         (beta1, beta2), states = group["betas"], [self.state[tensor] for tensor in held]
         steps = torch.stack([state["step"] for state in states]).max().double().clamp(min=1)  # 0 if none was applied
         means, squares = ([self._local(s[name]).view(-1) for s in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -213,7 +212,6 @@ def empty_adamw_state(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """`lr` in all groups, times each one's own scale."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 

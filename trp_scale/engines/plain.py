@@ -40,7 +40,6 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into what forwards read."""
         torch._foreach_copy_(tuple(self.read), tuple(self.own))
 
     def take_gradients(self) -> None:
@@ -48,7 +47,6 @@ class Masters:
         take_gradients(zip(self.read, self.own, strict=True))
 
     def discard_gradients(self) -> None:
-        """Drop those of a backward pass that was not finished."""
         for parameter in self.read:
             parameter.grad = None
 
@@ -78,14 +76,7 @@ def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class PlainEngine(ShardOperations):
-    """Weights, gradients and moments are torch's own; FSDP2 differs only in where they lie.
-
-    Args:
-        module: the model, on the CPU.
-        config: settings of the run.
-        device: where to train.
-        data_group: must be a group of one.
-    """
+    """Weights, gradients and moments are torch's own, on one rank; FSDP2 differs only in where they are stored."""
 
     name = "plain"
     zero_stage: int | None = None
@@ -121,7 +112,6 @@ class PlainEngine(ShardOperations):
         return Masters(module) if self.rounds_weights else None
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Of the parameters where they now lie."""
         return build_optimizer(module, self.config.optimizer, self.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +131,6 @@ class PlainEngine(ShardOperations):
             self.masters.take_gradients()
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor the library holds."""
         return tensor
 
     def start_of(self, parameter: Tensor) -> int:

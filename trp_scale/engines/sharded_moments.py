@@ -53,12 +53,10 @@ class SharedBucket(Bucket):
         self.sums = torch.empty(self.width, dtype=self.flat.dtype, device=first.device)
 
     def _rows(self, member: SharedMember) -> int:
-        """Of the first rank; later ones may have fewer."""
         return -(-len(member.own) // self.group.size)
 
     @staticmethod
     def _numbers(member: SharedMember) -> int:
-        """Of a row."""
         return member.own[:1].numel()
 
     def places(self, number: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,7 +73,6 @@ class SharedBucket(Bucket):
             yield table[full, start : start + left * size], whole[full * rows :].reshape(-1)
 
     def _own(self, flat: Tensor) -> list[Tensor]:
-        """This rank's rows of each member, in a tensor [width]."""
         return [
             flat[start : start + member.rows.numel()].view_as(member.rows)
             for start, member in zip(self.starts, self.members, strict=True)
@@ -135,7 +132,6 @@ class OwnRows(Masters):
         self.buckets: list[SharedBucket] = []
 
     def reduction(self, dtype: torch.dtype | None) -> GradientReduction:
-        """Of gradients that are sent as `dtype`."""
 
         def bucket(members: list[SharedMember], dtype: torch.dtype | None) -> SharedBucket:
             self.buckets.append(made := SharedBucket(members, dtype, group=self.group))

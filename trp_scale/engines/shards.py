@@ -63,7 +63,6 @@ class MicroBatchSquares:
         self._norms += [torch.linalg.vector_norm(part, dtype=wide) for part in parts([gradient.detach()])]
 
     def clear(self) -> None:
-        """The window is over."""
         self._norms.clear()
 
     def total(self, device: torch.device) -> Tensor:
@@ -86,7 +85,6 @@ class ShardOperations(ABC):
 
     @property
     def shard_group(self) -> Group:
-        """See core/engine.py: Probes."""
         return self.data_group
 
     @abstractmethod
@@ -120,11 +118,9 @@ class ShardOperations(ABC):
         """Carry what was written into `pieces()` over to the weights that the next forward reads, on all ranks."""
 
     def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
-        """See core/engine.py: Trains."""
         return self.data_group.sum(gradient) / self.loss_factor()
 
     def watch_micro_batches(self) -> None:
-        """See core/engine.py: Probes."""
         self.micro_batches = MicroBatchSquares()
 
     def watch_backward(self) -> None:
@@ -158,7 +154,6 @@ class ShardOperations(ABC):
             self.discard_gradients()
 
     def weights(self) -> Shards:
-        """A copy of the weights."""
         return self._shards(copied([piece.tensors["weight"] for piece in self.pieces()]))
 
     @contextmanager

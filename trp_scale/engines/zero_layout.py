@@ -22,14 +22,8 @@ from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 
 
 class ZeroLayout(ABC):
-    """One ZeRO stage's bookkeeping.
-
-    Args:
-        module: the model as given to DeepSpeed.
-        optimizer: `engine.optimizer`: torch's own on stage 0, DeepSpeed's wrapper above.
-        rank: place in the data group.
-        world: size of the data group.
-    """
+    """Bookkeeping of one ZeRO stage. `optimizer` is `engine.optimizer`: torch's own on stage 0, DeepSpeed's wrapper
+    above; `rank` and `world` are of the data group."""
 
     def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
         self.module = module
@@ -39,12 +33,10 @@ class ZeroLayout(ABC):
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that holds the moments."""
         return self.optimizer.optimizer  # type: ignore[no-any-return]
 
     @property
     def loss_scaler(self) -> Any:
-        """What holds the loss scale and its search; with fp16 only."""
         return self.optimizer.loss_scaler
 
     def loss_factor(self) -> float:

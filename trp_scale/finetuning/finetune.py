@@ -12,7 +12,7 @@ from pathlib import Path
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_engine
+from trp_scale.config.engine_rules import check_engine, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
@@ -47,8 +47,7 @@ def finetune(arguments: FinetuneArguments) -> int:
     with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
         engine_name = arguments.engine_for(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
-        if engine_name != "plain":
-            environment.ensure_process_group()
+        engine_rules(engine_name).join_groups(config, environment)
         world = environment.world
         run_dir = rundir.create_run_directory(arguments, world)
         check_shared_directory(run_dir, world)

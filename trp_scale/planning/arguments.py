@@ -68,9 +68,6 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
     for name in ("gpus", "best", "vocabulary", "semseg_classes"):
         if getattr(arguments, name) < 1:
             raise RefusedError(f"--{name} is {getattr(arguments, name)}, allowed: at least 1")
-    if arguments.engine == "plain" and arguments.gpus > 1:
-        raise RefusedError(
-            f"--engine plain is for one GPU, --gpus is {arguments.gpus}; allowed: ddp, fsdp, megatron, deepspeed"
-        )
+    arguments.engine_for(arguments.gpus)
     arguments.worlds()
     return arguments

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_megatron
+from trp_scale.config.engine_rules import check_engine
 from trp_scale.config.json_files import read_object
 from trp_scale.data.train_source import check_partition
 from trp_scale.engines import ds_config
@@ -246,7 +246,7 @@ def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
             cost is not known here.
     """
     config, stated = counted.config, counted.config.megatron.tensor_parallel
-    check_megatron(replace(config, batch=replace(config.batch, micro_size=1)))
+    check_engine(replace(config, batch=replace(config.batch, micro_size=1)), "megatron", gpu=True)
     allowed = list(degrees(declared_plan(counted.model), cluster.gpus, cluster.gpu.per_node))
     if stated > 1 and stated not in allowed:
         raise RefusedError(

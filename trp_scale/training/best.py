@@ -53,7 +53,6 @@ class Best:
         return f"{self.figure} {self.value:.4f} at step {self.step}" if self.value is not None else f"no {self.figure}"
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
         return {"figure": self.figure, "value": self.value, "step": self.step, "since": self.since}
 
     def load(self, state: Mapping[str, Any]) -> None:

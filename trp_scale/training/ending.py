@@ -112,5 +112,4 @@ class Ending:
 
 
 def _newest(run_dir: Path) -> int:
-    """Step of the newest checkpoint, -1 without one."""
     return max((step for step, _ in checkpoints(run_dir)), default=-1)

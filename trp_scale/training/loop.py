@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, OptimizerConfig
 from trp_scale.core.batch import Batch, LateStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
@@ -106,30 +107,6 @@ class PendingStep:
     hooks: Mapping[str, Any]
 
 
-class WrittenBehind(Protocol):
-    """Checkpoints that are written while steps go on (checkpoint/writer.py)."""
-
-    def written(self) -> bool:
-        """Whether one is under way of which this rank's part is over."""
-        ...
-
-    def settle(self) -> None:
-        """Finish the one that is under way, on all ranks together."""
-        ...
-
-    def given_up(self) -> str | None:
-        """Return why the run must stop because too many could not be written, or None."""
-        ...
-
-    def close(self) -> None:
-        """End the run without another checkpoint."""
-        ...
-
-    def finish(self, again: Callable[[], None]) -> None:
-        """End the run: complete the checkpoint under way, or write it `again`."""
-        ...
-
-
 @dataclass(kw_only=True)
 class RunControl:
     """What the loop calls on the run around it.
@@ -154,7 +131,7 @@ class RunControl:
     waited_seconds: Callable[[], float] = lambda: 0.0
     mark: Callable[[], Callable[[], None]] = lambda: lambda: None
     can_roll_back: Callable[[], bool] = lambda: False
-    checkpoints: WrittenBehind | None = None
+    checkpoints: CheckpointWriter | None = None
     incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
 
 

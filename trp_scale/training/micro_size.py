@@ -27,6 +27,7 @@ from torch.func import functional_call
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import general_problems
+from trp_scale.config.engine_rules import engine_rules
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import Objective
@@ -308,7 +309,7 @@ def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
     """Bytes a parameter of fp32 weights, gradients and two moments on one rank (benchmarks/memory.py): 16 whole; by
     FSDP2 shared by the ranks; ZeRO-1 and 2 keep weights and gradients whole, and beside them a third of the rest a
     second time; ZeRO-3 keeps the weights twice."""
-    if engine_name == "fsdp":
+    if engine_rules(engine_name).shards_everything:
         return 16 / ranks
     if stage in (1, 2):
         return 8 + 12 / ranks

@@ -24,7 +24,8 @@ from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import against_compiling, cautions, check_engine
+from trp_scale.config.checks import against_compiling, cautions
+from trp_scale.config.engine_rules import check_engine, engine_rules
 from trp_scale.config.flags import clean_text, phase
 from trp_scale.config.loader import to_dict
 from trp_scale.config.run_flags import Arguments
@@ -75,13 +76,7 @@ def pretrain(arguments: Arguments) -> Ended:
     with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
         engine_name = arguments.engine_for(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
-        if engine_name != "plain":
-            environment.ensure_process_group()
-        if engine_name == "megatron":
-            from trp_scale.engines.megatron import megatron_groups
-
-            ranks, local_world = arguments.config.megatron.tensor_parallel, environment.info.local_world
-            environment.data, _ = megatron_groups(ranks, local_world=local_world)
+        engine_rules(engine_name).join_groups(config, environment)
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
         what = "runs of trp-scale finetune"
@@ -114,7 +109,6 @@ class Guard(NamedTuple):
 
 
 def unguarded(run_dir: Path) -> Guard:
-    """Of a run that nothing looks after, such as a measurement's."""
     return Guard(lambda: None, Watchdog(run_dir / HANGS, limit=0.0), Ending(run_dir=run_dir, rank=0))
 
 
@@ -172,15 +166,10 @@ def _set_arithmetic(config: Config) -> None:
 
 
 class Rollback(NamedTuple):
-    """Data cursors and rollback count that survive a rollback.
-
-    Attributes:
-        cursors: rows consumed of each source.
-        count: rollbacks since the process started.
-    """
+    """Data cursors (rows consumed of each source) and rollback count that survive a rollback."""
 
     cursors: dict[str, int]
-    count: int
+    rollbacks: int
 
 
 class Run:
@@ -247,9 +236,7 @@ class Run:
         config = self.config
         if config.training.compile == "auto":
             stage = None if document is None else document.get("zero_optimization", {}).get("stage")
-            reasons = against_compiling(config)
-            if self.engine_name == "megatron":
-                reasons.append("megatron-core's layers are not compiled")
+            reasons = [*against_compiling(config), *engine_rules(self.engine_name).against_compiling(config)]
             config.training.compile, why = compiled.choose(self.environment.device, stage, reasons, self.world)
             self.notices.append(why)
         if config.batch.micro_size == "auto":
@@ -323,7 +310,7 @@ class Run:
 
     def _attach_observers(self) -> None:
         """Describe the run in its directory; open metrics, checkpoints and profile; build the loop."""
-        config = self.config
+        config, rules = self.config, engine_rules(self.engine_name)
         self._describe()
         self.observer = self._observer()
         for notice in [*self.notices, *self.sources.notices, *cautions(config, self.context.steps_per_epoch)]:
@@ -336,7 +323,7 @@ class Run:
             beat=lambda: self.guard.watchdog.beat("a checkpoint"),
             tell=self.observer.message,
             whole=self.hooks.after_checkpoint,
-            no_copy="weights and moments lie in files" if self._in_files() else "",
+            no_copy="weights and moments lie in files" if rules.keeps_states_in_files(config) else "",
         )
         self.profile = StepProfile(self.run_dir, config.logging, self.environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
@@ -406,7 +393,7 @@ class Run:
     @property
     def should_roll_back(self) -> bool:
         """Whether it ended to go on from a checkpoint before a spike."""
-        count = 0 if self.rollback is None else self.rollback.count
+        count = 0 if self.rollback is None else self.rollback.rollbacks
         return bool(self.state.roll_back_from) and count < self.config.reliability.max_rollbacks
 
     def _can_roll_back(self) -> bool:
@@ -486,10 +473,6 @@ class Run:
         alone = self.config.checkpoint.every == 0 or self.state.step >= self.config.training.steps
         best = 0 if self.best is None else self.best.step
         self.checkpoints.save(content, wait=alone, before=self.state.fault, best=best)
-
-    def _in_files(self) -> bool:
-        """Whether weights and moments need not fit into memory, so that a copy of them there may not either."""
-        return self.engine_name == "fsdp" and bool(self.config.fsdp.offload_directory)
 
     def validate(self) -> dict[str, Any] | None:
         """Losses over the held-out rows, reported; None: left for a request to stop."""
@@ -574,7 +557,7 @@ def trained(
     run = make(None)
     status = run.train(partial(then, run))
     while run.should_roll_back:
-        rollback = Rollback(run.sources.cursors(), 1 if run.rollback is None else run.rollback.count + 1)
+        rollback = Rollback(run.sources.cursors(), 1 if run.rollback is None else run.rollback.rollbacks + 1)
         del run  # there may be no room for its weights and moments beside those of the next
         gc.collect()  # a run and its trainer refer to each other
         if torch.cuda.is_available():

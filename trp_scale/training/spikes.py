@@ -98,7 +98,6 @@ class SpikeWatch:
         return [[value for number, value in past if number < step - 1][-WINDOW:] for past in self._past]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON values."""
         return {name: list(past) for name, past in zip(self._names, self._past, strict=True)}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ def test_the_run_before_is_gone_when_the_next_is_made() -> None:
         def __init__(self, over: Rollback | None) -> None:
             self.rollback, self.itself = over, self
             self.sources = SimpleNamespace(cursors=lambda: {"train": 8})
-            self.should_roll_back = over is None or over.count < 2
+            self.should_roll_back = over is None or over.rollbacks < 2
 
         def train(self, then: object) -> ExitStatus:
             return ExitStatus.DIVERGED if self.should_roll_back else ExitStatus.DONE

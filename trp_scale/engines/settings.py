@@ -1,0 +1,90 @@
+"""Declarations of the package's engines. Nothing here imports torch: `--help` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trp_scale.config import Config, PretrainConfig
+from trp_scale.config.engine_rules import EngineRules
+from trp_scale.config.registry import component
+
+
+@component("engine", "plain", "trp_scale.engines.plain:PlainEngine")
+@dataclass(kw_only=True)
+class PlainRules(EngineRules):
+    """One process that holds everything."""
+
+    one_process = True
+
+
+@component("engine", "ddp", "trp_scale.engines.ddp:DdpEngine")
+@dataclass(kw_only=True)
+class DdpRules(EngineRules):
+    """Each rank holds everything; gradients are summed."""
+
+
+@component("engine", "fsdp", "trp_scale.engines.fsdp:FsdpEngine")
+@dataclass(kw_only=True)
+class FsdpRules(EngineRules):
+    """FSDP2: weights, gradients and moments are sharded."""
+
+    section = "fsdp"
+    shards_everything = True
+
+    def keeps_states_in_files(self, config: Config) -> bool:
+        return bool(config.fsdp.offload_directory)
+
+
+@component("engine", "megatron", "trp_scale.engines.megatron:MegatronEngine")
+@dataclass(kw_only=True)
+class MegatronRules(EngineRules):
+    """Tensor parallel with megatron-core."""
+
+    section = "megatron"
+
+    def refusals(self, config: Config) -> Iterator[str]:
+        training = config.training
+        if not isinstance(config, PretrainConfig):
+            yield "it pre-trains and does not fine-tune; allowed: --engine ddp or fsdp"
+        if others := [name for name in config.hooks if name != "weight_average"]:
+            yield f"--hooks is {' '.join(others)}, not tested on cut matrices; allowed: weight_average, or none"
+        if training.compile not in ("none", "auto"):
+            yield f"--training.compile is {training.compile}; allowed: none, auto"
+        if (way := training.activation_checkpointing) != "none":
+            yield f"--training.activation_checkpointing is {way}, which is not tested; allowed: none"
+        if config.megatron.sequence_parallel and config.megatron.tensor_parallel == 1:
+            yield (
+                "--megatron.sequence_parallel needs ranks that share matrices, --megatron.tensor_parallel is 1; "
+                "allowed: at least 2"
+            )
+        if config.batch.micro_size == "auto":
+            yield "--batch.micro_size is auto, whose trial is of one rank; allowed: a number"
+
+    def against_compiling(self, config: Config) -> Iterator[str]:
+        yield "megatron-core's layers are not compiled"
+
+    def join_groups(self, config: Config, environment: Any) -> None:
+        from trp_scale.engines.megatron import megatron_groups
+
+        super().join_groups(config, environment)
+        ranks, local_world = config.megatron.tensor_parallel, environment.info.local_world
+        environment.data, _ = megatron_groups(ranks, local_world=local_world)
+
+
+@component("engine", "deepspeed", "trp_scale.engines.deepspeed:DeepSpeedEngine")
+@dataclass(kw_only=True)
+class DeepSpeedRules(EngineRules):
+    """DeepSpeed, by its own configuration file."""
+
+    reads_ds_config = True
+    scales_loss = True
+
+    def refusals(self, config: Config) -> Iterator[str]:
+        for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):
+            if getattr(config.training, name) != "fp32":
+                yield (
+                    f"--training.{name} is bf16 and DeepSpeed's own file says this; allowed: --training.{name} fp32 "
+                    f"and {key} in --ds_config, or --engine ddp or fsdp"
+                )
