@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 from trp_scale.errors import DataError, RefusedError
-from trp_scale.finetuning.glue.examples import FORMATS
-from trp_scale.finetuning.glue.folders import find_folder, read_glue
+from trp_scale.finetuning.glue.folders import FORMATS, find_folder, read_glue
 
 SENTENCES = 20
 """Of a document: alone, a sentence would be a row of mostly nothing."""

@@ -28,8 +28,7 @@ from trp_scale.finetuning.detection.annotations import check_images
 from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.finetuning.detection.files import read_coco, read_voc
 from trp_scale.finetuning.glue.batch import load_tokenizer
-from trp_scale.finetuning.glue.examples import FORMATS
-from trp_scale.finetuning.glue.folders import read_splits, read_tsv
+from trp_scale.finetuning.glue.folders import FORMATS, read_splits, read_tsv
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.settings import DepthFileSettings
 from trp_scale.sharding.images.files import list_tars

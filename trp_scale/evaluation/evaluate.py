@@ -17,7 +17,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.finetuning.arguments import EvaluateArguments
-from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
+from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin
 from trp_scale.finetuning.robustness_sets import RobustnessSet, parse_sets
 from trp_scale.finetuning.task import Collector, DownstreamTask, build_task, predict, task_class, trained_on_is_there
 from trp_scale.reporting.result_tables import print_results
@@ -115,7 +115,7 @@ def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet],
             if sets
             else _evaluate_own(seeds, arguments, environment, several)
         )
-    recipe, encoder = origin_of(arguments.run, runs)
+    recipe, encoder = read_origin(arguments.run, runs)
     return Results(recipe=recipe, encoder=encoder, tasks=tasks)
 
 

@@ -90,32 +90,32 @@ def open_encoder(path: str) -> EncoderSource:
         RefusedError: nothing there that is known; says what was found and what is allowed.
     """
     named, state = named_weights(path)
-    place = Path(named)
-    if (place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file():
-        return _of_run(path, find_checkpoint(place), state)
+    directory = Path(named)
+    if (directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file():
+        return _of_run(path, find_checkpoint(directory), state)
     if named != path:
         raise RefusedError(f"--weights average: {named} is no run of trp-scale; allowed: --weights last")
-    description = place / "config.json"
-    if not description.is_file() or not (place / FILE).is_file():
+    description = directory / "config.json"
+    if not description.is_file() or not (directory / FILE).is_file():
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
             f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; names on a "
-            f"hub are not downloaded{name_seed_runs(place)}"
+            f"hub are not downloaded{name_seed_runs(directory)}"
         )
-    said = f"--from {path}: config.json"
-    found = read_object(description, source=said)
-    if found.get("model_type") == "bert":
-        return _of_bert(path, Fields(found, said))
-    if found.get("model_type") == "vit_mae":
+    where = f"--from {path}: config.json"
+    document = read_object(description, source=where)
+    if document.get("model_type") == "bert":
+        return _of_bert(path, Fields(document, where))
+    if document.get("model_type") == "vit_mae":
         from trp_scale.finetuning.image_sources import of_vitmae
 
-        return of_vitmae(path, Fields(found, said))
-    if "architecture" in found:
+        return of_vitmae(path, Fields(document, where))
+    if "architecture" in document:
         from trp_scale.finetuning.image_sources import of_timm
 
-        return of_timm(path, found, said)
+        return of_timm(path, document, where)
     raise RefusedError(
-        f"--from {path}: config.json has model_type {quote(found.get('model_type'))}; allowed: bert, vit_mae, or "
+        f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, vit_mae, or "
         "timm's config.json (with architecture)"
     )
 
@@ -123,10 +123,10 @@ def open_encoder(path: str) -> EncoderSource:
 def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
     tokenizer = checkpoint.parent.parent / "tokenizer"
-    return encoder_of(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
+    return encoder_from_run(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
 
 
-def encoder_of(
+def encoder_from_run(
     config: Config,
     path: str,
     stored: Callable[[], dict[str, Tensor]],
@@ -149,7 +149,7 @@ def encoder_of(
         return EncoderSource(
             path=path,
             text=True,
-            settings=sizes_of(config.model),
+            settings=sizes_from_model(config.model),
             read=lambda: {
                 name.removeprefix("bert."): tensor for name, tensor in stored().items() if name.startswith("bert.")
             },
@@ -161,17 +161,17 @@ def encoder_of(
     return of_run(config, path, stored, checkpoint)
 
 
-def sizes_of(model: ModelConfig) -> dict[tuple[str, str], Any]:
-    """What an encoder's own sizes are, as settings of a fine-tuning."""
+def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
+    """Sizes of an encoder, as settings of a fine-tuning."""
     names = ("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps")
-    found = {("model", name): getattr(model, name) for name in names}
+    sizes = {("model", name): getattr(model, name) for name in names}
     if isinstance(model, TextModelConfig):
-        found["model", "max_positions"] = model.max_positions
-    return found
+        sizes["model", "max_positions"] = model.max_positions
+    return sizes
 
 
-def _of_bert(path: str, found: Fields) -> EncoderSource:
-    kinds = [found.text("hidden_act", "gelu"), found.text("position_embedding_type", "absolute")]
+def _of_bert(path: str, fields: Fields) -> EncoderSource:
+    kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
         raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, {quote(kinds)} found")
 
@@ -182,12 +182,12 @@ def _of_bert(path: str, found: Fields) -> EncoderSource:
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
     settings = {
-        ("model", "layers"): found.whole("num_hidden_layers", least=1),
-        ("model", "hidden_size"): found.whole("hidden_size", least=1),
-        ("model", "heads"): found.whole("num_attention_heads", least=1),
-        ("model", "intermediate_size"): found.whole("intermediate_size", least=1),
-        ("model", "max_positions"): found.whole("max_position_embeddings", least=1),
-        ("model", "layer_norm_eps"): found.take("layer_norm_eps", float, 1e-12),
+        ("model", "layers"): fields.whole("num_hidden_layers", least=1),
+        ("model", "hidden_size"): fields.whole("hidden_size", least=1),
+        ("model", "heads"): fields.whole("num_attention_heads", least=1),
+        ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
+        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
+        ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, 1e-12),
     }
     return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
 

@@ -68,21 +68,21 @@ def few_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -
     identities, member, block, row = (np.concatenate(parts) for parts in zip(*_places(whole.blocks), strict=True))
     labels = np.zeros(len(block), np.int64) if whole.labels is None else np.concatenate(whole.labels)
     may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
-    there = np.flatnonzero(may)
-    if count > len(there):
+    usable = np.flatnonzero(may)
+    if count > len(usable):
         raise RefusedError(
-            f"--downstream.rows is {count}, allowed: at most the {len(there)} training rows, or 0 for all"
+            f"--downstream.rows is {count}, allowed: at most the {len(usable)} training rows, or 0 for all"
         )
-    drawn = mix(identities[there] ^ np.uint64(stream(seed, "few rows")))
-    there = there[np.lexsort((drawn, labels[there]))]  # label by label, each in the order drawn
-    _, sizes = np.unique(labels[there], return_counts=True)
-    place = np.arange(len(there)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row among its label's
-    taken = np.sort(there[place < np.repeat(shares(sizes, count), sizes)])
+    drawn = mix(identities[usable] ^ np.uint64(stream(seed, "few rows")))
+    usable = usable[np.lexsort((drawn, labels[usable]))]  # label by label, each in the order drawn
+    _, sizes = np.unique(labels[usable], return_counts=True)
+    rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row among its label's
+    picked = np.sort(usable[rank < np.repeat(shares(sizes, count), sizes)])
     chosen = [
-        ChosenRows(identities=identities[own], block=block[own], row=row[own])
-        for own in (taken[member[taken] == number] for number in range(len(whole.blocks)))
+        ChosenRows(identities=identities[rows], block=block[rows], row=row[rows])
+        for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
     ]
-    if empty := [number for number, own in enumerate(chosen) if not len(own.block)]:
+    if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:
         raise RefusedError(
             f"--downstream.rows is {count}: none is of data set {empty[0]} of the mixture; allowed: more"
         )
@@ -94,23 +94,23 @@ def shares(sizes: Integers, count: int) -> Integers:
     """[C] rows of each label -> [C] of `count` rows, in proportion; what rounding leaves goes to the largest
     remainders."""
     exact = count * sizes / sizes.sum()
-    found: Integers = np.floor(exact).astype(np.int64)
-    found[np.argsort(found - exact, kind="stable")[: count - found.sum()]] += 1
-    return found
+    rows: Integers = np.floor(exact).astype(np.int64)
+    rows[np.argsort(rows - exact, kind="stable")[: count - rows.sum()]] += 1
+    return rows
 
 
 def _block_of_rows(blocks: Blocks) -> Integers:
-    found: Integers = np.repeat(np.arange(len(blocks.rows)), blocks.rows)
-    return found
+    numbers: Integers = np.repeat(np.arange(len(blocks.rows)), blocks.rows)
+    return numbers
 
 
 def _places(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
-    """Of each data set's rows in stored order, [n] each: identity, number of the data set, block, place in it."""
-    found = []
+    """Columns of each data set's rows in stored order, [n]: identity, number of the data set, block, row in it."""
+    columns = []
     for number, blocks in enumerate(tables):
         counts = np.asarray(blocks.rows, dtype=np.int64)
         block = _block_of_rows(blocks)
         row = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
         identities = row_identities(np.asarray(blocks.identities)[block], row)
-        found.append((identities, np.full(len(block), number), block, row))
-    return found
+        columns.append((identities, np.full(len(block), number), block, row))
+    return columns

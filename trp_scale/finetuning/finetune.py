@@ -53,25 +53,25 @@ def finetune(arguments: FinetuneArguments) -> int:
         check_shared_directory(run_dir, world)
         rundir.refuse_runs(run_dir, rundir.CONFIG_FILE, "a run of trp-scale pretrain", world)
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
-        found = []
+        joined = []
         tasks = arguments.config.tasks(arguments.task)
         if arguments.only is not None:
-            place, number = divmod(arguments.only, arguments.seeds)
-            one = of_seed(arguments, tasks[place], number, run_dir)
-            own = rundir.create_run_directory(one, world)  # the others' are other processes'
-            with guarded(own, config, environment, asked_in=run_dir) as guard:
-                return run_seed(one, environment, engine_name, guard)[0]
+            task_number, number = divmod(arguments.only, arguments.seeds)
+            seed_arguments = of_seed(arguments, tasks[task_number], number, run_dir)
+            seed_dir = rundir.create_run_directory(seed_arguments, world)  # the others' are other processes'
+            with guarded(seed_dir, config, environment, asked_in=run_dir) as guard:
+                return run_seed(seed_arguments, environment, engine_name, guard)[0]
         with guarded(run_dir, config, environment) as guard:
             for task in tasks:
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
-                    one = of_seed(arguments, task, number, run_dir)
-                    status, result = run_seed(one, environment, engine_name, guard, of_task)
+                    seed_arguments = of_seed(arguments, task, number, run_dir)
+                    status, result = run_seed(seed_arguments, environment, engine_name, guard, of_task)
                     if result is None:
                         return status
                     of_task.append(result)
-                found.append(join(of_task))
-        results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=found)
+                joined.append(join(of_task))
+        results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=joined)
         on_rank_zero(world, f"writing {run_dir}", lambda: add_results(run_dir, results))
         if world.rank == 0:
             print_results(results, baseline)
@@ -102,7 +102,7 @@ def refuse_learned_images(config: FinetuneConfig) -> None:
 
 
 def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
-    """The arguments of one run of one task."""
+    """The arguments of seed_arguments run of seed_arguments task."""
     config = copy.deepcopy(arguments.config)
     config.downstream.task = task
     config.training.seed += number
@@ -137,7 +137,7 @@ def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -
     Raises:
         RefusedError: naming the seeds.
     """
-    others = [str(one.seed) for one in earlier if "" not in (one.data, digest) and one.data != digest]
+    others = [str(result.seed) for result in earlier if "" not in (result.data, digest) and result.data != digest]
     if others:
         raise RefusedError(
             f"{run_dir}: the data are not those of seed {', '.join(others)}, which is finished; put them back, or give "
@@ -166,7 +166,7 @@ def run_seed(
             check_same_data(run_dir, done.data, earlier)
             return ExitStatus.DONE, done
     rundir.create_run_directory(arguments, world)
-    found: list[SeedResult] = []
+    results: list[SeedResult] = []
     tasks: list[DownstreamTask] = []
 
     def build(config: Config, where: Environment) -> DownstreamTask:
@@ -183,13 +183,13 @@ def run_seed(
         phase("making the first step")
         return run
 
-    def measured(run: Run) -> None:
+    def measure_run(run: Run) -> None:
         task = tasks[-1]  # the first ones only told of the sizes
         with run.hooks.validation():
             metrics = measure(run.engine, task, run.sources.validation.windows())
         detail = metrics.pop("detail", {})
         asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
-        found.append(
+        results.append(
             SeedResult(
                 task=task.name,
                 metric=task.metric,
@@ -202,13 +202,13 @@ def run_seed(
                 data=run.sources.digest(),
             )
         )
-        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))
+        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, results[0]))
 
     try:
-        _, status = trained(make, measured)
+        _, status = trained(make, measure_run)
     except RefusedError:
         with suppress(OSError):  # not empty, or removed by another rank
             run_dir.rmdir()
             run_dir.parent.rmdir()
         raise
-    return status, found[0] if found else None
+    return status, results[0] if results else None

@@ -22,7 +22,7 @@ from trp_scale.reporting.results import RESULTS_FILE, read_results
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRun:
-    """What a run has left.
+    """Files and settings of a run that is read back.
 
     Attributes:
         directory: of the run.
@@ -81,19 +81,19 @@ def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[FinetunedR
         RefusedError: there is none, or one of them as `read_run` refuses.
     """
     if (run / "checkpoints").is_dir():
-        found = [run]
+        directories = [run]
     else:
         begun = (path for path in run.glob("*/seed_*") if any(path.iterdir()))  # one that was refused left it empty
-        found = sorted(begun, key=lambda path: (path.parent.name, _seed(path)))
-    if not found:
+        directories = sorted(begun, key=lambda path: (path.parent.name, _seed(path)))
+    if not directories:
         raise RefusedError(
             f"--run {run}: no trained run is there; allowed: a run directory of trp-scale pretrain, or a directory of "
             "trp-scale finetune, with TASK/seed_N/checkpoints, or one of those seeds"
         )
     by_task: dict[str, list[FinetunedRun]] = {}
-    for directory in found:
-        one = read_run(directory, weights)
-        by_task.setdefault(one.config.downstream.task or one.config.downstream.kind, []).append(one)
+    for directory in directories:
+        finetuned = read_run(directory, weights)
+        by_task.setdefault(finetuned.config.downstream.task or finetuned.config.downstream.kind, []).append(finetuned)
     return by_task
 
 
@@ -102,7 +102,7 @@ def _seed(path: Path) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def origin_of(run: Path, runs: dict[str, list[FinetunedRun]]) -> tuple[str, str]:
+def read_origin(run: Path, runs: dict[str, list[FinetunedRun]]) -> tuple[str, str]:
     """Recipe and pre-trained encoder, for the results."""
     if (run / RESULTS_FILE).is_file():
         results = read_results(run)
@@ -128,16 +128,16 @@ def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment)
         RefusedError: the checkpoint has other tensors, or no average where run.weights asks for it.
     """
     weights = read_full_state(run.checkpoint, STATE_OF[run.weights])
-    own = dict(module.named_parameters())
-    other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-    if own.keys() != weights.keys() or other:
-        named = sorted([*(own.keys() ^ weights.keys()), *other])
+    parameters = dict(module.named_parameters())
+    other = [name for name in parameters.keys() & weights.keys() if parameters[name].shape != weights[name].shape]
+    if parameters.keys() != weights.keys() or other:
+        named = sorted([*(parameters.keys() ^ weights.keys()), *other])
         raise RefusedError(
             f"{run.checkpoint}: not the weights of this model ({', '.join(named[:5])}); measured on data of other "
             "classes"
         )
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     config = run.config
     config.training.compile = "none"

@@ -19,7 +19,7 @@ from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.schema import Fields
 from trp_scale.errors import error_text, quote, shorten
-from trp_scale.finetuning.encoder_source import EncoderSource, sizes_of
+from trp_scale.finetuning.encoder_source import EncoderSource, sizes_from_model
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.pretraining.mae.export import RELATIVE_ARCHITECTURE, TIMM_ARCHITECTURE
@@ -45,7 +45,7 @@ HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
 def of_run(
     config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None = None
 ) -> EncoderSource:
-    """The encoder of a run of ours on images; as `encoder_source.encoder_of`.
+    """The encoder of a run of ours on images; as `encoder_source.encoder_from_run`.
 
     Raises:
         RefusedError: its encoder has no patches, or reads no images.
@@ -64,7 +64,7 @@ def of_run(
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)
 
-    settings = sizes_of(config.model) | {
+    settings = sizes_from_model(config.model) | {
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "position_order"): config.vision.position_order,
         ("vision", "positions"): "absolute",
@@ -99,16 +99,16 @@ def _index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVision
     return "relaxed" if config.adversary.index == "relaxed" else "rounded"
 
 
-def of_vitmae(path: str, found: Fields) -> EncoderSource:
+def of_vitmae(path: str, fields: Fields) -> EncoderSource:
     """transformers' ViTMAE.
 
     Raises:
         RefusedError: it computes what `ImageEncoder` does not.
     """
-    image_size, patch_size = found.whole("image_size", least=1), found.whole("patch_size", least=1)
-    grid, layers = image_size // patch_size, found.whole("num_hidden_layers", least=1)
+    image_size, patch_size = fields.whole("image_size", least=1), fields.whole("patch_size", least=1)
+    grid, layers = image_size // patch_size, fields.whole("num_hidden_layers", least=1)
 
-    if found.text("hidden_act", "gelu") != "gelu" or not found.take("qkv_bias", bool, True):
+    if fields.text("hidden_act", "gelu") != "gelu" or not fields.take("qkv_bias", bool, True):
         raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
 
     def read() -> dict[str, Tensor]:
@@ -124,10 +124,10 @@ def of_vitmae(path: str, found: Fields) -> EncoderSource:
 
     settings = _vit_settings(
         layers=layers,
-        width=found.whole("hidden_size", least=1),
-        heads=found.whole("num_attention_heads", least=1),
-        intermediate=found.whole("intermediate_size", least=1),
-        eps=found.take("layer_norm_eps", float, 1e-12),
+        width=fields.whole("hidden_size", least=1),
+        heads=fields.whole("num_attention_heads", least=1),
+        intermediate=fields.whole("intermediate_size", least=1),
+        eps=fields.take("layer_norm_eps", float, 1e-12),
         patch_size=patch_size,
         grid=grid,
     )
@@ -139,7 +139,7 @@ def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     # One by one: the number of blocks is a file's word, and the first that is not there ends it.
     of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
     names = chain(("cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"), of_blocks)
-    return {name: ours(name, torch.cat([stored[one] for one in vitmae_names(name)])) for name in names}
+    return {name: ours(name, torch.cat([stored[published] for published in vitmae_names(name)])) for name in names}
 
 
 def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
@@ -177,23 +177,23 @@ def _vit_settings(
     }
 
 
-def of_timm(path: str, found: dict[str, Any], said: str) -> EncoderSource:
+def of_timm(path: str, document: dict[str, Any], where: str) -> EncoderSource:
     """timm's vision transformer, or ours with relative positions.
 
     Args:
-        found: its config.json.
-        said: what messages call that.
+        document: its config.json.
+        where: what messages call that.
 
     Raises:
         RefusedError: it computes what `ImageEncoder` does not.
     """
     index = ""
-    if found["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
-        index = Fields(found, said).text("relative_index")
+    if document["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
+        index = Fields(document, where).text("relative_index")
         if index not in ("relaxed", "rounded"):
-            raise RefusedError(f"{said}: relative_index is {quote(index)}, allowed: relaxed, rounded")
-        found = {**found, "architecture": TIMM_ARCHITECTURE}
-    timm_vit = open_timm(path, found)
+            raise RefusedError(f"{where}: relative_index is {quote(index)}, allowed: relaxed, rounded")
+        document = {**document, "architecture": TIMM_ARCHITECTURE}
+    timm_vit = open_timm(path, document)
     settings = _vit_settings(**timm_vit.sizes)
     if index:
         settings |= {("vision", "positions"): "relative", ("vision", "index"): index}
@@ -211,7 +211,7 @@ class TimmEncoder:
     read: Callable[[], dict[str, Tensor]]
 
 
-def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
+def open_timm(path: str, document: dict[str, Any]) -> TimmEncoder:
     """Look at a directory of timm; reads its positions alone.
 
     Fixed sine-cosine positions stay fixed, others are weights. Mean and deviation that the model wants of its pixels
@@ -219,14 +219,14 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
 
     Args:
         path: the directory.
-        found: its config.json.
+        document: its config.json.
 
     Raises:
         RefusedError: timm does not know the architecture, or it computes what `ImageEncoder` does not.
     """
     import timm
 
-    fields = Fields(found, f"--from {path}: config.json")
+    fields = Fields(document, f"--from {path}: config.json")
     architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
     arguments = _arguments(fields)
     statistics = _statistics(fields)
@@ -234,8 +234,8 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
         if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
             raise RuntimeError(f"Unknown model ({shorten(architecture)})")
         with torch.device("meta"):
-            given = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
-            model = timm.create_model(architecture, pretrained=False, **given)
+            options = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
+            model = timm.create_model(architecture, pretrained=False, **options)
     except Exception as error:  # whatever settings that do not go together lead to
         raise RefusedError(
             f"--from {path}: timm cannot make {shorten(architecture)} {quote(arguments)}: {error_text(error)}"
@@ -277,28 +277,28 @@ MOST_BLOCKS, LARGEST_SIZE = 1_000, 1 << 16
 """Of a model that timm is to make: its blocks, and any other size."""
 
 
-def _arguments(found: Fields) -> dict[str, Any]:
-    """What timm makes the model with. Its function takes others too, such as a checkpoint that it would unpickle.
+def _arguments(fields: Fields) -> dict[str, Any]:
+    """Read the arguments of timm's model. Its function takes others too, such as a checkpoint that it would unpickle.
 
     Raises:
         RefusedError: an argument that a vision transformer has not, or a size that none has.
     """
     from timm.models.vision_transformer import VisionTransformer
 
-    given = found.section("model_args")
+    section = fields.section("model_args")
     known = inspect.signature(VisionTransformer).parameters.keys() - {"device", "dtype"}
-    for name, value in given.document.items():
+    for name, value in section.document.items():
         if name not in known:
-            raise given.refusal(f"{quote(name)} found, an argument of timm's VisionTransformer expected")
+            raise section.refusal(f"{quote(name)} found, an argument of timm's VisionTransformer expected")
         sizes = value if isinstance(value, list) else [value]
         most = MOST_BLOCKS if name == "depth" else LARGEST_SIZE
         if any(type(size) in (int, float) and not -1 <= size <= most for size in sizes):
-            raise given.refusal(f"{name} {quote(value)} found, at most {most} allowed")
-    return dict(given.document)
+            raise section.refusal(f"{name} {quote(value)} found, at most {most} allowed")
+    return dict(section.document)
 
 
 def _differences(model: nn.Module) -> list[str]:
-    """What the model has that `ImageEncoder` has not, in words."""
+    """Describe what the model has and `ImageEncoder` lacks."""
     if type(model).__name__ != "VisionTransformer":
         return [f"class {type(model).__name__}"]
     block: Any = model.blocks[0]  # type: ignore[index]
@@ -321,7 +321,7 @@ def _differences(model: nn.Module) -> list[str]:
             f"feed-forward layers of class {type(block.mlp).__name__}": type(block.mlp).__name__ != "Mlp",
             f"activation {type(block.mlp.act).__name__}": type(block.mlp.act) is not nn.GELU,
         }
-    return [words for words, there in odd.items() if there]
+    return [words for words, differs in odd.items() if differs]
 
 
 def _positions(path: str) -> Tensor:
@@ -333,9 +333,9 @@ def _positions(path: str) -> Tensor:
     return positions.float().squeeze(0)
 
 
-def _statistics(found: Fields) -> tuple[Tensor, Tensor]:
+def _statistics(fields: Fields) -> tuple[Tensor, Tensor]:
     """[3] mean and deviation that the model wants taken out of pixels in [0, 1]."""
-    described = found.section("pretrained_cfg") if found.document.get("pretrained_cfg") else found
+    described = fields.section("pretrained_cfg") if fields.document.get("pretrained_cfg") else fields
     three = tuple[float, float, float]
     mean, deviation = described.take("mean", three, CHANNEL_MEAN), described.take("std", three, CHANNEL_DEVIATION)
     return torch.tensor(mean), torch.tensor(deviation)
@@ -344,7 +344,7 @@ def _statistics(found: Fields) -> tuple[Tensor, Tensor]:
 def _encoder(
     path: str, stored: dict[str, Tensor], patch_size: int, statistics: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """By our names; learned positions under pos_embed, the class token's own in the class token."""
+    """Weights by our names; learned positions under pos_embed, the class token's own in the class token."""
     if other := sorted({name.split(".")[0] for name in stored if not is_encoder(name)} - set(HEADS)):
         raise RefusedError(
             f"--from {path}: {FILE} has weights of {shorten(', '.join(other))}, which this encoder has not"

@@ -32,7 +32,7 @@ class RobustnessSet:
 
     @property
     def title(self) -> str:
-        """As it was published."""
+        """Published name."""
         return TITLES[self.name]
 
 
@@ -42,26 +42,26 @@ def parse_sets(words: Sequence[str]) -> list[RobustnessSet]:
     Raises:
         RefusedError: an unknown set, one given twice, or a directory that is not there.
     """
-    found: list[RobustnessSet] = []
+    sets: list[RobustnessSet] = []
     for word in words:
         name, equals, directory = word.partition("=")
         name = name.strip().lower()
         if name == "b":
             raise RefusedError(
                 f"--robustness {word}: there is no ImageNet-B. MLO-MAE's Table 15 names one without saying what it is, "
-                f"and no data set of that name was published; allowed: {_allowed()}"
+                f"and no data set of that name was published; allowed: {_list_allowed()}"
             )
         if name not in TITLES or not equals or not directory:
-            raise RefusedError(f"--robustness {word}: allowed: {_allowed()}")
-        if name in {one.name for one in found}:
+            raise RefusedError(f"--robustness {word}: allowed: {_list_allowed()}")
+        if name in {chosen.name for chosen in sets}:
             raise RefusedError(f"--robustness {word}: {TITLES[name]} is given twice; give each set once")
         if not Path(directory).is_dir():
             raise RefusedError(f"--robustness {word}: there is no such directory")
-        found.append(RobustnessSet(name=name, directory=Path(directory)))
-    return found
+        sets.append(RobustnessSet(name=name, directory=Path(directory)))
+    return sets
 
 
-def _allowed() -> str:
+def _list_allowed() -> str:
     return ", ".join(f"{name}=DIR ({title})" for name, title in TITLES.items())
 
 
@@ -93,7 +93,7 @@ Errors = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionError:
-    """What a classifier's errors come to.
+    """Corruption errors of a classifier.
 
     Attributes:
         corruptions, severities: of how many of the 15, and at how many places of the 75, errors are known.
@@ -137,11 +137,11 @@ def corruption_error(errors: Errors) -> CorruptionError:
     )
 
 
-def check_complete(found: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
+def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
     """Refuse a set in which corruptions or severities are missing.
 
     Args:
-        found: severities by corruption.
+        severities: severities by corruption.
         where: its directory.
         partial: whether what is there is wanted all the same.
 
@@ -152,7 +152,7 @@ def check_complete(found: Mapping[str, Sequence[int]], where: str, *, partial: b
         f"{name}/{severity}"
         for name in ALEXNET_ERRORS
         for severity in SEVERITIES
-        if severity not in found.get(name, ())
+        if severity not in severities.get(name, ())
     ]
     if len(missing) == len(ALEXNET_ERRORS) * len(SEVERITIES):
         raise RefusedError(

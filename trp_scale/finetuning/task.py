@@ -1,7 +1,8 @@
-"""What a downstream task is: all that a run needs (pretraining/base.py), and how what it learned is measured."""
+"""Interface of a downstream task: all that a run needs (pretraining/base.py), and its measurement."""
 
 from __future__ import annotations
 
+import csv
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,22 +19,23 @@ from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
+from trp_scale.config.schema import is_within
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
+from trp_scale.data.images.dataset import ImageDataset
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import Blocks, HeldOutPlan, TrainPlan
+from trp_scale.data.plan import Blocks, HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources, TrainSource, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import UnreadableError
+from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.encoder_source import open_encoder
 from trp_scale.finetuning.few_rows import few_rows
-from trp_scale.finetuning.predictions import Predictions
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
 from trp_scale.pretraining.base import Upstream
 
@@ -41,11 +43,67 @@ if TYPE_CHECKING:
     from trp_scale.models.image_encoder import OnImageEncoder
 
 
+class Predictions(Protocol):
+    """Takes what a task predicts of the measured rows and writes it into files: rank 0 writes, whatever rank predicts.
+    Rows that are only there to fill a batch are left out, so that any number of ranks writes the same."""
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """Add the result of `Measured.predict` for a micro-batch. Collective."""
+        ...
+
+    def finish(self) -> list[Path]:
+        """Write what is not written yet; returns the files, or the directory of many. Collective."""
+        ...
+
+
+def write_table(path: Path, columns: Sequence[str], lines: Iterable[Sequence[object]], *, separator: str) -> None:
+    """Write a table with a header, under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=separator, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)
+    temporary.replace(path)
+
+
+def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
+    """The key of each measured image, in the order of positions: of a folder that was sharded, its path in there
+    without a suffix. Of a mixture MEMBER/KEY. Where a data set has a key several times, in several tars, TAR/KEY.
+
+    Args:
+        plan: of the measured rows.
+        datasets: members of the mixture.
+
+    Raises:
+        DataError: an index is no longer there, or has a key that leads out of a folder.
+    """
+    addresses = plan.locate(np.arange(plan.rows))
+    keys = [_keys(dataset) for dataset in datasets]
+    names = []
+    for member, block, row in zip(addresses.member, addresses.block, addresses.row, strict=True):
+        names.append(keys[member][int(datasets[member].blocks.first[block]) + int(row)])
+    return names
+
+
+def _keys(dataset: ImageDataset) -> list[str]:
+    """Keys of all images of a data set."""
+    keys = dataset.samples.keys()
+    wrong = next((key for key in keys if not is_within(key)), None)
+    if wrong is not None:
+        raise DataError(f"{dataset.directory}: an image has the key {quote(wrong)}, which names no file in a folder")
+    if max(Counter(keys).values()) > 1:
+        counts = np.diff(dataset.samples.starts).tolist()
+        tars = [path.stem for path, count in zip(dataset.samples.shards, counts, strict=True) for _ in range(count)]
+        keys = [f"{tar}/{key}" for tar, key in zip(tars, keys, strict=True)]
+    return [f"{dataset.name}/{key}" for key in keys] if dataset.name else keys
+
+
 class Collector(Protocol):
     """Takes what a task predicts, one micro-batch after another. All ranks have as many."""
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """What `Measured.predict` gave for a micro-batch."""
+        """Add the result of `Measured.predict` for a micro-batch."""
         ...
 
 
@@ -60,10 +118,10 @@ class Metrics(Collector, Protocol):
 
 
 class Measured(Protocol):
-    """What `measure` asks of a task."""
+    """The part of a task that `measure` uses."""
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
-        """What the metrics need of one micro-batch, from a forward pass without gradients."""
+        """Outputs of one micro-batch for the metrics, from a forward pass without gradients."""
         ...
 
     def metrics(self) -> Metrics:
@@ -100,7 +158,7 @@ class DownstreamTask(Measured, Upstream, Protocol):
         ...
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
-        """What writes the predictions for the measured rows into files.
+        """Return a writer of the predictions for the measured rows.
 
         Args:
             directory: for the files; other tasks may have theirs there.
@@ -117,7 +175,7 @@ ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
 
 class TaskParts(Generic[Run]):
-    """What tasks have in common, beside their own data, model, objective and metrics."""
+    """Shared parts of the tasks, without data, model, objective and metrics."""
 
     pictures: ClassVar[str] = ""
     lower_is_better = False
@@ -139,13 +197,13 @@ class TaskParts(Generic[Run]):
         return []
 
     def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings alone."""
+        """Store nothing: the settings describe the model."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
 
     def recall(self, extra: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Ignore it: this task needs none."""
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
         raise RefusedError(
@@ -172,7 +230,7 @@ class TaskParts(Generic[Run]):
 
 
 class ImageTask(TaskParts[ImageRun]):
-    """What tasks of images have in common."""
+    """Shared parts of the tasks of images."""
 
     step_flops = 0.0  # of a task that does not count them
 
@@ -288,7 +346,7 @@ def blocks_to_learn(
         fraction: data.validation_fraction; 0 where other data is measured.
     """
     return [
-        ~held_out(each.identities, fraction, where=str(path.path)) for each, path in zip(blocks, paths, strict=True)
+        ~held_out(table.identities, fraction, where=str(path.path)) for table, path in zip(blocks, paths, strict=True)
     ]
 
 
@@ -299,13 +357,13 @@ def take_encoder(encoder: nn.Module, weights: dict[str, torch.Tensor], path: str
     Raises:
         RefusedError: names that are missing, left over, or of another shape.
     """
-    own = dict(encoder.named_parameters())
+    parameters = dict(encoder.named_parameters())
     try:
-        check_names(own, weights)
-        check_shapes(own, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+        check_names(parameters, weights)
+        check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     except OtherTensorsError as error:
         raise RefusedError(f"--from {path}: not the weights of this encoder ({error})") from error
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         parameter.copy_(weights[name])
 
 
@@ -333,8 +391,8 @@ def predict(engine: Engine, task: Measured, windows: Iterable[Batch], collectors
             corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
             on_device = batch.to(engine.device)
             outputs = task.predict(engine, on_device)
-            for each in collectors:
-                each.add(outputs, on_device)
+            for collector in collectors:
+                collector.add(outputs, on_device)
     engine.train(True)
     refuse_unread(corrupt, engine.data_group)
 
@@ -370,11 +428,11 @@ class GatheredRows:
 
     def add(self, batch: Batch, **arrays: torch.Tensor) -> None:
         """Keep the rows that are there; each array [R, ...]."""
-        there = batch["row_weights"].cpu() > 0
-        self._positions.append(batch.start + np.flatnonzero(there.numpy()))
+        present = batch["row_weights"].cpu() > 0
+        self._positions.append(batch.start + np.flatnonzero(present.numpy()))
         for name, values in arrays.items():
             wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-            self._arrays.setdefault(name, []).append(wide.cpu()[there].numpy())
+            self._arrays.setdefault(name, []).append(wide.cpu()[present].numpy())
 
     def gather(self, group: Group) -> dict[str, np.ndarray]:
         """All rows of all ranks by name, [n, ...], on every rank. Collective."""
@@ -389,8 +447,8 @@ class GatheredRows:
 
 def task_class(config: FinetuneConfig) -> type[TaskParts[Any]]:
     """The class of `downstream.kind`; its module is imported now, since each has libraries of its own."""
-    found: type[TaskParts[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
-    return found
+    kind: type[TaskParts[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
+    return kind
 
 
 def build_task(config: FinetuneConfig, environment: Environment, *, figures: bool = True) -> DownstreamTask:

@@ -14,9 +14,8 @@ from tests.unit.finetuning.detection.small_sets import coco_document, write_coco
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.annotations import Annotations, decode
 from trp_scale.finetuning.detection.files import read_coco, read_voc
-from trp_scale.finetuning.detection.masks import decode
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, in_image
 
 SCALE = 4.0

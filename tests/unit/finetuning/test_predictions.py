@@ -25,8 +25,8 @@ from trp_scale.data.plan import HeldOutPlan, Member
 from trp_scale.data.split import held_out
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import DataError
-from trp_scale.finetuning.glue.submission import GlueSubmission
-from trp_scale.finetuning.predictions import image_names
+from trp_scale.finetuning.glue.task import GlueSubmission
+from trp_scale.finetuning.task import image_names
 from trp_scale.reporting.results import read_results
 
 TESTS = {

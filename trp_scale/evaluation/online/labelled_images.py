@@ -16,7 +16,7 @@ from trp_scale.evaluation.probe.encoder import BATCH, FrozenEncoder, show
 from trp_scale.evaluation.probe.features import LabelledFeatures, extract
 from trp_scale.evaluation.probe.images import BlockMasks, ProbedImages, open_probed
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoder_source import encoder_of
+from trp_scale.finetuning.encoder_source import encoder_from_run
 
 SHARE_MEASURED = 0.1
 """Of labelled images that no test set goes with, in a data set of which the run holds nothing out."""
@@ -36,7 +36,7 @@ class LabelledImages:
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
         self.settings, self.run = settings, run
         config = ClassificationTaskConfig()
-        encoder_of(run.config, NAME, dict).adopt(config)
+        encoder_from_run(run.config, NAME, dict).adopt(config)
         config.model.weights = ""  # they are given each time
         self.config = show(config, size=0, batch=BATCH)
         config.augmentation.measured = settings.seen
@@ -60,7 +60,7 @@ class LabelledImages:
         def make() -> None:
             weighted = None
             if world.rank == 0:
-                source = encoder_of(self.run.config, NAME, lambda: weights)
+                source = encoder_from_run(self.run.config, NAME, lambda: weights)
                 weighted = source.image_weights(self.config)
             encoders.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=weighted))
 

@@ -16,9 +16,8 @@ from trp_scale.evaluation.online.labelled_rows import NAME, Pair, Weights, requi
 from trp_scale.evaluation.online.settings import ProbesSettings
 from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.probe.sentences import BAD_LINES, few_of_all, pair_vectors
-from trp_scale.finetuning.encoder_source import encoder_of
-from trp_scale.finetuning.glue.examples import Examples
-from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.encoder_source import encoder_from_run
+from trp_scale.finetuning.glue.folders import Examples, read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import require_libraries
 
@@ -39,7 +38,7 @@ class LabelledSentences:
         require_libraries()
         self.settings, self.run = settings, run
         self.config = GlueTaskConfig()
-        encoder_of(run.config, NAME, dict).adopt(self.config)
+        encoder_from_run(run.config, NAME, dict).adopt(self.config)
         self.length = self.config.downstream.max_length
         on_rank_zero(run.world, f"reading {settings.data}", self._read)
 
@@ -56,7 +55,7 @@ class LabelledSentences:
         pairs: list[Pair] = []
 
         def read() -> None:
-            source = encoder_of(self.run.config, NAME, lambda: weights, tokenizer=self.tokenizer)
+            source = encoder_from_run(self.run.config, NAME, lambda: weights, tokenizer=self.tokenizer)
             encoder = TextEncoder(source, self.config).eval().to(self.run.device)
             learned, measured = self._of(encoder, self.train, self.learned), self._of(encoder, self.test, self.measured)
             pairs.append((learned, measured))

@@ -21,8 +21,7 @@ from trp_scale.evaluation.probe.arguments import ProbeArguments
 from trp_scale.evaluation.probe.classifiers import logistic_regression
 from trp_scale.evaluation.probe.features import Features, LabelledFeatures
 from trp_scale.finetuning.few_rows import shares
-from trp_scale.finetuning.glue.examples import FORMATS, Examples
-from trp_scale.finetuning.glue.folders import read_glue, require_folders
+from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue, require_folders
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries
 from trp_scale.reporting.results import SeedResult, TaskResult, join

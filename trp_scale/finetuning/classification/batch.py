@@ -77,7 +77,7 @@ class ImageAugmentation:
         self._jitter = ColorJitter(amount, amount, amount) if amount > 0 else None
         self._erasing = RandomErasing(settings.erasing, mode="pixel", device="cpu") if settings.erasing > 0 else None
         self._statistics = torch.tensor([IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD]).view(2, 3, 1, 1)
-        self.active = any(each is not None for each in (self._rand_augment, self._jitter, self._erasing))
+        self.active = any(step is not None for step in (self._rand_augment, self._jitter, self._erasing))
 
     def __call__(self, image: Tensor, word: int) -> Tensor:
         """[3, S, S] uint8 -> the same, changed as `word` says."""
@@ -86,9 +86,9 @@ class ImageAugmentation:
             image = functional.pil_to_tensor(self._rand_augment(functional.to_pil_image(image)))
         if self._jitter is not None:
             image = self._jitter(image)
-        return image if self._erasing is None else self._erased(image)
+        return image if self._erasing is None else self._erase(image)
 
-    def _erased(self, image: Tensor) -> Tensor:
+    def _erase(self, image: Tensor) -> Tensor:
         """timm's noise is normal where mean and deviation of the data are 0 and 1; beyond black and white it is cut."""
         assert self._erasing is not None
         mean, deviation = self._statistics  # [3, 1, 1]
@@ -182,18 +182,18 @@ class TrainingImages:
         self, images: Tensor, targets: Tensor, labels: Tensor, states: Words, rows: DecodedRows, start: int
     ) -> None:
         """Augment each image, then mix neighbours, in place."""
-        there = [sample is not None for sample in rows.samples]
+        present = [sample is not None for sample in rows.samples]
         if self._augmentation.active:
             for row, word in enumerate(mix(states ^ _AUGMENT).tolist()):
-                if there[row]:
+                if present[row]:
                     images[row] = self._augmentation(images[row], word)
         if not self._mixing.active:
             return
-        if start % 2 or len(there) % 2:
-            raise ValueError(f"rows {start} to {start + len(there)}: pairs to mix begin and end at even positions")
-        for first, word in zip(range(0, len(there), 2), mix(states[::2] ^ _PAIR).tolist(), strict=True):
+        if start % 2 or len(present) % 2:
+            raise ValueError(f"rows {start} to {start + len(present)}: pairs to mix begin and end at even positions")
+        for first, word in zip(range(0, len(present), 2), mix(states[::2] ^ _PAIR).tolist(), strict=True):
             pair = slice(first, first + 2)
-            if all(there[pair]):
+            if all(present[pair]):
                 images[pair], targets[pair] = self._mixing(images[pair], labels[pair], word)
 
 
@@ -224,11 +224,11 @@ class MeasuredImages:
         """[3, H, W] uint8 -> [3, S, S]."""
         size = self._size
         if self._settings.measured == "whole":
-            return self._resized(image, [size, size])
+            return self._resize(image, [size, size])
         shorter = max(size, round(size / self._settings.centre_share))
-        return functional.center_crop(self._resized(image, [shorter]), [size, size])  # type: ignore[no-any-return]
+        return functional.center_crop(self._resize(image, [shorter]), [size, size])  # type: ignore[no-any-return]
 
-    def _resized(self, image: Tensor, sides: list[int]) -> Tensor:
-        """To height and width; to the one side given, the shorter one."""
+    def _resize(self, image: Tensor, sides: list[int]) -> Tensor:
+        """Resize to a height and width, or the shorter side to a length."""
         resized: Tensor = functional.resize(image, sides, interpolation=self._mode, antialias=True)
         return resized

@@ -27,14 +27,15 @@ from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingIm
 from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoder_source import open_encoder
-from trp_scale.finetuning.predictions import image_names, write_table
 from trp_scale.finetuning.task import (
     GatheredRows,
     ImageTask,
     blocks_to_learn,
     distinct,
+    image_names,
     open_task_sources,
     take_encoder,
+    write_table,
 )
 from trp_scale.models.flops import classifier_step_flops
 from trp_scale.reporting.results import CONSTANT
@@ -133,10 +134,10 @@ class PredictedClasses:
 
         def write() -> None:
             names = image_names(self._plan, self._datasets)
-            found = zip(names, *(rows[name].tolist() for name in ("predicted", "probability", "labels")), strict=True)
+            columns = zip(names, *(rows[name].tolist() for name in ("predicted", "probability", "labels")), strict=True)
             lines = (
                 (name, number, self._classes[number], f"{share:.6f}", "" if label < 0 else label)
-                for name, number, share, label in found
+                for name, number, share, label in columns
             )
             write_table(self._path, self.columns, lines, separator=",")
 
@@ -163,28 +164,28 @@ class Accuracy:
     def finish(self, group: Group) -> dict[str, Any]:
         rows = self._rows.gather(group)
         right, labels = rows["places"] == 0, rows["labels"]
-        found: dict[str, Any] = {"accuracy": float(right.mean())}
+        figures: dict[str, Any] = {"accuracy": float(right.mean())}
         if len(self._classes) >= MANY_CLASSES:
-            found["accuracy_top5"] = float((rows["places"] < TOP).mean())
+            figures["accuracy_top5"] = float((rows["places"] < TOP).mean())
         if self._constant is not None:
-            found[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
+            figures[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
         images = np.bincount(labels, minlength=len(self._classes)).tolist()
         hits = np.bincount(labels[right], minlength=len(self._classes)).tolist()
-        found["detail"] = {
+        figures["detail"] = {
             "classes": {
                 name: {"accuracy": hit / count if count else None, "images": count}
                 for name, hit, count in zip(distinct(self._classes), hits, images, strict=True)
             }
         }
-        return found
+        return figures
 
 
 def places(logits: Tensor, labels: Tensor) -> Tensor:
     """[R, C] and [R] -> [R] place of the class in the order of falling logits, from 0; of equal ones the lower class
     comes first. C, wrong at any count, where a logit is not finite."""
-    own = logits.gather(1, labels[:, None])  # [R, 1]
+    logit = logits.gather(1, labels[:, None])  # [R, 1]
     lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
-    before = (logits > own) | ((logits == own) & lower)
+    before = (logits > logit) | ((logits == logit) & lower)
     return before.sum(1).masked_fill(~logits.isfinite().all(1), logits.shape[1])
 
 
@@ -217,7 +218,7 @@ class LabelledImages:
         return int(counts.argmax())
 
     def rows(self, builder: BatchBuilder) -> Rows:
-        """With what makes batches of them."""
+        """Return their rows with a builder of batches."""
         return Rows(
             blocks=[dataset.blocks for dataset in self.datasets],
             meta=self.meta,

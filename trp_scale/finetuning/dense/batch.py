@@ -63,7 +63,7 @@ class WindowCutter:
         return Windows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
 
     def _places(self, length: int) -> list[int]:
-        """Where windows begin along a side: each a stride after the one before, the last one at the end."""
+        """Starts of the windows along a side, a stride apart, and the last one at the end."""
         last = length - self.size
         return [*range(0, last, self._stride), last]
 
@@ -143,11 +143,11 @@ class WholeBatchBuilder:
         rows = self._rows.read(addresses)
         shown = [self._show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
         fields = {
-            "images": torch.stack([one.squashed for one in shown]),
+            "images": torch.stack([sample.squashed for sample in shown]),
             self._maps.name: torch.from_numpy(
-                np.stack([pick_centres(one.map, self._size, self._size) for one in shown])
+                np.stack([pick_centres(sample.map, self._size, self._size) for sample in shown])
             ),
-            **_joined([one.windows for one in shown]),
+            **_join_windows([sample.windows for sample in shown]),
             **self._whole(rows, shown),
         }
         return rows.batch(fields, addresses, start=start, began=began)
@@ -164,9 +164,9 @@ class WholeBatchBuilder:
     def _whole(self, rows: DecodedRows, shown: list[_Shown]) -> dict[str, Tensor]:
         sizes: Integers = rows.sizes
         maps = self._maps.empty((len(shown), *sizes.max(axis=0).tolist()))
-        for row, one in enumerate(shown):
-            height, width = one.map.shape
-            maps[row, :height, :width] = one.map
+        for row, sample in enumerate(shown):
+            height, width = sample.map.shape
+            maps[row, :height, :width] = sample.map
         return {"sizes": torch.from_numpy(sizes), f"whole_{self._maps.name}": torch.from_numpy(maps)}
 
 
@@ -177,17 +177,17 @@ class _Shown:
     map: np.ndarray[Any, np.dtype[Any]]  # [H, W]
 
 
-def _joined(windows: list[Windows]) -> dict[str, Tensor]:
+def _join_windows(windows: list[Windows]) -> dict[str, Tensor]:
     """The windows of all rows, filled up to the largest number of them with zeros."""
-    most, first = max(len(one.images) for one in windows), windows[0].images
+    most, first = max(len(cut.images) for cut in windows), windows[0].images
     images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)
     corners = torch.zeros(len(windows), most, 2, dtype=torch.int64)
-    for row, one in enumerate(windows):
-        images[row, : len(one.images)] = one.images
-        corners[row, : len(one.images)] = torch.from_numpy(one.corners)
+    for row, cut in enumerate(windows):
+        images[row, : len(cut.images)] = cut.images
+        corners[row, : len(cut.images)] = torch.from_numpy(cut.corners)
     return {
         "windows": images,
         "window_corners": corners,
-        "window_counts": torch.tensor([len(one.images) for one in windows], dtype=torch.int64),
-        "scaled_sizes": torch.tensor([one.scaled for one in windows], dtype=torch.int64),
+        "window_counts": torch.tensor([len(cut.images) for cut in windows], dtype=torch.int64),
+        "scaled_sizes": torch.tensor([cut.scaled for cut in windows], dtype=torch.int64),
     }

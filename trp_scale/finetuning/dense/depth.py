@@ -71,8 +71,8 @@ class DepthTask(DenseTask[DepthTaskConfig]):
                 f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, of {path} "
                 f"{NEARER[maps.nearer]}; allowed: maps of one direction"
             )
-        for one, where in ((maps, path), (measured.maps, test_path)):
-            if not one.metric and dense.alignment == "none":
+        for target, where in ((maps, path), (measured.maps, test_path)):
+            if not target.metric and dense.alignment == "none":
                 raise RefusedError(
                     f"{where}: its depth maps have no metres (scale null in dataset.json), so that errors of a "
                     "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
@@ -108,8 +108,8 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         """Depth in the unit of the stored maps, from 1, since 0 says that nothing was measured. It is as predicted:
         dense.alignment is for errors alone."""
         units = self.space.depth(predicted.double()).cpu().numpy() / self._units[member]
-        found: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
-        return found
+        stored: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
+        return stored
 
     def metrics(self) -> DepthErrors:
         dense = self.config.dense
@@ -267,18 +267,18 @@ class DepthErrors:
 
     def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
         """Each row's predicted targets [H, W], before they become depth."""
-        found, constants = [], []
+        sums, constants = [], []
         for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
             true = batch["whole_depth"][row, :height, :width].double()
-            there = (true > 0) & measured_region(height, width, self._region, true.device)
-            found.append(self._sums(predicted.double()[there], true[there]))
-            constants.append(self._sums(torch.full_like(true[there], self._space.mean), true[there]))
-        self._rows.add(batch, sums=torch.stack(found), constant=torch.stack(constants))
+            measured = (true > 0) & measured_region(height, width, self._region, true.device)
+            sums.append(self._sums(predicted.double()[measured], true[measured]))
+            constants.append(self._sums(torch.full_like(true[measured], self._space.mean), true[measured]))
+        self._rows.add(batch, sums=torch.stack(sums), constant=torch.stack(constants))
 
     def _sums(self, predicted: Tensor, true: Tensor) -> Tensor:
         target = self._space.target(true)
         if self._alignment == "scale_shift":
-            predicted = aligned(predicted, target)
+            predicted = align_prediction(predicted, target)
         return error_sums(self._space.depth(predicted), true)
 
     def finish(self, group: Group) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class DepthErrors:
             **figures(sums.sum(0)),
             f"{CONSTANT}delta_1": figures(rows["constant"].sum(0))["delta_1"],
             "detail": {
-                "mean_over_images": {name: float(np.mean([figures(one)[name] for one in images])) for name in NAMES},
+                "mean_over_images": {name: float(np.mean([figures(row)[name] for row in images])) for name in NAMES},
                 "pixels": int(sums[:, 0].sum()),
                 "images": len(images),
             },
@@ -327,7 +327,7 @@ def figures(sums: Any) -> dict[str, float]:
     return {**means, "rmse": means["rmse"] ** 0.5}
 
 
-def aligned(predicted: Tensor, target: Tensor) -> Tensor:
+def align_prediction(predicted: Tensor, target: Tensor) -> Tensor:
     """s predicted + b, with s and b that make the squared difference to the target smallest (Ranftl et al. 2022); of a
     constant prediction the target's mean.
 

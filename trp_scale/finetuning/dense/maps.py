@@ -1,4 +1,4 @@
-"""From stored maps to what a model of pixels learns: class numbers without ignored ones, depth in metres."""
+"""Targets of a pixel model from stored maps: class numbers without ignored ones, or depth in metres."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class SegmentationMaps:
         self._numbers[kept] = np.arange(len(kept))
 
     @classmethod
-    def of(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> SegmentationMaps:
-        """Those of a mixture.
+    def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> SegmentationMaps:
+        """Open the maps of a mixture.
 
         Raises:
             RefusedError: there is no such class to ignore, or fewer than two are left.
@@ -94,8 +94,8 @@ class DepthMaps:
     sharded_with = "--depth.scale 0.001"
 
     def __init__(self, datasets: Sequence[ImageDataset], dense: DepthConfig) -> None:
-        maps = [each for dataset in datasets for each in dataset.maps if isinstance(each, StoredDepth)]
-        in_metres = [each.scale is not None for each in maps]
+        maps = [stored for dataset in datasets for stored in dataset.maps if isinstance(stored, StoredDepth)]
+        in_metres = [stored.scale is not None for stored in maps]
         self.metric = all(in_metres)
         if any(in_metres) and not self.metric:
             raise RefusedError(
@@ -103,12 +103,12 @@ class DepthMaps:
                 f"dataset.json), those of {datasets[in_metres.index(True)].directory} have; allowed: one or the other"
             )
         self.nearer = maps[0].larger_is == "nearer"
-        self.units = [RELATIVE_SCALE if each.scale is None else each.scale for each in maps]
+        self.units = [RELATIVE_SCALE if stored.scale is None else stored.scale for stored in maps]
         self._low, self._high = dense.min_depth, dense.max_depth or np.inf
 
     @classmethod
-    def of(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
-        """Those of a mixture."""
+    def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
+        """Open the maps of a mixture."""
         assert isinstance(dense, DepthConfig)
         return cls(datasets, dense)
 

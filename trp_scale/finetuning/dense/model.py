@@ -247,9 +247,9 @@ class UperNetHead(DenseHead):
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
         """Four times [B, 1 + G^2, D] -> [B, C, 4 G, 4 G], and with an auxiliary head [B, C, G, G]."""
-        maps = self.pyramid([as_map(each) for each in tokens])
-        found = [self.decoder(maps)]
-        return found if self.auxiliary is None else [*found, self.auxiliary(maps)]
+        maps = self.pyramid([as_map(layer) for layer in tokens])
+        outputs = [self.decoder(maps)]
+        return outputs if self.auxiliary is None else [*outputs, self.auxiliary(maps)]
 
 
 class Pyramid(nn.Module):
@@ -263,8 +263,8 @@ class Pyramid(nn.Module):
         super().__init__()
         self.levels = nn.ModuleList(
             [
-                nn.Sequential(_doubled(width), group_norm(width), nn.GELU(), _doubled(width)),
-                _doubled(width),
+                nn.Sequential(_double_side(width), group_norm(width), nn.GELU(), _double_side(width)),
+                _double_side(width),
                 nn.Identity(),
                 nn.MaxPool2d(2),
             ]
@@ -272,10 +272,10 @@ class Pyramid(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """Four times [B, D, G, G] -> [B, D, 4 G, 4 G], [B, D, 2 G, 2 G], [B, D, G, G], [B, D, G / 2, G / 2]."""
-        return [level(each) for level, each in zip(self.levels, maps, strict=True)]
+        return [level(tokens) for level, tokens in zip(self.levels, maps, strict=True)]
 
 
-def _doubled(width: int) -> nn.ConvTranspose2d:
+def _double_side(width: int) -> nn.ConvTranspose2d:
     return nn.ConvTranspose2d(width, width, 2, stride=2)
 
 
@@ -322,7 +322,7 @@ class PixelModel(OnImageEncoder):
     def forward(self, images: Tensor) -> list[Tensor]:
         """[B, 3, S, S] normalised pixels -> [B, C, S, S], and as many of an auxiliary head if there is one."""
         blocks = sorted(set(self.head.after))
-        found = dict(zip(blocks or [0], self.encoder(images, after=blocks), strict=True))
-        maps = self.head([found[number] for number in self.head.after] or [found[0]])
+        tokens = dict(zip(blocks or [0], self.encoder(images, after=blocks), strict=True))
+        maps = self.head([tokens[number] for number in self.head.after] or [tokens[0]])
         size = images.shape[-2:]
-        return [F.interpolate(each, size=size, mode="bilinear", align_corners=False) for each in maps]
+        return [F.interpolate(values, size=size, mode="bilinear", align_corners=False) for values in maps]

@@ -51,8 +51,8 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
 
     def numbers(self, predicted: Tensor, member: int) -> Map:
         """Each class by its number in the stored maps, ignored classes counted."""
-        found: Map = self._stored[predicted.cpu().numpy()]
-        return found
+        stored: Map = self._stored[predicted.cpu().numpy()]
+        return stored
 
     def metrics(self) -> Confusion:
         return Confusion(self.classes)
@@ -118,8 +118,8 @@ class Confusion:
         size = len(self._classes)
         for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
             labels = batch["whole_semseg"][row, :height, :width].long()
-            there = labels < size  # void is 255
-            pairs = labels[there] * size + predicted[there].long()
+            labelled = labels < size  # void is 255
+            pairs = labels[labelled] * size + predicted[labelled].long()
             counts = torch.bincount(pairs, minlength=size**2).view(size, size)
             self._counts = counts if self._counts is None else self._counts + counts
 

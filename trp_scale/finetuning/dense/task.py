@@ -1,4 +1,4 @@
-"""What tasks of pixels have in common: opening images with one map, jittered to learn from, whole to measure on; the
+"""Shared parts of the tasks of pixels: opening images with one map, jittered to learn from, whole to measure on; the
 model; and its predictions for whole images, joined from those for an image's windows."""
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.images.maps import map_formats, stored_maps
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.png import Map, write_png
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import Addresses
+from trp_scale.data.plan import Addresses, Plan
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -30,9 +31,8 @@ from trp_scale.errors import DataError
 from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.finetuning.dense.model import PixelModel
-from trp_scale.finetuning.dense.predicted_maps import PredictedMaps
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
-from trp_scale.finetuning.task import ImageTask, open_task_sources
+from trp_scale.finetuning.task import ImageTask, image_names, open_task_sources
 from trp_scale.models.flops import TRAINING_OVER_FORWARD, forward_flops
 from trp_scale.models.patches import Pixels
 
@@ -76,7 +76,7 @@ def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[
     for path in paths:
         _check(path, kind)
     datasets = [open_image_dataset(path.path, path.name, (kind.name,)) for path in paths]
-    return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind.of(datasets, config.dense))
+    return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind.from_datasets(datasets, config.dense))
 
 
 def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
@@ -90,13 +90,13 @@ def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
     if path.path.is_dir() and not document.is_file():
         raise RefusedError(f"{path.path}: no dataset.json, so these are not shards yet; make them: {command}")
     try:
-        found = stored_maps(document, read_json(document))
+        stored = stored_maps(document, read_json(document))
     except DataError as error:
         raise DataError(f"{error}; images with maps are made with {command}") from error
-    if name not in found:
-        there = ", ".join(["images", *found])
-        raise RefusedError(f"{path.path} has {there} only, --downstream.kind needs {name} maps; make them: {command}")
-    map_formats()[name].require(document, found[name])
+    if name not in stored:
+        names = ", ".join(["images", *stored])
+        raise RefusedError(f"{path.path} has {names} only, --downstream.kind needs {name} maps; make them: {command}")
+    map_formats()[name].require(document, stored[name])
 
 
 def depth_statistics(data: DenseData, addresses: Addresses, *, inverse: bool) -> tuple[float, float]:
@@ -126,6 +126,51 @@ def depth_statistics(data: DenseData, addresses: Addresses, *, inverse: bool) ->
         )
     mean = total / count
     return mean, float(np.sqrt(max(squares / count - mean**2, 0.0))) or 1.0
+
+
+Numbers = Callable[[Tensor, int], Map]
+"""From what was predicted of an image [H, W], and the number of its data set in the mixture, to what is stored."""
+
+
+class PredictedMaps:
+    """DIRECTORY/KEY.png, one for each image; see `Predictions`. They are written batch by batch: there may be many.
+
+    Args:
+        directory: for the files.
+        numbers: of a map.
+        plan: of the measured rows.
+        datasets: that they are of.
+        group: ranks that predict.
+    """
+
+    def __init__(
+        self, directory: Path, numbers: Numbers, plan: Plan, datasets: Sequence[ImageDataset], group: Group
+    ) -> None:
+        self._directory, self._numbers, self._plan, self._group = directory, numbers, plan, group
+        self._names = on_rank_zero(group, "reading the keys of the images", lambda: image_names(plan, datasets))
+
+    def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
+        """Each row's prediction [H, W]."""
+        members = self._plan.locate(np.arange(batch.start, batch.start + len(outputs))).member.tolist()
+        encoded = [
+            (batch.start + row, write_png(self._numbers(output, member)))
+            for row, (output, member, weight) in enumerate(
+                zip(outputs, members, batch["row_weights"].tolist(), strict=True)
+            )
+            if weight > 0
+        ]
+        gathered = self._group.gather_objects(encoded)
+
+        def write() -> None:
+            for position, content in (item for part in gathered for item in part):
+                path = self._directory / f"{self._names[position]}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+
+        on_rank_zero(self._group, f"writing {self._directory}", write)
+
+    def finish(self) -> list[Path]:
+        return [self._directory]
 
 
 DenseRun = TypeVar("DenseRun", bound=DenseTaskConfig)
@@ -176,7 +221,7 @@ class DenseTask(ImageTask[DenseRun]):
 
     @abstractmethod
     def numbers(self, predicted: Tensor, member: int) -> Map:
-        """What is stored of a prediction: the numbers of the measured data's own maps, [H, W] uint8 or uint16.
+        """Convert a prediction to the numbers of the measured data's own maps, [H, W] uint8 or uint16.
 
         Args:
             predicted: [H, W] as `predict` gives it.
@@ -204,8 +249,8 @@ def predict_whole(forward: Callable[..., list[Tensor]], pixels: Pixels, batch: B
         batch: of `WholeBatchBuilder`.
     """
     counts = batch["window_counts"]
-    there = torch.arange(batch["windows"].shape[1], device=counts.device) < counts[:, None]  # [R, K]
-    outputs = forward(pixels(batch["windows"][there]))[0].float()  # [windows, C, S, S]
+    present = torch.arange(batch["windows"].shape[1], device=counts.device) < counts[:, None]  # [R, K]
+    outputs = forward(pixels(batch["windows"][present]))[0].float()  # [windows, C, S, S]
     parts = zip(
         torch.split(outputs, counts.tolist()),
         batch["window_corners"].tolist(),
@@ -214,11 +259,11 @@ def predict_whole(forward: Callable[..., list[Tensor]], pixels: Pixels, batch: B
         strict=True,
     )
     for windows, corners, scaled, size in parts:
-        whole = joined(windows, corners, tuple(scaled))
+        whole = join_windows(windows, corners, tuple(scaled))
         yield F.interpolate(whole[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
-def joined(windows: Tensor, corners: list[list[int]], scaled: tuple[int, int]) -> Tensor:
+def join_windows(windows: Tensor, corners: list[list[int]], scaled: tuple[int, int]) -> Tensor:
     """[K, C, S, S] at K corners -> [C, H, W] of the scaled image, the mean where windows overlap."""
     size = windows.shape[-1]
     total = windows.new_zeros(windows.shape[1], *scaled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,7 @@ from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import reason_of
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError, error_text
-from trp_scale.finetuning.detection.annotations import Annotations
-from trp_scale.finetuning.detection.masks import decode
+from trp_scale.finetuning.detection.annotations import Annotations, decode
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 
 Floats = npt.NDArray[np.float64]
@@ -98,10 +97,10 @@ class Placement:
         left, right = boxes[:, 0] + self.left, boxes[:, 2] + self.left
         if self.flip:
             left, right = self.resized[1] - right, self.resized[1] - left
-        found: Floats = np.stack(
+        shares: Floats = np.stack(
             [left / width, (boxes[:, 1] + self.top) / height, right / width, (boxes[:, 3] + self.top) / height], axis=1
         )
-        return found
+        return shares
 
     def mask(self, mask: npt.NDArray[np.uint8], box: Floats, grid: int) -> Tensor:
         """An object's mask within its box.
@@ -123,7 +122,7 @@ class Placement:
 
 def letterbox(sizes: Integers, side: int) -> list[Placement]:
     """Each image whole, its longer side as long as the square's."""
-    return [_placed(size, side, 1.0) for size in sizes.tolist()]
+    return [_scale_placement(size, side, 1.0) for size in sizes.tolist()]
 
 
 def draw_placements(
@@ -142,18 +141,15 @@ def draw_placements(
     ratios = smallest + (largest - smallest) * uniform(mix(states ^ _SCALE))
     flips = uniform(mix(states ^ _FLIP)) < flip
     whole = [
-        _placed(size, side, ratio, bool(mirrored))
+        _scale_placement(size, side, ratio, bool(mirrored))
         for size, ratio, mirrored in zip(sizes.tolist(), ratios.tolist(), flips.tolist(), strict=True)
     ]
-    rooms = np.array([[max(length - side, 0) + 1 for length in one.resized] for one in whole], dtype=np.int64)
+    rooms = np.array([[max(length - side, 0) + 1 for length in fit.resized] for fit in whole], dtype=np.int64)
     tops, lefts = below(mix(states ^ _TOP), rooms[:, 0]), below(mix(states ^ _LEFT), rooms[:, 1])
-    return [
-        Placement(size=one.size, resized=one.resized, top=int(top), left=int(left), flip=one.flip, side=side)
-        for one, top, left in zip(whole, tops, lefts, strict=True)
-    ]
+    return [replace(fit, top=int(top), left=int(left)) for fit, top, left in zip(whole, tops, lefts, strict=True)]
 
 
-def _placed(size: list[int], side: int, ratio: float, flip: bool = False) -> Placement:
+def _scale_placement(size: list[int], side: int, ratio: float, flip: bool = False) -> Placement:
     height, width = size
     factor = side * ratio / max(height, width)
     resized = max(1, round(height * factor)), max(1, round(width * factor))
@@ -190,16 +186,16 @@ class DetectionBatchBuilder:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         images, corrupt = self._read(addresses)
-        sizes = np.array([(1, 1) if one is None else one.shape[1:] for one in images], dtype=np.int64)  # [R, 2]
+        sizes = np.array([(1, 1) if image is None else image.shape[1:] for image in images], dtype=np.int64)  # [R, 2]
         placements = self._place(addresses, sizes)
         fields = self._empty(len(images))
         for row, image in enumerate(images):
             if image is not None:
                 self._fill(fields, row, image, placements[row], *_address(addresses, row))
         fields["sizes"] = torch.from_numpy(sizes)
-        fields["resized"] = torch.tensor([one.resized for one in placements])
+        fields["resized"] = torch.tensor([image.resized for image in placements])
         fields["image"] = torch.from_numpy(np.stack([addresses.member, addresses.block], axis=1))
-        fields["row_weights"] = torch.tensor([float(one is not None) for one in images])
+        fields["row_weights"] = torch.tensor([float(image is not None) for image in images])
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -250,11 +246,11 @@ class DetectionBatchBuilder:
         """One image with its objects."""
         placement.image(image, self._mode, out=fields["images"][row])
         dataset = self._datasets[member]
-        objects = dataset.counted(number)
+        objects = dataset.learned_objects(number)
         boxes = placement.boxes(dataset.boxes[objects])  # [n, 4]
-        place = 0
+        slot = 0
         for of_dataset, box in zip(objects, boxes, strict=True):
-            if place == self._objects:
+            if slot == self._objects:
                 break
             if (box[2:] - box[:2]).min() < SMALLEST:
                 continue
@@ -263,11 +259,11 @@ class DetectionBatchBuilder:
                 mask = placement.mask(decode(dataset.masks[of_dataset], *placement.size), box, self._grid)
                 if int(mask.max()) < 128:  # only an empty corner of the box is left
                     continue
-                fields["masks"][row, place] = mask
-            fields["boxes"][row, place] = torch.from_numpy(box).float()
-            fields["classes"][row, place] = int(dataset.labels[of_dataset])
-            place += 1
-        fields["counts"][row] = place
+                fields["masks"][row, slot] = mask
+            fields["boxes"][row, slot] = torch.from_numpy(box).float()
+            fields["classes"][row, slot] = int(dataset.labels[of_dataset])
+            slot += 1
+        fields["counts"][row] = slot
 
 
 def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
@@ -293,7 +289,7 @@ def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
             pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # decoders raise whatever a broken file leads them to
         raise DataError(f"{path}: cannot be read ({error_text(error)})") from error
-    if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
+    if any(wanted and wanted != actual for wanted, actual in zip(size, pixels.shape[1:], strict=True)):
         raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
     return pixels
 

@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
 from trp_scale.config.schema import LARGEST, is_finite, is_plain_name, is_within
 from trp_scale.errors import LONGEST_QUOTE, DataError, error_text, quote, shorten
-from trp_scale.finetuning.detection.annotations import Annotations, Collected
-from trp_scale.finetuning.detection.masks import runs_of
+from trp_scale.finetuning.detection.annotations import Annotations, Collected, encode_segmentation
 
 LONGEST_SIDE = 1 << 20
 """Pixels of an image, each way."""
@@ -42,30 +41,30 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
         DataError: it is not JSON or lacks what the format demands; names the annotation.
     """
     document, digest = _read(path)
-    categories = {_integer(one, "id", path, "category"): one for one in document["categories"]}
+    categories = {_integer(entry, "id", path, "category"): entry for entry in document["categories"]}
     ids = sorted(categories)
     labels = {category: number + 1 for number, category in enumerate(ids)}
     classes = [_class_name(categories[category].get("name", str(category)), path) for category in ids]
     if not classes or len(set(classes)) != len(classes) or len(ids) != len(document["categories"]):
         raise DataError(f"{path}: {len(document['categories'])} categories, allowed: one or more, ids and names once")
     listed: dict[int, dict[str, Any]] = {}
-    for one in document["images"]:
-        number = _integer(one, "id", path, "image")
+    for entry in document["images"]:
+        number = _integer(entry, "id", path, "image")
         if number in listed:
             raise DataError(f"{path}: image id {number} is given twice")
-        listed[number] = one
+        listed[number] = entry
     of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in listed}
-    for one in document["annotations"]:
-        number = _integer(one, "image_id", path, "annotation")
+    for entry in document["annotations"]:
+        number = _integer(entry, "image_id", path, "annotation")
         if number not in of_image:
-            raise DataError(f"{_named(path, one)}: image_id {number} is not among the images")
-        of_image[number].append(one)
+            raise DataError(f"{_name_annotation(path, entry)}: image_id {number} is not among the images")
+        of_image[number].append(entry)
     collected = Collected(path)
     for number, image in listed.items():
         height, width = (_integer(image, side, path, "image") for side in ("height", "width"))
         collected.image(_file_name(image, path), height, width)
-        for one in of_image[number]:
-            _add(collected, one, labels, height, width, path, masks=masks)
+        for entry in of_image[number]:
+            _add(collected, entry, labels, height, width, path, masks=masks)
     names = [_file_name(image, path) for image in listed.values()]
     return collected.finish(
         folder=_folder(path, images, names),
@@ -83,7 +82,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     document = parse_json(content, str(path), DataError, looked_through=False)
     for name in ("images", "annotations", "categories"):
         entries = document.get(name) if isinstance(document, dict) else None
-        if not isinstance(entries, list) or any(not isinstance(one, dict) for one in entries):
+        if not isinstance(entries, list) or any(not isinstance(entry, dict) for entry in entries):
             raise DataError(f"{path}: no list {name!r} of objects; a COCO file has images, annotations and categories")
     return document, hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -96,7 +95,7 @@ def _class_name(name: object, path: Path) -> str:
 
 def _add(
     collected: Collected,
-    one: dict[str, Any],
+    annotation: dict[str, Any],
     labels: dict[int, int],
     height: int,
     width: int,
@@ -104,23 +103,24 @@ def _add(
     *,
     masks: bool,
 ) -> None:
-    category = _integer(one, "category_id", path, "annotation")
+    category = _integer(annotation, "category_id", path, "annotation")
     if category not in labels:
-        raise DataError(f"{_named(path, one)}: category_id {category} is not among the categories")
-    box = one.get("bbox")
+        raise DataError(f"{_name_annotation(path, annotation)}: category_id {category} is not among the categories")
+    box = annotation.get("bbox")
     numbers = isinstance(box, list) and all(map(_is_length, box))
     if not numbers or len(box) != 4:  # type: ignore[arg-type]
-        raise DataError(f"{_named(path, one)}: bbox is {quote(box)}, four numbers (left, top, width, height) expected")
+        where = _name_annotation(path, annotation)
+        raise DataError(f"{where}: bbox is {quote(box)}, four numbers (left, top, width, height) expected")
     left, top, wide, tall = (float(side) for side in box)  # type: ignore[union-attr]
-    segmentation = one.get("segmentation") if masks else None
+    segmentation = annotation.get("segmentation") if masks else None
     runs = None
     if segmentation:
-        runs = runs_of(segmentation, height, width, where=_named(path, one))
-    area = one.get("area")
+        runs = encode_segmentation(segmentation, height, width, where=_name_annotation(path, annotation))
+    area = annotation.get("area")
     collected.add(
         (left, top, left + wide, top + tall),
         labels[category],
-        bool(one.get("iscrowd", 0)),
+        bool(annotation.get("iscrowd", 0)),
         runs,
         float(area) if _is_length(area) else None,
     )
@@ -131,15 +131,15 @@ def _is_length(value: object) -> TypeGuard[float]:
     return is_finite(value) and abs(value) < FARTHEST_BOX
 
 
-def _named(path: Path, one: dict[str, Any]) -> str:
-    return f"{path}: annotation {shorten(str(one.get('id', '(without id)')))}"
+def _name_annotation(path: Path, annotation: dict[str, Any]) -> str:
+    return f"{path}: annotation {shorten(str(annotation.get('id', '(without id)')))}"
 
 
-def _integer(one: dict[str, Any], name: str, path: Path, kind: str) -> int:
-    value = one.get(name)
+def _integer(entry: dict[str, Any], name: str, path: Path, kind: str) -> int:
+    value = entry.get(name)
     side = name in ("height", "width")
     if type(value) is not int or abs(value) > LARGEST or (side and not 1 <= value <= LONGEST_SIDE):
-        number = shorten(str(one.get("id", "(without id)")))
+        number = shorten(str(entry.get("id", "(without id)")))
         raise DataError(f"{path}: {kind} {number}: {name} is {quote(value)}, a whole number expected")
     return value
 
@@ -154,22 +154,22 @@ def _file_name(image: dict[str, Any], path: Path) -> str:
 
 
 def _folder(path: Path, images: str, names: list[str]) -> Path:
-    """Where the images are: as given, or the first of the usual places that holds the first image."""
+    """Folder of the images: `images`, or the first of the usual folders that has the first image."""
     if images:
         return Path(images)
     split = path.stem.removeprefix("instances_")
-    places = [path.parent / "images", path.parent.parent / split, path.parent / split, path.parent]
-    for place in places:
-        if names and (place / names[0]).is_file():
-            return place
-    listed = ", ".join(str(place) for place in places)
+    folders = [path.parent / "images", path.parent.parent / split, path.parent / split, path.parent]
+    for folder in folders:
+        if names and (folder / names[0]).is_file():
+            return folder
+    listed = ", ".join(str(folder) for folder in folders)
     raise DataError(
         f"{path}: {names[0] if names else 'no image'} is in none of {listed}; say where the images are with "
         "--detection.images or --detection.test_images"
     )
 
 
-Found = tuple[str, bool, tuple[float, float, float, float]]
+VocObject = tuple[str, bool, tuple[float, float, float, float]]
 
 
 def read_voc(path: Path, images: str = "") -> Annotations:
@@ -185,7 +185,7 @@ def read_voc(path: Path, images: str = "") -> Annotations:
     Raises:
         DataError: something is missing or is not what the format demands; names the file.
     """
-    root, names = _listed(path)
+    root, names = _list_images(path)
     digest = hashlib.blake2b(digest_size=16)
     described = []
     for name in names:
@@ -195,7 +195,7 @@ def read_voc(path: Path, images: str = "") -> Annotations:
         except DataError as error:
             raise DataError(f"{error}; {path} names it") from error
         digest.update(content)
-        described.append(_described(file, content))
+        described.append(_parse_annotation(file, content))
     classes = sorted({label for _, _, _, objects in described for label, _, _ in objects})
     collected = Collected(path)
     for file_name, height, width, objects in described:
@@ -213,7 +213,7 @@ def read_voc(path: Path, images: str = "") -> Annotations:
     )
 
 
-def _listed(path: Path) -> tuple[Path, list[str]]:
+def _list_images(path: Path) -> tuple[Path, list[str]]:
     """The folder that has Annotations, and the names of the images."""
     if path.is_dir():
         return path, sorted(file.stem for file in (path / "Annotations").glob("*.xml"))
@@ -233,20 +233,22 @@ def _listed(path: Path) -> tuple[Path, list[str]]:
     return root, names
 
 
-def _described(file: Path, content: bytes) -> tuple[str, int, int, list[Found]]:
+def _parse_annotation(file: Path, content: bytes) -> tuple[str, int, int, list[VocObject]]:
     """Name of the image's file, height, width, and the objects of one annotation."""
     try:
         tree = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
         raise DataError(f"{file}: not XML ({error_text(error)})") from error
     objects = []
-    for number, one in enumerate(tree.findall("object"), start=1):
+    for number, element in enumerate(tree.findall("object"), start=1):
         where = f"{file}: object {number}"
-        label = (one.findtext("name") or "").strip()
+        label = (element.findtext("name") or "").strip()
         if not label or len(label) > LONGEST_QUOTE:
             raise DataError(f"{where} has no name" if not label else f"{where}: name is {quote(label)}")
-        left, top, right, bottom = (_number(one, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax"))
-        difficult = (one.findtext("difficult") or "0").strip() == "1"
+        left, top, right, bottom = (
+            _number(element, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax")
+        )
+        difficult = (element.findtext("difficult") or "0").strip() == "1"
         objects.append((label, difficult, (left - 1.0, top - 1.0, right, bottom)))
     height, width = (int(_number(tree, f"size/{side}", str(file))) for side in ("height", "width"))
     if not (0 <= height <= LONGEST_SIDE and 0 <= width <= LONGEST_SIDE):

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.detection.annotations import Annotations
-from trp_scale.finetuning.detection.masks import encode, mask_functions
+from trp_scale.finetuning.detection.annotations import Annotations, encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
 
 Floats = npt.NDArray[np.float64]
@@ -41,7 +43,7 @@ class Truth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ClassDetections:
     """Detections of one class, of all images.
 
     Attributes:
@@ -55,7 +57,7 @@ class Found:
     scores: Floats
 
 
-def average_precision(truths: Sequence[Truth], found: Found) -> float | None:
+def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> float | None:
     """The mean over the recalls 0, 0.1, ..., 1 of the highest precision at that recall or a higher one.
 
     Detections are taken by falling score, equal ones in the order they are given. Each belongs to the object of its
@@ -68,20 +70,20 @@ def average_precision(truths: Sequence[Truth], found: Found) -> float | None:
     objects = sum(int((~truth.difficult).sum()) for truth in truths)
     if objects == 0:
         return None
-    right = np.cumsum(counted) if len(counted := matches(truths, found)) else np.zeros(0, dtype=np.int64)  # [k]
+    right = np.cumsum(counted) if len(counted := matches(truths, detections)) else np.zeros(0, dtype=np.int64)  # [k]
     precision = right / np.arange(1, len(right) + 1)
     # In whole numbers, since 3 objects of 10 would not reach the recall 3 x 0.1 in floating point.
     reached = [right * (POINTS - 1) >= point * objects for point in range(POINTS)]
-    return float(np.mean([precision[there].max() if there.any() else 0.0 for there in reached]))
+    return float(np.mean([precision[beyond].max() if beyond.any() else 0.0 for beyond in reached]))
 
 
-def matches(truths: Sequence[Truth], found: Found) -> npt.NDArray[np.bool_]:
+def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
     """[k] by falling score: whether each detection that counts is right."""
     seen = [np.zeros(len(truth.boxes), dtype=np.bool_) for truth in truths]
     right = []
-    for place in np.argsort(-found.scores, kind="stable").tolist():
-        image = int(found.image[place])
-        shares = overlaps(found.boxes[place], truths[image].boxes)  # [n]
+    for rank in np.argsort(-detections.scores, kind="stable").tolist():
+        image = int(detections.image[rank])
+        shares = overlaps(detections.boxes[rank], truths[image].boxes)  # [n]
         best = int(shares.argmax()) if len(shares) else -1
         if best < 0 or shares[best] < OVERLAP:
             right.append(False)
@@ -109,7 +111,7 @@ VOC_METRIC = "AP50_11_points"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDetections:
-    """What was found in one image, in its own pixels.
+    """Detections of one image, in its own pixels.
 
     Attributes:
         position: of the row in the measured source.
@@ -138,17 +140,17 @@ class CollectedDetections:
     def add(self, outputs: list[Target], batch: Batch) -> None:
         """Detections of a micro-batch, in pixels of its squares."""
         columns = ("row_weights", "sizes", "resized", "image")
-        there, sizes, resized, images = (batch[name].tolist() for name in columns)
+        present, sizes, resized, images = (batch[name].tolist() for name in columns)
         for row, target in enumerate(outputs):
-            if there[row] > 0:
+            if present[row] > 0:
                 member, image = images[row]
-                found = in_image(target, sizes[row], resized[row])
-                self._found.append(ImageDetections(position=batch.start + row, address=(member, image), **found))
+                values = in_image(target, sizes[row], resized[row])
+                self._found.append(ImageDetections(position=batch.start + row, address=(member, image), **values))
 
     def gather(self, group: Group) -> list[ImageDetections]:
-        """Those of all ranks, in stored order. Collective."""
-        gathered = [one for part in group.gather_objects(self._found) for one in part]
-        return sorted(gathered, key=lambda one: one.position)
+        """Gather the detections of all ranks, in stored order. Collective."""
+        gathered = [image for part in group.gather_objects(self._found) for image in part]
+        return sorted(gathered, key=lambda image: image.position)
 
 
 class DetectionMetrics(CollectedDetections):
@@ -173,7 +175,7 @@ class DetectionMetrics(CollectedDetections):
         if self._datasets[0].voc:
             return voc_figures(self._datasets, gathered)
         figures, detail = coco_figures(self._datasets, gathered, "bbox")
-        if any(one.masks for one in gathered):
+        if any(image.masks for image in gathered):
             masks, of_masks = coco_figures(self._datasets, gathered, "segm")
             figures |= {f"mask_{name}": value for name, value in masks.items()}
             detail |= {f"mask_{name}": value for name, value in of_masks.items()}
@@ -208,20 +210,20 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
     }
 
 
-def voc_figures(datasets: Sequence[Annotations], found: Sequence[ImageDetections]) -> dict[str, Any]:
+def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections]) -> dict[str, Any]:
     """The mean of the classes' average precisions, and each."""
     of_class = {}
     for number, name in enumerate(datasets[0].classes, start=1):
         truths = []
-        for one in found:
-            data = datasets[one.address[0]]
-            objects = [each for each in data.objects(one.address[1]) if data.labels[each] == number]
+        for image in images:
+            data = datasets[image.address[0]]
+            objects = [index for index in data.objects(image.address[1]) if data.labels[index] == number]
             truths.append(Truth(boxes=data.boxes[objects], difficult=data.ignored[objects]))
-        chosen = [one.labels == number for one in found]
-        detections = Found(
-            image=np.repeat(np.arange(len(found)), [int(one.sum()) for one in chosen]),
-            boxes=np.concatenate([one.boxes[mask] for one, mask in zip(found, chosen, strict=True)]),
-            scores=np.concatenate([one.scores[mask] for one, mask in zip(found, chosen, strict=True)]),
+        chosen = [image.labels == number for image in images]
+        detections = ClassDetections(
+            image=np.repeat(np.arange(len(images)), [int(mask.sum()) for mask in chosen]),
+            boxes=np.concatenate([image.boxes[mask] for image, mask in zip(images, chosen, strict=True)]),
+            scores=np.concatenate([image.scores[mask] for image, mask in zip(images, chosen, strict=True)]),
         )
         value = average_precision(truths, detections)
         if value is not None:
@@ -232,7 +234,7 @@ def voc_figures(datasets: Sequence[Annotations], found: Sequence[ImageDetections
 
 
 def coco_figures(
-    datasets: Sequence[Annotations], found: Sequence[ImageDetections], kind: str
+    datasets: Sequence[Annotations], images: Sequence[ImageDetections], kind: str
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """COCO's figures by name, and AP by class, through pycocotools.
 
@@ -245,18 +247,18 @@ def coco_figures(
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a page
         sides = []
-        for annotations in (_truth(datasets, found, kind), _detected(found, kind)):
-            one = COCO()
-            one.dataset = {
+        for annotations in (_coco_truths(datasets, images, kind), _coco_detections(images, kind)):
+            side = COCO()
+            side.dataset = {
                 "images": [
-                    {"id": number, "height": each.size[0], "width": each.size[1]}
-                    for number, each in enumerate(found, start=1)
+                    {"id": number, "height": image.size[0], "width": image.size[1]}
+                    for number, image in enumerate(images, start=1)
                 ],
                 "categories": [{"id": n, "name": name} for n, name in enumerate(datasets[0].classes, start=1)],
                 "annotations": [{"id": number, **entry} for number, entry in enumerate(annotations, start=1)],
             }
-            one.createIndex()
-            sides.append(one)
+            side.createIndex()
+            sides.append(side)
         judged = COCOeval(*sides, kind)
         judged.evaluate()
         judged.accumulate()
@@ -273,12 +275,14 @@ def coco_figures(
     return figures, {"AP": of_class}
 
 
-def _truth(datasets: Sequence[Annotations], found: Sequence[ImageDetections], kind: str) -> Iterator[dict[str, Any]]:
-    for image, one in enumerate(found, start=1):
-        data = datasets[one.address[0]]
-        for number in data.objects(one.address[1]):
+def _coco_truths(
+    datasets: Sequence[Annotations], images: Sequence[ImageDetections], kind: str
+) -> Iterator[dict[str, Any]]:
+    for position, image in enumerate(images, start=1):
+        data = datasets[image.address[0]]
+        for number in data.objects(image.address[1]):
             entry = {
-                "image_id": image,
+                "image_id": position,
                 "category_id": int(data.labels[number]),
                 "bbox": corner_and_size(data.boxes[number]),
                 "area": float(data.areas[number]),
@@ -287,31 +291,31 @@ def _truth(datasets: Sequence[Annotations], found: Sequence[ImageDetections], ki
             if kind == "segm":
                 assert data.masks is not None, "masks are measured only where the truth has them"
                 # A crowd may have none; then it is all of its box.
-                runs = data.masks[number] or _filled(data.boxes[number], one.size)
-                entry["segmentation"] = {"size": list(one.size), "counts": runs}
+                runs = data.masks[number] or _encode_box(data.boxes[number], image.size)
+                entry["segmentation"] = {"size": list(image.size), "counts": runs}
             yield entry
 
 
-def _detected(found: Sequence[ImageDetections], kind: str) -> Iterator[dict[str, Any]]:
+def _coco_detections(images: Sequence[ImageDetections], kind: str) -> Iterator[dict[str, Any]]:
     functions = mask_functions()
-    for image, one in enumerate(found, start=1):
-        for place in range(len(one.scores)):
+    for position, image in enumerate(images, start=1):
+        for rank in range(len(image.scores)):
             entry: dict[str, Any] = {
-                "image_id": image,
-                "category_id": int(one.labels[place]),
-                "score": float(one.scores[place]),
-                "bbox": (box := corner_and_size(one.boxes[place])),
+                "image_id": position,
+                "category_id": int(image.labels[rank]),
+                "score": float(image.scores[rank]),
+                "bbox": (box := corner_and_size(image.boxes[rank])),
                 "area": box[2] * box[3],
                 "iscrowd": 0,
             }
             if kind == "segm":
-                entry["segmentation"] = {"size": list(one.size), "counts": one.masks[place]}
+                entry["segmentation"] = {"size": list(image.size), "counts": image.masks[rank]}
                 entry["area"] = float(functions.area(entry["segmentation"]))
             yield entry
 
 
-def _filled(box: Floats, size: tuple[int, int]) -> bytes:
-    """The runs of a mask that is all of a box."""
+def _encode_box(box: Floats, size: tuple[int, int]) -> bytes:
+    """Encode a mask that fills its box."""
     mask = np.zeros(size, dtype=np.uint8)
     left, top, right, bottom = np.rint(np.clip(box, 0, None)).astype(np.int64).tolist()
     mask[top:bottom, left:right] = 1
@@ -329,3 +333,54 @@ def _nothing(datasets: Sequence[Annotations]) -> RefusedError:
         f"{datasets[0].path}: the measured images have no object to find; hold out more of them "
         "(--data.validation_fraction), or give --downstream.test_path"
     )
+
+
+class PredictedObjects(CollectedDetections):
+    """One JSON file with an entry for each detection; see `Predictions`. Ids are those of the measured file, so that
+    `COCO.loadRes` reads it beside that; of Pascal VOC they are the images' names and 1 + number of the class. What is
+    detected of a class that the file has not is left out: it has no id.
+
+    Args:
+        path: of the file.
+        datasets: that are measured.
+        group: ranks that predict.
+    """
+
+    def __init__(self, path: Path, datasets: Sequence[Annotations], group: Group) -> None:
+        super().__init__()
+        self._path, self._datasets, self._group = path, datasets, group
+
+    def finish(self) -> list[Path]:
+        images = self.gather(self._group)
+
+        def write() -> None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_name(f".{self._path.name}.tmp")
+            temporary.write_text(
+                json.dumps([entry for image in images for entry in self.entries(image)]), encoding="utf-8"
+            )
+            temporary.replace(self._path)
+
+        on_rank_zero(self._group, f"writing {self._path}", write)
+        return [self._path]
+
+    def entries(self, detections: ImageDetections) -> Iterator[dict[str, Any]]:
+        """Entries of one image, by falling score."""
+        member, image = detections.address
+        data = self._datasets[member]
+        for rank in range(len(detections.scores)):
+            category = data.category_ids[int(detections.labels[rank]) - 1]
+            if category is None:
+                continue
+            entry: dict[str, Any] = {
+                "image_id": data.image_ids[image],
+                "category_id": category,
+                "bbox": corner_and_size(detections.boxes[rank]),
+                "score": float(detections.scores[rank]),
+            }
+            if detections.masks:
+                entry["segmentation"] = {
+                    "size": list(detections.size),
+                    "counts": detections.masks[rank].decode("ascii"),
+                }
+            yield entry

@@ -34,7 +34,7 @@ LEVELS = ("0", "1", "2", "3")
 
 
 def rescale(width: int, level: int) -> tuple[nn.Module, int]:
-    """What turns the map of stride p into that of a level, and the channels it then has: a transposed convolution of
+    """Module that turns the map of stride p into that of a level, and its output channels: a transposed convolution of
     stride 2 for each doubling, with a norm and GELU between two, nothing, or the maximum of 2 x 2 (Li et al. 2021;
     Li et al. 2022, where each doubling halves the channels)."""
     half = nn.ConvTranspose2d(width, width // 2, 2, stride=2)
@@ -59,11 +59,11 @@ class SimplePyramid(nn.Module):
         super().__init__()
         self.rescale, self.output = nn.ModuleList(), nn.ModuleList()
         for level in range(len(LEVELS)):
-            module, found = rescale(width, level)
+            module, in_channels = rescale(width, level)
             self.rescale.append(module)
             self.output.append(
                 nn.Sequential(
-                    nn.Conv2d(found, channels, 1, bias=False),
+                    nn.Conv2d(in_channels, channels, 1, bias=False),
                     LayerNorm2d(channels),
                     nn.Conv2d(channels, channels, 3, padding=1, bias=False),
                     LayerNorm2d(channels),
@@ -94,7 +94,7 @@ class BlockPyramid(nn.Module):
         super().__init__()
         scaled = [rescale(width, level) for level in range(len(LEVELS))]
         self.rescale = nn.ModuleList(module for module, _ in scaled)
-        self.join = FeaturePyramidNetwork([found for _, found in scaled], channels, norm_layer=LayerNorm2d)
+        self.join = FeaturePyramidNetwork([in_channels for _, in_channels in scaled], channels, norm_layer=LayerNorm2d)
 
     def reads(self, blocks: int) -> list[int]:
         """Numbers of the blocks whose tokens it takes."""
@@ -102,7 +102,7 @@ class BlockPyramid(nn.Module):
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
         """Four of [B, 1 + G^2, D] -> maps [B, channels, H, W] by level, the finest first."""
-        maps = [scaled(as_map(one)) for scaled, one in zip(self.rescale, tokens, strict=True)]
+        maps = [scaled(as_map(last)) for scaled, last in zip(self.rescale, tokens, strict=True)]
         return with_pool(self.join(OrderedDict(zip(LEVELS, maps, strict=True))))
 
 
@@ -128,7 +128,7 @@ class SingleProposalHead(RPNHead):  # type: ignore[misc]
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         logits, deltas = super().forward(x)
-        return [one.float() for one in logits], [one.float() for one in deltas]
+        return [level.float() for level in logits], [level.float() for level in deltas]
 
 
 class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
@@ -290,5 +290,5 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     image = (corners - begin) / (end - begin) * masks.shape[-1] + 1.0  # the image's corners, in cells of each mask
     numbers = torch.arange(len(masks), device=boxes.device, dtype=image.dtype)[:, None]
     rows = torch.cat([numbers, image], dim=1)  # [n, 5]
-    found: Tensor = roi_align(ringed, rows, size, sampling_ratio=1, aligned=True)  # [n, 1, H, W]
-    return found[:, 0]
+    pasted: Tensor = roi_align(ringed, rows, size, sampling_ratio=1, aligned=True)  # [n, 1, H, W]
+    return pasted[:, 0]

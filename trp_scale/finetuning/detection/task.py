@@ -22,9 +22,8 @@ from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import Annotations, check_images
 from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
 from trp_scale.finetuning.detection.files import read_coco, read_voc
-from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics
+from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, PredictedObjects
 from trp_scale.finetuning.detection.model import Detector, Target, paste
-from trp_scale.finetuning.detection.predicted_objects import PredictedObjects
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.finetuning.task import ImageTask, open_task_sources, trained_on_is_there
 from trp_scale.models.patches import Pixels
@@ -32,7 +31,7 @@ from trp_scale.models.patches import Pixels
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionMeta:
-    """What all rows have in common: names of the classes, by number, and whether the objects have masks."""
+    """Metadata of all rows: names of the classes, by number, and whether the objects have masks."""
 
     classes: tuple[str, ...]
     masks: bool
@@ -50,13 +49,13 @@ def open_detection(paths: Sequence[MemberPath], images: str, *, masks: bool) -> 
         DataError: something is missing, damaged or of another format.
         RefusedError: COCO's and Pascal VOC's in one mixture.
     """
-    found = [_open(path, images, masks=masks) for path in paths]
-    for one in found:
-        check_images(one)
-    if len({one.voc for one in found}) > 1:
+    datasets = [_open(path, images, masks=masks) for path in paths]
+    for dataset in datasets:
+        check_images(dataset)
+    if len({dataset.voc for dataset in datasets}) > 1:
         raise RefusedError("--data.path mixes COCO's and Pascal VOC's data sets, which are measured differently")
-    classes = list(dict.fromkeys(name for one in found for name in one.classes))
-    return [one.with_classes(classes) for one in found]
+    classes = list(dict.fromkeys(name for dataset in datasets for name in dataset.classes))
+    return [dataset.with_classes(classes) for dataset in datasets]
 
 
 def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
@@ -70,11 +69,11 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
         return read_coco(inside[0], images, masks=masks)
     raise DataError(
         f"{path}: allowed: a COCO file (.json) or a folder with one, a folder of Pascal VOC (with Annotations and "
-        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {_found(member, len(inside))}"
+        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {_describe_member(member, len(inside))}"
     )
 
 
-def _found(member: MemberPath, files: int) -> str:
+def _describe_member(member: MemberPath, files: int) -> str:
     if not member.path.exists():
         return "nothing of that name"
     return f"a folder with {files} .json files" if member.path.is_dir() else "a file"
@@ -89,7 +88,7 @@ def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -
     Raises:
         RefusedError: they are asked for and are not there.
     """
-    without = [one for one in datasets if one.masks is None]
+    without = [dataset for dataset in datasets if dataset.masks is None]
     if config.detection.masks == "on" and without:
         raise RefusedError(
             f"--detection.masks on: objects of {without[0].path} have no masks; allowed there: auto, off"
@@ -112,33 +111,33 @@ def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations],
         meta=DetectionMeta(classes=datasets[0].classes, masks=masks),  # type: ignore[arg-type]  # of a kind of its own
         limit=0,
         builder=DetectionBatchBuilder(config, datasets, augment=augment),
-        digests=[one.digest for one in datasets],
+        digests=[dataset.digest for dataset in datasets],
     )
 
 
-def learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
+def select_learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
     """[n] of each data set, the images that may be trained on.
 
     Raises:
         RefusedError: no image has an object.
     """
-    counts = [one.counts() for one in datasets]
-    if not any((each > 0).any() for each in counts):
+    counts = [dataset.counts() for dataset in datasets]
+    if not any((objects > 0).any() for objects in counts):
         raise RefusedError(f"{datasets[0].path}: no image has an object to learn from")
     kept = config.detection.without_objects == "kept"
-    return [np.ones(len(each), dtype=np.bool_) if kept else each > 0 for each in counts]
+    return [np.ones(len(objects), dtype=np.bool_) if kept else objects > 0 for objects in counts]
 
 
 def training_notices(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[str]:
-    """What a user should know of the training images: objects that are skipped or cut, images that are left out."""
-    counts = np.concatenate([one.counts() for one in datasets])
-    found = [notice for one in datasets for notice in one.notices()]
+    """Notices about the training images: objects that are skipped or cut, images that are left out."""
+    counts = np.concatenate([dataset.counts() for dataset in datasets])
+    notices = [notice for dataset in datasets for notice in dataset.notices()]
     most = config.detection.max_objects
     if cut := int((counts > most).sum()):
-        found.append(f"{cut} images have more than --detection.max_objects {most} objects: the first ones are learned")
+        notices.append(f"{cut} images have more than --detection.max_objects {most} objects: the first are learned")
     if config.detection.without_objects == "left_out" and (empty := int((counts == 0).sum())):
-        found.append(f"{empty} images without an object are left out of training (--detection.without_objects kept)")
-    return found
+        notices.append(f"{empty} images without an object are left out of training (--detection.without_objects kept)")
+    return notices
 
 
 LOSSES = {
@@ -188,8 +187,8 @@ class Detection:
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         """Rows that are not there have no part; where none is, the first one's losses are taken no times."""
-        there = torch.nonzero(batch["row_weights"] > 0)[:, 0]
-        rows = there if len(there) else there.new_zeros(1)
+        present = torch.nonzero(batch["row_weights"] > 0)[:, 0]
+        rows = present if len(present) else present.new_zeros(1)
         losses = forward(self._pixels(batch["images"][rows]), targets(batch, rows.tolist()))
         counts = self.count(batch)
         means = torch.stack([losses[LOSSES[task]].double() for task in self.tasks])
@@ -197,17 +196,17 @@ class Detection:
 
 
 def targets(batch: Batch, rows: list[int]) -> list[Target]:
-    """What the detector learns of some rows of a batch."""
+    """Targets of the detector for some rows of a batch."""
     side, numbers = batch["images"].shape[-1], batch["counts"].tolist()
-    found = []
+    listed = []
     for row in rows:
         boxes = batch["boxes"][row, : numbers[row]]  # [n, 4]
         target = {"boxes": boxes, "labels": batch["classes"][row, : numbers[row]]}
         if "masks" in batch.fields:
             shares = paste(batch["masks"][row, : numbers[row]] / 255.0, boxes, (side, side))  # [n, S, S]
             target["masks"] = (shares >= 0.5).to(torch.uint8)
-        found.append(target)
-    return found
+        listed.append(target)
+    return listed
 
 
 class DetectionTask(ImageTask[DetectionTaskConfig]):
@@ -222,7 +221,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
         train = measured = open_detection(paths, detection.images, masks=masks)
         if test_path:
             measured = open_detection(parse_paths(test_path), detection.test_images, masks=masks)
-            measured = [one.with_classes(train[0].classes) for one in measured]
+            measured = [dataset.with_classes(train[0].classes) for dataset in measured]
         settle_masks(config, [*train, *measured])
         masks = detection.masks == "on"
         config.downstream.classes = len(train[0].classes)
@@ -233,10 +232,10 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
             detection_rows(config, measured, augment=False),
             train_paths=paths,
             measured_paths=parse_paths(test_path) if test_path else None,
-            learned=learned(config, train),
+            learned=select_learned(config, train),
         )
         sources.notices += training_notices(config, train)
-        sources.notices += [notice for one in measured if test_path for notice in one.notices()]
+        sources.notices += [notice for dataset in measured if test_path for notice in dataset.notices()]
         super().__init__(config, sources)
         self._measured = measured
         self.metric = VOC_METRIC if measured[0].voc else "AP"

@@ -22,7 +22,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.plan import Addresses
 from trp_scale.data.text.tokenizer import open_given, try_out, vocabulary_size
-from trp_scale.finetuning.glue.examples import Examples
+from trp_scale.finetuning.glue.folders import Examples
 
 AT_ONCE = 4096
 """Examples that the tokenizer takes at once: its own record of an example is large."""
@@ -49,24 +49,28 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     Raises:
         RefusedError: there is no such directory, transformers cannot load it, or it is not one of BERT's kind.
     """
-    found = open_given(directory, flag="--downstream.tokenizer")
-    if not getattr(found, "is_fast", False) or None in (found.pad_token_id, found.cls_token_id, found.sep_token_id):
+    tokenizer = open_given(directory, flag="--downstream.tokenizer")
+    if not getattr(tokenizer, "is_fast", False) or None in (
+        tokenizer.pad_token_id,
+        tokenizer.cls_token_id,
+        tokenizer.sep_token_id,
+    ):
         raise RefusedError(
-            f"{directory}: {type(found).__name__} found; allowed: a tokenizer of BERT's kind, with [CLS], [SEP] and "
-            "[PAD], in its fast form (tokenizer.json or vocab.txt)"
+            f"{directory}: {type(tokenizer).__name__} found; allowed: a tokenizer of BERT's kind, with [CLS], [SEP] "
+            "and [PAD], in its fast form (tokenizer.json or vocab.txt)"
         )
-    backend: Tokenizer = found.backend_tokenizer
+    backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(length, strategy="longest_first")
     backend.encode_special_tokens = True  # text that spells "[MASK]" stays text, as in pre-training
     probe = try_out(backend, directory)
     ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1])
-    if ends != (found.cls_token_id, found.sep_token_id, 1):
+    if ends != (tokenizer.cls_token_id, tokenizer.sep_token_id, 1):
         raise RefusedError(
             f"{directory}: a pair becomes {' '.join(probe.tokens)}; allowed: a tokenizer that makes [CLS] A [SEP] B "
             "[SEP] with types 0 and 1, as BERT's"
         )
-    return PairTokenizer(backend=backend, pad=found.pad_token_id, vocabulary=vocabulary_size(backend))
+    return PairTokenizer(backend=backend, pad=tokenizer.pad_token_id, vocabulary=vocabulary_size(backend))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,7 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
         pieces.append(np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), dtype=dtype))
         lengths += [len(encoding.ids) for encoding in encodings]
         second += [len(encoding.ids) - sum(encoding.type_ids) for encoding in encodings]
-    keys = [f"{examples.name}/{place}" for place in examples.places]
+    keys = [f"{examples.name}/{line}" for line in examples.places]
     return TokenTable(
         keys=keys,
         identities=np.array([name_hash(key) for key in keys], dtype=np.uint64),
@@ -147,7 +151,7 @@ def place_rows(lengths: Integers, width: int) -> Places:
     places = np.empty((3, len(lengths)), dtype=np.int64)
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
-        sequence = next((number for number, taken in enumerate(used) if taken + length <= width), len(used))
+        sequence = next((number for number, used_width in enumerate(used) if used_width + length <= width), len(used))
         if sequence == len(used):
             used.append(0)
             counts.append(0)

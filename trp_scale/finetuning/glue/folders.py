@@ -1,13 +1,13 @@
 """Where a GLUE task lies below the GLUE directory, and all of it that one run reads.
 
-Files are GLUE's own (columns between tabs, nothing quoted, most with a header), or a Hugging Face dataset directory
+Files are GLUE's own (columns between tabs, nothing quote, most with a header), or a Hugging Face dataset directory
 (save_to_disk), for which `datasets` is imported when one is met.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_content
 from trp_scale.data.dataset_directory import check_rows, open_dataset
 from trp_scale.errors import DataError, error_text, quote, shorten
-from trp_scale.finetuning.glue.examples import FORMATS, INDEX, UNKNOWN, Examples, GlueFormat, column, number_labels
 
 
 def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
@@ -61,12 +60,12 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
         raise DataError(f"{path}: no examples found")
     labels = None
     if labelled:
-        place = column(names, task.label, where)
-        labels = number_labels([cells[place] for cells in rows], task, places, str(path))
+        column_number = column(names, task.label, where)
+        labels = number_labels([cells[column_number] for cells in rows], task, places, str(path))
     numbered = next((names.index(name) for name in INDEX if name in names), None)
     return Examples(
         name=path.stem,
-        sentences=tuple([cells[place] for cells in rows] for place in chosen),
+        sentences=tuple([cells[column_number] for cells in rows] for column_number in chosen),
         labels=labels,
         places=places,
         indices=[] if numbered is None else [cells[numbered] for cells in rows],
@@ -125,20 +124,20 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
     loaded = open_dataset(directory, str(directory))
     if not isinstance(loaded, datasets.DatasetDict):
         raise DataError(f"{directory}: cannot be read as a dataset directory with splits; save a DatasetDict")
-    found = {}
+    examples = {}
     for name, stems in files.items():
-        there = [stem for stem in stems if split_name(stem) in loaded]
-        if there:
-            where = f"{directory}, split {split_name(there[0])}"
-            rows = loaded[split_name(there[0])]
+        stored = [stem for stem in stems if split_name(stem) in loaded]
+        if stored:
+            where = f"{directory}, split {split_name(stored[0])}"
+            rows = loaded[split_name(stored[0])]
             check_rows(rows, 0, len(rows), where)
             try:
-                found[name] = _read(rows, task, there[0], where)
+                examples[name] = _read(rows, task, stored[0], where)
             except RefusedError:
                 raise
             except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
                 raise DataError(f"{where}: cannot be read ({error_text(error)}); save it again") from error
-    return found
+    return examples
 
 
 def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
@@ -166,26 +165,26 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
 
 def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
     """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
-    given = np.array([_number(value) for value in values])  # [n]
+    numbers = np.array([_number(value) for value in values])  # [n]
     if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
         return None
     if not task.names:
-        allowed = np.isfinite(given)
+        allowed = np.isfinite(numbers)
         expected = "a number"
     else:
-        allowed = np.isin(given, np.arange(len(task.names)))
+        allowed = np.isin(numbers, np.arange(len(task.names)))
         expected = f"0 to {len(task.names) - 1}"
     if not allowed.all():
         row = int(np.argmin(allowed))
         raise DataError(f"{where}, row {row}: label {quote(values[row])} found, {expected} expected")
     if names is None or not task.names:
-        return given
+        return numbers
     if sorted(names) != sorted(task.names):
         raise DataError(
             f"{where}: labels {shorten(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
         )
     ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
-    return ours[given.astype(np.int64)]
+    return ours[numbers.astype(np.int64)]
 
 
 def _number(value: Any) -> float:
@@ -218,11 +217,11 @@ def find_folder(root: Path, task: str) -> Path:
     standard = root / FORMATS[task].folder
     if standard.is_dir():
         return standard
-    found = sorted(path for path in root.iterdir() if path.is_dir() and _plain(path.name) == task)
-    if len(found) > 1:
-        raise DataError(f"{root}: {' and '.join(path.name for path in found)} may both be {task}; leave one there")
-    if found:
-        return found[0]
+    matches = sorted(path for path in root.iterdir() if path.is_dir() and _plain(path.name) == task)
+    if len(matches) > 1:
+        raise DataError(f"{root}: {' and '.join(path.name for path in matches)} may both be {task}; leave one there")
+    if matches:
+        return matches[0]
     if _plain(root.resolve().name) == task:
         return root
     folders = sorted(path.name for path in root.iterdir() if path.is_dir())
@@ -240,8 +239,8 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
     problems = {task: _problem(root, task) for task in tasks}
     wrong = dict.fromkeys(problem for problem in problems.values() if problem)
     if wrong:
-        there = ",".join(task for task, problem in problems.items() if not problem)
-        raise DataError("\n".join(wrong) + (f"\nallowed with this data: --task {there}" if there else ""))
+        complete = ",".join(task for task, problem in problems.items() if not problem)
+        raise DataError("\n".join(wrong) + (f"\nallowed with this data: --task {complete}" if complete else ""))
 
 
 def _problem(root: Path, task: str) -> str:
@@ -261,7 +260,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
         allowed_bad: lines of each file that may be left out.
 
     Raises:
-        DataError: as `find_folder`, `read_tsv` and `hugging_face.read_splits`, or a file is not there.
+        DataError: as `find_folder`, `read_tsv` and `read_splits`, or a file is not there.
         RefusedError: training examples without labels.
     """
     folder, form = find_folder(root, task), FORMATS[task]
@@ -278,7 +277,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
     for name, stems in (("train", ("train",)), (main, wanted[main])):
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, stems)}")
-    unlabelled = {name: _unlabelled(folder, examples, form, split) for name, examples in read.items()}
+    unlabelled = {name: _explain_missing_labels(folder, examples, form, split) for name, examples in read.items()}
     train = read.pop("train")
     if reason := unlabelled.pop("train"):
         raise RefusedError(reason)
@@ -304,8 +303,8 @@ def _missing(folder: Path, stems: Sequence[str]) -> str:
     return f"{' or '.join(f'{stem}.tsv' for stem in stems)}, and no {DICT_FILE}"
 
 
-def _unlabelled(folder: Path, examples: Examples, form: GlueFormat, split: str) -> str:
-    """That the examples have no labels; "" if they have."""
+def _explain_missing_labels(folder: Path, examples: Examples, form: GlueFormat, split: str) -> str:
+    """Explain that the examples have no labels; "" if they have."""
     if examples.labels is not None:
         return ""
     hidden = (
@@ -316,3 +315,154 @@ def _unlabelled(folder: Path, examples: Examples, form: GlueFormat, split: str) 
         f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}): nothing can be learned "
         f"from it or measured on it{hidden if split == 'test' else ''}"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueFormat:
+    """How one task is stored.
+
+    Attributes:
+        folder: its standard name; other spellings differ in case, "-" and "_" only.
+        sentences: for each sentence of an example, the names its column has: in GLUE's files, in Hugging Face's.
+        label: the same of the label's column.
+        names: of the labels; a label's number is its place here (Hugging Face's order). Empty = a score.
+        values: how GLUE's files spell the labels, in that order.
+        headerless: columns of training and dev files that have no header (test files have one).
+        dev: for each set to measure on ("" where there is one only), its file; the first that is there.
+        test: likewise of the test set.
+        submitted: for each measured set, the file of predictions that GLUE's server takes, without its suffix; empty:
+            one with the folder's name.
+    """
+
+    folder: str
+    sentences: tuple[tuple[str, ...], ...]
+    label: tuple[str, ...] = ("label",)
+    names: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    headerless: tuple[str, ...] = ()
+    dev: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("dev",)})
+    test: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("test",)})
+    submitted: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> int:
+        """Width of the head: one for each label, one for a score."""
+        return max(1, len(self.names))
+
+    def files(self, split: str) -> dict[str, tuple[str, ...]]:
+        """The files of the dev or the test set."""
+        return self.dev if split == "dev" else self.test
+
+
+_BINARY = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+_PAIR = (("sentence1",), ("sentence2",))
+
+FORMATS: dict[str, GlueFormat] = {
+    "cola": GlueFormat(
+        folder="CoLA",
+        sentences=(("sentence",),),
+        names=("unacceptable", "acceptable"),
+        values=_BINARY,
+        headerless=("source", "label", "notes", "sentence"),
+    ),
+    "sst2": GlueFormat(folder="SST-2", sentences=(("sentence",),), names=("negative", "positive"), values=_BINARY),
+    "mrpc": GlueFormat(
+        folder="MRPC",
+        sentences=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
+        label=("Quality", "label"),
+        names=("not_equivalent", "equivalent"),
+        values=_BINARY,
+    ),
+    "stsb": GlueFormat(folder="STS-B", sentences=_PAIR, label=("score", "label")),
+    "qqp": GlueFormat(
+        folder="QQP",
+        sentences=(("question1",), ("question2",)),
+        label=("is_duplicate", "label"),
+        names=("not_duplicate", "duplicate"),
+        values=_BINARY,
+    ),
+    "mnli": GlueFormat(
+        folder="MNLI",
+        sentences=(("sentence1", "premise"), ("sentence2", "hypothesis")),
+        label=("gold_label", "label"),
+        names=("entailment", "neutral", "contradiction"),
+        values=("entailment", "neutral", "contradiction"),
+        dev={"matched": ("dev_matched", "dev"), "mismatched": ("dev_mismatched",)},
+        test={"matched": ("test_matched", "test"), "mismatched": ("test_mismatched",)},
+        submitted={"matched": "MNLI-m", "mismatched": "MNLI-mm"},
+    ),
+    "qnli": GlueFormat(folder="QNLI", sentences=(("question",), ("sentence",)), names=_ENTAILMENT, values=_ENTAILMENT),
+    "rte": GlueFormat(folder="RTE", sentences=_PAIR, names=_ENTAILMENT, values=_ENTAILMENT),
+    "wnli": GlueFormat(folder="WNLI", sentences=_PAIR, names=("not_entailment", "entailment"), values=_BINARY),
+}
+"""By the name that --task takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Examples of one file of a task.
+
+    Attributes:
+        name: of the split: train, dev_matched, ...
+        sentences: one list for each sentence of an example, n texts each.
+        labels: [n] float64, the label's number or its score; None where the file has none, as GLUE's test files.
+        places: [n] line in the file, or row in the table.
+        indices: [n] what its column of numbers calls each; empty where it has none.
+        left_out: lines that do not have the columns of the others, each named.
+    """
+
+    name: str
+    sentences: tuple[list[str], ...]
+    labels: npt.NDArray[np.float64] | None
+    places: list[int]
+    indices: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+INDEX = ("index", "id", "idx")
+"""Names of the column by which GLUE's server knows an example: in GLUE's files, in QQP's, in Hugging Face's."""
+
+UNKNOWN = ("", "-1", "-1.0")
+"""What stands for a label that is kept back."""
+
+
+def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
+    """Place of a column that has one of the allowed names.
+
+    Raises:
+        DataError: there is none.
+    """
+    for name in allowed:
+        if name in names:
+            return list(names).index(name)
+    raise DataError(
+        f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shorten(', '.join(map(repr, names)))}"
+    )
+
+
+def number_labels(
+    texts: Sequence[str], task: GlueFormat, places: Sequence[int], where: str
+) -> npt.NDArray[np.float64] | None:
+    """[n] numbers of labels as a file spells them; None where none is known.
+
+    Raises:
+        DataError: a label that is none of the task's, or known for some only; names file and line.
+    """
+    if all(text in UNKNOWN for text in texts):
+        return None
+    numbers = {value: float(number) for number, value in enumerate(task.values)}
+    labels = np.empty(len(texts))
+    for row, (text, line) in enumerate(zip(texts, places, strict=True)):
+        if task.values:
+            if text not in numbers:
+                raise DataError(f"{where}:{line}: label {quote(text)} found, allowed: {', '.join(task.values)}")
+            labels[row] = numbers[text]
+            continue
+        try:
+            labels[row] = float(text)
+        except ValueError:
+            labels[row] = np.nan
+        if not np.isfinite(labels[row]):
+            raise DataError(f"{where}:{line}: score {quote(text)} found, a number expected")
+    return labels

@@ -73,19 +73,19 @@ class BertClassifier(nn.Module):
         Returns:
             [R, C] logits, or one score for each row.
         """
-        own = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
+        same_row = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
         hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=places)  # [Q, W, D]
         *layers, last = self.layers
         for layer in layers:
-            hidden = layer(hidden, own[:, None])
+            hidden = layer(hidden, same_row[:, None])
         if self.mean:
-            everywhere = torch.arange(own.shape[2], device=own.device).expand(len(own), -1)  # [Q, W]
-            ended = last(hidden, own[:, None], everywhere)  # [Q, W, D]
-            rows = torch.arange(len(slots), device=own.device)[:, None]
+            everywhere = torch.arange(same_row.shape[2], device=same_row.device).expand(len(same_row), -1)  # [Q, W]
+            ended = last(hidden, same_row[:, None], everywhere)  # [Q, W, D]
+            rows = torch.arange(len(slots), device=same_row.device)[:, None]
             mine = (owners.flatten() == rows).to(ended.dtype)  # [R, Q W]
             read = mine @ ended.flatten(0, 1) / mine.sum(1, keepdim=True)  # [R, D]
         else:
-            own_of_first = own.gather(1, first_places[:, :, None].expand(-1, -1, own.shape[2]))  # [Q, S, W]
+            own_of_first = same_row.gather(1, first_places[:, :, None].expand(-1, -1, same_row.shape[2]))  # [Q, S, W]
             read = last(hidden, own_of_first[:, None], first_places).flatten(0, 1)[slots]  # [R, D]
         pooled = self.bert.pooler(read[:, None])  # [R, D]
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]

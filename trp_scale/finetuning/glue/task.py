@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
@@ -29,12 +30,10 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.encoder_source import EncoderSource, open_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
-from trp_scale.finetuning.glue.examples import FORMATS
-from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.model import BertClassifier, SentenceClassification
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.glue.submission import GlueSubmission
-from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, take_encoder
+from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, take_encoder, write_table
 from trp_scale.models.flops import bert_step_flops
 from trp_scale.pretraining.pos_bert.model import padded_vocabulary
 from trp_scale.reporting.results import CONSTANT
@@ -85,7 +84,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         )
 
     def model(self) -> nn.Module:
-        """With a head from the seed, and the pooler too where the encoder comes without one."""
+        """Build the model with a head from the seed, and the pooler too where the encoder has none."""
         if self._encoder is None:
             return BertClassifier(self.config, vocabulary=padded_vocabulary(self._tokenizer.vocabulary))
         weights = self._encoder.read()
@@ -189,7 +188,7 @@ def f1(predicted: Values, labels: Values) -> float:
     from sklearn.metrics import f1_score
 
     if not (predicted == 1).any() and not (labels == 1).any():
-        return _undefined("F1", "no row has label 1, and none is predicted to")
+        return _warn_undefined("F1", "no row has label 1, and none is predicted to")
     return float(f1_score(labels, predicted, zero_division=0.0))
 
 
@@ -198,7 +197,7 @@ def matthews(predicted: Values, labels: Values) -> float:
     from sklearn.metrics import matthews_corrcoef
 
     if reason := _constant(predicted, labels):
-        return _undefined("Matthews' correlation", reason)
+        return _warn_undefined("Matthews' correlation", reason)
     return float(matthews_corrcoef(labels, predicted))
 
 
@@ -207,7 +206,7 @@ def pearson(predicted: Values, scores: Values) -> float:
     from scipy.stats import pearsonr  # type: ignore[import-untyped]
 
     if reason := _constant(predicted, scores):
-        return _undefined("Pearson's correlation", reason)
+        return _warn_undefined("Pearson's correlation", reason)
     return float(pearsonr(predicted, scores).statistic)
 
 
@@ -216,7 +215,7 @@ def spearman(predicted: Values, scores: Values) -> float:
     from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
     if reason := _constant(predicted, scores):
-        return _undefined("Spearman's correlation", reason)
+        return _warn_undefined("Spearman's correlation", reason)
     return float(spearmanr(predicted, scores).statistic)
 
 
@@ -228,7 +227,7 @@ def _constant(predicted: Values, labels: Values) -> str:
     return f"all {len(labels)} labels are {labels[0]:g}" if (labels == labels[0]).all() else ""
 
 
-def _undefined(figure: str, reason: str) -> float:
+def _warn_undefined(figure: str, reason: str) -> float:
     logger.warning("%s is undefined (%s); 0 is reported", figure, reason)
     return 0.0
 
@@ -252,7 +251,7 @@ CORRELATIONS = ("matthews", "pearson", "spearman")
 
 
 def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
-    """What the best constant prediction reaches, chosen on the training rows: by accuracy their most frequent label.
+    """Figure of the best constant prediction, chosen on the training rows: by accuracy their most frequent label.
 
     Args:
         figure: its name.
@@ -289,17 +288,17 @@ class GlueMetrics:
         return group.broadcast_object(self._figures(rows) if group.rank == 0 else {})  # one rank warns
 
     def _figures(self, rows: dict[str, Values]) -> dict[str, Any]:
-        found: dict[str, Any] = {"detail": {}}
+        figures: dict[str, Any] = {"detail": {}}
         for number, name in enumerate(self._sets):
             of_set = rows["measured_set"] == number
             predicted, labels = rows["predicted"][of_set], rows["labels"][of_set]
             for figure, compute in FIGURES[self._task].items():
                 named = figure_name(figure, name)
-                found[named] = compute(predicted, labels)
+                figures[named] = compute(predicted, labels)
                 if self._learned is not None:
-                    found[CONSTANT + named] = constant_figure(figure, compute, self._learned, labels)
-            found["detail"][name or "all"] = {"rows": len(labels), **_by_label(self._task, predicted, labels)}
-        return found
+                    figures[CONSTANT + named] = constant_figure(figure, compute, self._learned, labels)
+            figures["detail"][name or "all"] = {"rows": len(labels), **_by_label(self._task, predicted, labels)}
+        return figures
 
 
 def figure_name(figure: str, measured_set: str) -> str:
@@ -317,3 +316,54 @@ def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
         }
         for number, name in enumerate(FORMATS[task].names)
     }
+
+
+logger = logging.getLogger(__name__)
+
+LEAST_SCORE, LARGEST_SCORE = 0.0, 5.0
+"""Of STS-B."""
+
+
+class GlueSubmission:
+    """One file for each measured set; see `Predictions`.
+
+    Args:
+        task: name of the task.
+        measured: its examples by the name of the set, in the order of their numbers in batches.
+        directory: for the files.
+        group: ranks that predict.
+    """
+
+    def __init__(self, task: str, measured: Mapping[str, Examples], directory: Path, group: Group) -> None:
+        self._form, self._measured = FORMATS[task], measured
+        self._directory, self._group = directory, group
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """[R, C] logits, or one score for each row."""
+        predicted = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)  # [R]
+        self._rows.add(batch, predicted=predicted, measured_set=batch["measured_set"])
+
+    def finish(self) -> list[Path]:
+        """CoLA.tsv, or MNLI-m.tsv and MNLI-mm.tsv."""
+        rows = self._rows.gather(self._group)
+
+        def write() -> list[Path]:
+            paths = []
+            for number, (name, examples) in enumerate(self._measured.items()):
+                path = self._directory / f"{self._form.submitted.get(name, self._form.folder)}.tsv"
+                spelt = [self.spelt(value) for value in rows["predicted"][rows["measured_set"] == number]]
+                indices = examples.indices or [str(row) for row in range(len(spelt))]
+                if examples.left_out:
+                    logger.warning("%s lacks %d lines that could not be read", path, len(examples.left_out))
+                write_table(path, ("index", "prediction"), zip(indices, spelt, strict=True), separator="\t")
+                paths.append(path)
+            return paths
+
+        return on_rank_zero(self._group, f"writing {self._directory}", write)
+
+    def spelt(self, predicted: float) -> str:
+        """A label's number as GLUE's files spell it, or a score within its limits."""
+        if self._form.values:
+            return self._form.values[int(predicted)]
+        return f"{np.clip(float(predicted), LEAST_SCORE, LARGEST_SCORE):.3f}"

@@ -18,10 +18,10 @@ from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.images.rows import DecodedSample
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
-from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, WindowCutter, _joined
+from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, WindowCutter, _join_windows
 from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
-from trp_scale.finetuning.dense.task import DenseData, DenseMaps, joined, open_dense, predict_whole
+from trp_scale.finetuning.dense.task import DenseData, DenseMaps, join_windows, open_dense, predict_whole
 from trp_scale.pretraining.modalities.semseg import VOID
 
 SIZE = 24
@@ -128,7 +128,7 @@ def test_windows_cover_the_scaled_image(height: int, width: int) -> None:
     windows = cutter.cut(image)
     assert min(windows.scaled) == SIZE
     assert abs(windows.scaled[0] * width - windows.scaled[1] * height) <= max(height, width), "the shape is kept"
-    whole = joined(windows.images.double(), windows.corners.tolist(), windows.scaled)
+    whole = join_windows(windows.images.double(), windows.corners.tolist(), windows.scaled)
     assert not whole.isnan().any(), "a pixel that no window shows"
     again = torch.stack([whole[:, t : t + SIZE, x : x + SIZE] for t, x in windows.corners.tolist()])
     assert torch.equal(again, windows.images.double()), "each window lies where it was cut"
@@ -160,7 +160,7 @@ def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None
     """Three in one batch, wide, tall and square, by a model that gives back what it sees."""
     cutter = WindowCutter(settings().crops, settings(measured=measured).dense)
     images = [torch.from_numpy(np.array(photograph(*size))).permute(2, 0, 1) for size in ((30, 71), (90, 40), (24, 24))]
-    fields = _joined([cutter.cut(image) for image in images])
+    fields = _join_windows([cutter.cut(image) for image in images])
     fields["sizes"] = torch.tensor([image.shape[1:] for image in images])
     batch = Batch(fields=fields, keys=torch.arange(3), start=0)
     found = list(predict_whole(lambda pixels: [pixels], lambda pixels: pixels.float(), batch))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from tests.unit.finetuning.detection.small_sets import coco_document, detection_
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import mix
 from trp_scale.data.plan import Addresses
-from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.annotations import Annotations, decode
 from trp_scale.finetuning.detection.batch import (
     DetectionBatchBuilder,
     Placement,
@@ -25,7 +25,6 @@ from trp_scale.finetuning.detection.batch import (
     read_image,
 )
 from trp_scale.finetuning.detection.files import read_coco
-from trp_scale.finetuning.detection.masks import decode
 from trp_scale.finetuning.detection.model import paste
 from trp_scale.sharding.images.scenes import render_scene, run_lengths, scene_objects
 
@@ -140,7 +139,7 @@ def test_a_row_does_not_depend_on_its_batch_and_changes_with_the_epoch(scenes: A
 
 def test_measured_images_are_whole_with_all_their_objects(scenes: Annotations) -> None:
     batch = build(scenes, addresses([4]), augment=False)
-    objects = scenes.counted(4)
+    objects = scenes.learned_objects(4)
     assert batch["counts"].tolist() == [len(objects)]
     assert torch.allclose(batch["boxes"][0, : len(objects)].double(), torch.from_numpy(scenes.boxes[objects]) * 2)
     assert batch["classes"][0, : len(objects)].tolist() == scenes.labels[objects].tolist()

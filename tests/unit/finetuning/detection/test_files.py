@@ -19,10 +19,17 @@ from tests.unit.finetuning.detection.small_sets import coco_document, detection_
 from trp_scale.config import RefusedError
 from trp_scale.data.mixture import MemberPath
 from trp_scale.errors import DataError
-from trp_scale.finetuning.detection.annotations import BOX, MASK, OUTSIDE, check_images
+from trp_scale.finetuning.detection.annotations import (
+    BOX,
+    MASK,
+    OUTSIDE,
+    check_images,
+    decode,
+    encode,
+    encode_segmentation,
+)
 from trp_scale.finetuning.detection.files import read_coco, read_voc
-from trp_scale.finetuning.detection.masks import decode, encode, runs_of
-from trp_scale.finetuning.detection.task import learned, open_detection, settle_masks, training_notices
+from trp_scale.finetuning.detection.task import open_detection, select_learned, settle_masks, training_notices
 
 
 def member(path: Path) -> MemberPath:
@@ -37,7 +44,7 @@ def test_coco_categories_with_gaps_are_numbered_by_id_and_objects_follow_their_i
     assert read.labels.tolist() == [3, 1, 2, 1]
     assert read.boxes.tolist() == [[4, 2, 10, 8], [1, 1, 4, 4], [4, 2, 10, 8], [0, 2, 2, 5]]
     assert read.ignored.tolist() == [False, True, False, False]
-    assert read.counts().tolist() == [2, 1] and read.counted(0) == [0, 2]
+    assert read.counts().tolist() == [2, 1] and read.learned_objects(0) == [0, 2]
     assert read.areas.tolist() == [36, 9, 36, 6]
 
 
@@ -45,12 +52,12 @@ def test_a_short_mask_that_takes_much_to_draw_is_refused() -> None:
     """By pycocotools 4 KB of polygon ended the process, and a run length of megabytes took hours."""
     far = [[-1e6, -1e6, 1e6, 1e6] * 100]
     with pytest.raises(DataError, match="it: polygons with an outline of 400000000 pixels, at most 10000000 are drawn"):
-        runs_of(far, 100, 100, where="it")
+        encode_segmentation(far, 100, 100, where="it")
     begun = time.process_time()
     with pytest.raises(DataError, match="something else than run lengths"):
-        runs_of({"size": [100, 100], "counts": "o" * 1_000_000}, 100, 100, where="it")
+        encode_segmentation({"size": [100, 100], "counts": "o" * 1_000_000}, 100, 100, where="it")
     assert time.process_time() - begun < 5
-    assert runs_of([[0, 0, 90, 0, 90, 90]], 100, 100, where="it")
+    assert encode_segmentation([[0, 0, 90, 0, 90, 90]], 100, 100, where="it")
 
 
 def test_polygons_run_lengths_and_compressed_ones_are_the_same_mask(tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_polygons_run_lengths_and_compressed_ones_are_the_same_mask(tmp_path: Pa
 def test_compressed_runs_are_read_as_they_were_written(mask: np.ndarray) -> None:
     mask[0, 0] = 1
     form = {"size": list(mask.shape), "counts": encode(mask).decode()}
-    assert (decode(runs_of(form, *mask.shape, where="it"), *mask.shape) == mask).all()
+    assert (decode(encode_segmentation(form, *mask.shape, where="it"), *mask.shape) == mask).all()
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
@@ -222,9 +229,9 @@ def test_images_without_objects_are_left_out_of_training_unless_they_are_kept(tm
     images = {"1": [("cat", 0, (1, 1, 5, 5))] * 3, "2": [("cat", 1, (1, 1, 5, 5))], "3": []}
     data = [read_voc(write_voc(tmp_path, images))]
     config = detection_config(masks="off", max_objects=2)
-    assert learned(config, data)[0].tolist() == [True, False, False]
+    assert select_learned(config, data)[0].tolist() == [True, False, False]
     assert [notice.split(" ")[0] for notice in training_notices(config, data)] == ["1", "2"]
     config.detection.without_objects = "kept"
-    assert learned(config, data)[0].all()
+    assert select_learned(config, data)[0].all()
     with pytest.raises(RefusedError, match="no image has an object"):
-        learned(config, [read_voc(write_voc(tmp_path / "none", {"1": []}))])
+        select_learned(config, [read_voc(write_voc(tmp_path / "none", {"1": []}))])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trp_scale.finetuning.detection.metrics import Found, Truth, average_precision, overlaps
+from trp_scale.finetuning.detection.metrics import ClassDetections, Truth, average_precision, overlaps
 
 UNIT = [0.0, 0.0, 10.0, 10.0]
 HALF = [0.0, 0.0, 10.0, 5.0]
@@ -21,8 +21,8 @@ def truth(*boxes: list[float], difficult: tuple[int, ...] = ()) -> Truth:
     return Truth(boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4), difficult=marks)
 
 
-def found(*detections: tuple[int, list[float], float]) -> Found:
-    return Found(
+def found(*detections: tuple[int, list[float], float]) -> ClassDetections:
+    return ClassDetections(
         image=np.array([one[0] for one in detections], dtype=np.int64),
         boxes=np.array([one[1] for one in detections], dtype=np.float64).reshape(-1, 4),
         scores=np.array([one[2] for one in detections], dtype=np.float64),

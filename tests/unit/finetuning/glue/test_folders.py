@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.finetuning.glue.standard_files import FILES, write_glue
 from trp_scale.errors import DataError
-from trp_scale.finetuning.glue.examples import FORMATS
-from trp_scale.finetuning.glue.folders import find_folder, read_glue, read_tsv, require_folders
+from trp_scale.finetuning.glue.folders import FORMATS, find_folder, read_glue, read_tsv, require_folders
 
 READ: dict[str, tuple[list[float], tuple[str, ...], tuple[str, ...]]] = {
     "cola": ([1, 0, 1], ("Our friends won't buy this.",), ("The cat sat.",)),

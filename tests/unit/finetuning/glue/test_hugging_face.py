@@ -11,8 +11,7 @@ import pytest
 from tests.unit.finetuning.glue.standard_files import write_glue
 from trp_scale.config import RefusedError
 from trp_scale.errors import DataError
-from trp_scale.finetuning.glue.examples import FORMATS
-from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.folders import FORMATS, read_glue
 
 datasets = pytest.importorskip("datasets")
 
