@@ -110,13 +110,13 @@ class SplitByGraph(TorchDispatchMode):
 @contextmanager
 def forwards_counted(counter: SplitByGraph) -> Iterator[None]:
     """Operations of the steps' forward passes go to the counter; graphs are made by its backend."""
-    losses_of = StepContext.losses_of
+    losses_of = StepContext.compute_losses
 
     def counted(ctx: StepContext, micro: Batch) -> TaskLosses:
         with counter:
             return losses_of(ctx, micro)
 
-    with patch.object(StepContext, "losses_of", counted):
+    with patch.object(StepContext, "compute_losses", counted):
         yield
 
 

@@ -41,7 +41,7 @@ OURS: dict[str, tuple[int, int, int]] = {
     "unroll 2, every 1, two micro-batches": (2, 1, 2),
 }
 """Steps of the encoder, updates of the head, and micro-batches of D_tr and of D_val."""
-ON_A_GPU = pieces.together(torch.device("cuda"))
+ON_A_GPU = pieces.foreach_chunk_bytes(torch.device("cuda"))
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
 def count_operations(run: Callable[[], object]) -> int:
     """Count operations that launch work; an operation over a list of tensors is one, and lists are as on a GPU."""
     run()  # the optimizers' states are made
-    with mock.patch.object(pieces, "together", lambda _: ON_A_GPU), CountsOperations() as counter:
+    with mock.patch.object(pieces, "foreach_chunk_bytes", lambda _: ON_A_GPU), CountsOperations() as counter:
         run()
     return sum(counter.counts.operations.values())
 

@@ -62,7 +62,7 @@ class ShardProbe:
         return SyntheticImages(self.config, self.group, cursor=number * self.config.batch.global_size).next_window()
 
     def shares(self, number: int, *kinds: str) -> list[Callable[[], Tensor]]:
-        """What gradient_of takes: global batch `number`, its rank's micro-batches by turns with a loss of each kind."""
+        """For compute_gradient: global batch `number`, its rank's micro-batches by turns with a loss of each kind."""
 
         def share(kind: str, micro: Batch) -> Callable[[], Tensor]:
             return lambda: self.losses.share(kind, self.engine, micro)

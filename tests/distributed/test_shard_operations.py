@@ -78,7 +78,7 @@ class Exercise:
     def gradients(self) -> None:
         for name, kinds in KINDS.items():
             with self.leaving_no_trace(f"gradient_of, {name}"):
-                found = self.engine.gradient_of(self.probe.shares(1, *kinds))
+                found = self.engine.compute_gradient(self.probe.shares(1, *kinds))
             self.seen.gradients[name] = self.probe.whole(found)
 
     def interrupted_gradient(self) -> None:
@@ -89,12 +89,12 @@ class Exercise:
             raise InterruptionError
 
         with self.leaving_no_trace("gradient_of, interrupted"), pytest.raises(InterruptionError):
-            self.engine.gradient_of([shares[0], interrupted])
-        again = self.probe.whole(self.engine.gradient_of(self.probe.shares(1, "reconstruction")))
+            self.engine.compute_gradient([shares[0], interrupted])
+        again = self.probe.whole(self.engine.compute_gradient(self.probe.shares(1, "reconstruction")))
         self.seen.repeats = all(torch.equal(again[key], value) for key, value in self.seen.gradients["all"].items())
 
     def perturbations(self) -> None:
-        gradient = self.engine.gradient_of(self.probe.shares(1, "reconstruction"))
+        gradient = self.engine.compute_gradient(self.probe.shares(1, "reconstruction"))
         direction = gradient.times(1.0 / gradient.norm())
         self.seen.direction = self.probe.whole(direction)
         self.seen.looks["reconstruction", 0.0] = self.probe.look(3)
@@ -130,7 +130,7 @@ class Exercise:
         self.gradients()
         self.interrupted_gradient()
         self.perturbations()
-        gradient = self.engine.gradient_of(probe.shares(1, "reconstruction"))
+        gradient = self.engine.compute_gradient(probe.shares(1, "reconstruction"))
         direction, base = gradient.times(1.0 / gradient.norm()), self.engine.weights()
         probe.step(1)
         seen.later_weights, seen.grad_norm = self.engine.full_weights(), probe.grad_norm

@@ -31,7 +31,7 @@ def looks_in_bf16(layout: Layout) -> dict[str, Any]:
     found["rounded"] = [probe.look(1)]
     with engine.exact_forwards():
         found["exact"] = probe.look(1)
-        gradient = engine.gradient_of(probe.shares(1, "reconstruction"))
+        gradient = engine.compute_gradient(probe.shares(1, "reconstruction"))
         sides = []
         for sign in (1, -1):
             with engine.perturbed(gradient, sign * DIFFERENCE / gradient.norm()):
@@ -71,7 +71,7 @@ def half_weights(layout: Layout, precision: str) -> tuple[bool, list[str], Named
         engine = probe.engine
         probe.step(0)
         weights, before, scaler = engine.full_weights(), probe.state(), dict(engine.extra_state())
-        gradient = engine.gradient_of(probe.shares(1, "reconstruction"))
+        gradient = engine.compute_gradient(probe.shares(1, "reconstruction"))
         found = probe.whole(gradient)
         losses = [probe.look(1)]
         with engine.perturbed(gradient, -0.2 / gradient.norm()):

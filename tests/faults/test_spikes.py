@@ -96,8 +96,8 @@ def spoilt_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made = context(self, window, counts)
         if window[0].start == SPOILT * 8:
             met.append(self.state.step + 1)
-            losses_of = made.losses_of
-            made.losses_of = lambda micro: replace(  # type: ignore[method-assign]
+            losses_of = made.compute_losses
+            made.compute_losses = lambda micro: replace(  # type: ignore[method-assign]
                 found := losses_of(micro), sums=found.sums * 1000.0
             )
         return made

@@ -155,7 +155,7 @@ def between_steps(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor],
     """Weights, a gradient, its norm, and losses at the weights and moved along it."""
     probe = ShardProbe(layout)
     probe.step(0)
-    weights, gradient = probe.engine.full_weights(), probe.engine.gradient_of(probe.shares(1, "reconstruction"))
+    weights, gradient = probe.engine.full_weights(), probe.engine.compute_gradient(probe.shares(1, "reconstruction"))
     at_weights = probe.look(3)
     with probe.engine.perturbed(gradient, 0.05 / float(gradient.norm())):
         moved = probe.look(3)

@@ -143,7 +143,7 @@ def prepass_and_weighted_losses(layout: Layout, dropout: float) -> tuple[list[fl
     assert ctx.sums is not None
     sums = torch.zeros_like(ctx.sums)
     for number, micro in enumerate(window):
-        losses = ctx.losses_of(micro)
+        losses = ctx.compute_losses(micro)
         trainer.engine.backward(trainer.hooks.total(ctx, losses), last=number == len(window) - 1)
         sums += losses.sums.detach()
     again = trainer.engine.data_group.sum(sums)
@@ -151,7 +151,7 @@ def prepass_and_weighted_losses(layout: Layout, dropout: float) -> tuple[list[fl
     trainer.state.step += 1
     later = trainer.context(window, ctx.counts)
     with torch.no_grad():
-        other = torch.stack([later.losses_of(micro).sums for micro in window]).sum(0)
+        other = torch.stack([later.compute_losses(micro).sums for micro in window]).sum(0)
     trainer.engine.close()
     return ctx.sums.tolist(), again.tolist(), trainer.engine.data_group.sum(other).tolist()
 

@@ -43,10 +43,10 @@ def pretrain(argv: Sequence[str]) -> int:
 
         return print_dry_run(arguments)
     phase(f"{arguments.recipe_name()}: importing torch")
-    from trp_scale.pretraining.base import upstream_of
+    from trp_scale.pretraining.base import find_upstream
     from trp_scale.training.pretrain import pretrain as train
 
-    return _in_its_place(arguments, lambda: train(arguments).status, lambda: upstream_of(arguments.config))
+    return _in_its_place(arguments, lambda: train(arguments).status, lambda: find_upstream(arguments.config))
 
 
 def finetune(argv: Sequence[str]) -> int:

@@ -69,9 +69,8 @@ def narrowest(tensor: Tensor) -> torch.dtype:
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def sent(buffer: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. On a GPU it goes beside the work that is queued there, and what is queued from now on waits
-    for it."""
+def copy_to_device(buffer: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device, on a GPU on a side stream; later work on the current stream waits for the copy."""
     if device.type != "cuda":
         return buffer.to(device)
     if device not in _streams:
@@ -133,7 +132,7 @@ class Batch:
         if device.type == "cpu":
             return self
         if self.wire is not None and self.wire.fields is self.fields:
-            fields = self.wire.read(sent(self.wire.buffer, device))
+            fields = self.wire.read(copy_to_device(self.wire.buffer, device))
             del fields[KEYS]
         else:
             fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}

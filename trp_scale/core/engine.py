@@ -197,7 +197,7 @@ class Probes(Protocol):
     @property
     def shard_group(self) -> Group: ...
 
-    def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
+    def compute_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
         """Gradient of a sum of losses, summed over ranks.
 
         Args:

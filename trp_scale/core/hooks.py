@@ -88,19 +88,19 @@ class StepContext:
         """The window without the micro-batches that were joined to it from another source."""
         return [micro for micro in self.window if not micro.joined]
 
-    def batch_of(self, micro: Batch) -> Batch:
-        """What the model sees of one micro-batch, after all hooks."""
+    def apply_hooks(self, micro: Batch) -> Batch:
+        """Return the micro-batch that the model sees, after all hooks."""
         return self.hooks.batch(self, micro)
 
-    def losses_of(self, micro: Batch) -> TaskLosses:
+    def compute_losses(self, micro: Batch) -> TaskLosses:
         """The objective's losses of one micro-batch; the same call twice gives the same losses, bit for bit, since
         dropout is reseeded from (seed, step, position of the first row)."""
-        return task_losses(self.run.objective, self.run.engine, self.reseeded(micro))
+        return task_losses(self.run.objective, self.run.engine, self.prepare_batch(micro))
 
-    def reseeded(self, micro: Batch) -> Batch:
-        """What the model sees of one micro-batch, with dropout's draws for it started anew."""
+    def prepare_batch(self, micro: Batch) -> Batch:
+        """Reseed dropout for this micro-batch and return what the model sees."""
         self.run.reseed(f"dropout/{self.step}/{micro.start}")
-        return self.batch_of(micro)
+        return self.apply_hooks(micro)
 
     def means(self, sums: Tensor) -> Tensor:
         """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""

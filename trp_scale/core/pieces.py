@@ -129,19 +129,19 @@ class Piece:
     owner: bool = True
 
 
-def together(device: torch.device) -> int:
-    """Bytes of a vector that one operation over a list of tensors works on. On a CPU so much that intermediate results
-    stay in its cache: lists of 16 MiB took 1.2 to 2.5 times as long there. Elsewhere few kernels count."""
+def foreach_chunk_bytes(device: torch.device) -> int:
+    """Bytes of tensors to pass to one `torch._foreach` call. On a CPU intermediate results should stay in the cache:
+    lists of 16 MiB took 1.2 to 2.5 times as long. On a GPU few kernel launches matter more."""
     return 1 << 20 if device.type == "cpu" else 32 << 20
 
 
-def bunches(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Neighbouring parts of vectors that lie alike: of each as many as are worked on together, or one."""
+def foreach_chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Split vectors of the same layout into lists of neighbouring parts, at least one part per list."""
     held: list[tuple[Tensor, ...]] = []
     size = 0
     for parts in zip(*vectors, strict=True):
         size += parts[0].nbytes
-        if held and size > together(parts[0].device):
+        if held and size > foreach_chunk_bytes(parts[0].device):
             yield tuple(list(each) for each in zip(*held, strict=True))
             held, size = [], parts[0].nbytes
         held.append(parts)
@@ -152,7 +152,7 @@ def bunches(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
 def copied(parts: Sequence[Tensor]) -> list[Tensor]:
     """A copy of each, contiguous."""
     copies = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
-    for to, bunch in bunches(copies, parts):
+    for to, bunch in foreach_chunks(copies, parts):
         torch._foreach_copy_(to, bunch)
     return copies
 
@@ -160,7 +160,7 @@ def copied(parts: Sequence[Tensor]) -> list[Tensor]:
 def scaled(parts: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """factor x each part. A factor on a device is not waited for."""
     factor = factor.to(parts[0]) if parts and isinstance(factor, Tensor) else factor
-    return [part for (bunch,) in bunches(parts) for part in torch._foreach_mul(bunch, factor)]
+    return [part for (bunch,) in foreach_chunks(parts) for part in torch._foreach_mul(bunch, factor)]
 
 
 def shares(size: int, world: int) -> list[tuple[int, int]]:
@@ -222,7 +222,7 @@ class Shards:
     def norm(self) -> Tensor:
         """0-dimensional float64: l2, over all ranks."""
         own = [part for part, owned in zip(self.parts, self.owned, strict=True) if owned]
-        norms = [norm for (bunch,) in bunches(own) for norm in torch._foreach_norm(bunch, 2, torch.float64)]
+        norms = [norm for (bunch,) in foreach_chunks(own) for norm in torch._foreach_norm(bunch, 2, torch.float64)]
         device = self.parts[0].device if self.parts else torch.device("cpu")
         local = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         return self.group.sum(local).sqrt()
@@ -230,13 +230,15 @@ class Shards:
     def plus(self, other: Shards, factor: float | Tensor = 1.0) -> Shards:
         """self + factor x other."""
         found = other.times(factor).parts
-        for bunch, mine in bunches(found, self.parts):
+        for bunch, mine in foreach_chunks(found, self.parts):
             torch._foreach_add_(bunch, mine)
         return replace(self, parts=found)
 
     def shifted(self, by: float) -> Shards:
         """self + by, in every element."""
-        return replace(self, parts=[part for (bunch,) in bunches(self.parts) for part in torch._foreach_add(bunch, by)])
+        return replace(
+            self, parts=[part for (bunch,) in foreach_chunks(self.parts) for part in torch._foreach_add(bunch, by)]
+        )
 
     def times(self, factor: float | Tensor) -> Shards:
         """factor x self."""

@@ -23,8 +23,8 @@ def reseed(device: torch.device, seed: int) -> None:
 
 
 @contextmanager
-def drawn_apart(device: torch.device, member: int) -> Iterator[None]:
-    """What is drawn inside is this member's own, and afterwards all members, which stood alike, stand alike again.
+def per_member_rng(device: torch.device, member: int) -> Iterator[None]:
+    """Use a member-specific RNG inside the context; restore the shared state on exit.
 
     Its seed is one number more of the generator on the host, so it follows from the last `reseed` and from what was
     drawn since; nobody waits for a device.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
-from trp_scale.core.seeds import drawn_apart
+from trp_scale.core.seeds import per_member_rng
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb
@@ -172,7 +172,7 @@ class CutOverRanks(Cut):
         self.group, self.device = tensor_group, device
 
     def drawing(self) -> AbstractContextManager[None]:
-        return drawn_apart(self.device, self.group.rank)
+        return per_member_rng(self.device, self.group.rank)
 
     def shared(self, tensor: Tensor) -> Tensor:
         read = copy_to_tensor_model_parallel_region(tensor, group=self.group.handle)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import Piece, Shards, bunches
+from trp_scale.core.pieces import Piece, Shards, foreach_chunks
 from trp_scale.distributed.groups import ALONE, Group
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def adamw_response(
     scale *= (1 - config.beta1) / (1 - config.beta1**steps)
     found: list[Tensor] = []
     squares = [piece.tensors["exp_avg_sq"] for piece in engine.pieces()]
-    for parts, square in bunches(direction.parts, squares):
+    for parts, square in foreach_chunks(direction.parts, squares):
         steepness = list(torch._foreach_div(square, 1 - config.beta2**steps))
         torch._foreach_sqrt_(steepness)
         torch._foreach_add_(steepness, config.eps)

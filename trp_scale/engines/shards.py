@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.engine import MoveTo
-from trp_scale.core.pieces import Piece, Shards, bunches, copied, scaled
+from trp_scale.core.pieces import Piece, Shards, copied, foreach_chunks, scaled
 from trp_scale.distributed.groups import Group
 
 ADDED_IN_FP32 = 1 << 16
@@ -138,7 +138,7 @@ class ShardOperations(ABC):
         if self.micro_batches is not None:
             self.micro_batches.clear()
 
-    def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
+    def compute_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
         """Gradient of a sum of losses, summed over ranks; leaves no trace in weights, moments or gradients.
 
         Args:
@@ -206,7 +206,7 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _exchange(self, other: Shards) -> None:
-        for weights, parts in bunches(self._weights_to_write(), other.parts):
+        for weights, parts in foreach_chunks(self._weights_to_write(), other.parts):
             before = copied(weights)
             torch._foreach_copy_(weights, parts)
             torch._foreach_copy_(parts, before)
@@ -219,17 +219,17 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _move(self, direction: Shards, distance: float | Tensor) -> None:
-        for weights, way in bunches(self._weights_to_write(), direction.parts):
+        for weights, way in foreach_chunks(self._weights_to_write(), direction.parts):
             torch._foreach_add_(weights, scaled(way, distance))
 
     @torch.no_grad()
     def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:
         if base is not None:
             self._exchange(saved)
-            for parts, way in bunches(saved.parts, direction.parts):
+            for parts, way in foreach_chunks(saved.parts, direction.parts):
                 torch._foreach_sub_(parts, scaled(way, scale))
             return
-        for weights, parts in bunches(self._weights_to_write(), saved.parts):
+        for weights, parts in foreach_chunks(self._weights_to_write(), saved.parts):
             torch._foreach_copy_(weights, parts)
 
     def _weights_to_write(self) -> list[Tensor]:

@@ -28,7 +28,7 @@ from trp_scale.errors import DataError, finding
 from trp_scale.finetuning.arguments import EvaluateArguments
 from trp_scale.finetuning.finetuned_run import ReadRun, predicting_engine
 from trp_scale.finetuning.task import refuse_unread
-from trp_scale.pretraining.base import build_upstream, upstream_of
+from trp_scale.pretraining.base import build_upstream, find_upstream
 from trp_scale.reporting.results import Results, SeedResult, join
 from trp_scale.training.loop import validate
 
@@ -153,7 +153,7 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
 
 def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Any:
     """The run's settings with the data that is measured, and a global batch that any number of ranks divides."""
-    config = copy.deepcopy(upstream_of(run.config).to_look_at(run.config))
+    config = copy.deepcopy(find_upstream(run.config).inference_config(run.config))
     config.data.path, config.model.weights = arguments.data or config.data.path, ""
     if arguments.data:  # all of it is measured, whatever a run would hold out
         config.data.validation_fraction, config.validation.every = 0.0, 0

@@ -190,13 +190,13 @@ class TaskParts(Generic[Run]):
         self.split = config.downstream.split
         set_length(config, sources.train.rows)
 
-    def fullest(self, batch: Batch) -> Batch:
+    def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
 
     def hooks(self, run: RunContext) -> list[Hook]:
         return []
 
-    def leave(self, run_dir: Path, world: Group) -> None:
+    def save_assets(self, run_dir: Path, world: Group) -> None:
         """Store nothing: the settings describe the model."""
 
     def checkpoint_extra(self) -> dict[str, Any]:

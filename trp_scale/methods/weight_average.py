@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards, bunches
+from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards, foreach_chunks
 from trp_scale.core.run import RunContext
 from trp_scale.methods.settings import WeightAverageSettings
 
@@ -57,7 +57,7 @@ class WeightAverage(Hook):
             torch._foreach_copy_(self.average.parts, weights)  # a skipped step has left the weights as they were
             return
         share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
-        for average, present in bunches(self.average.parts, weights):  # a step holds the way of one bunch at a time
+        for average, present in foreach_chunks(self.average.parts, weights):  # one chunk's difference is held at a time
             way = torch._foreach_sub(present, average)
             torch._foreach_mul_(way, share.to(way[0]))
             torch._foreach_add_(average, way)

@@ -20,7 +20,7 @@ from trp_scale.planning.arguments import NO_DATA, PlanArguments
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import Given, Plan, fitting, make_plans, refusal
-from trp_scale.pretraining.base import DataFacts, upstream_of
+from trp_scale.pretraining.base import DataFacts, find_upstream
 
 
 def print_plan(arguments: PlanArguments) -> int:
@@ -42,7 +42,7 @@ def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
     """Return the shapes of the data and their origin: the data set if it exists, else the flags."""
     path = arguments.config.data.path
     if path != NO_DATA and all((member.path / "dataset.json").is_file() for member in parse_paths(path)):
-        return upstream_of(arguments.config).facts(arguments.config), f"shapes as {path} has them"
+        return find_upstream(arguments.config).facts(arguments.config), f"shapes as {path} has them"
     facts = DataFacts(
         length=arguments.length, vocabulary=arguments.vocabulary, classes={"semseg": arguments.semseg_classes}
     )
@@ -111,7 +111,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     """
     gpu, why = this_gpu()
     config = arguments.config
-    counted = Counted(config, upstream_of(config).facts(config))
+    counted = Counted(config, find_upstream(config).facts(config))
     choices = replace(fixed_layout(arguments), engine=arguments.engine_for(world))
     yield from tables.describe_plan(counted, Cluster(gpu=gpu, gpus=world))
     yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), choices)

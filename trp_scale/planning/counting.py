@@ -25,7 +25,7 @@ from trp_scale.models.initialise import without_content
 from trp_scale.planning.clusters import Gpu
 from trp_scale.planning.operations import Operation, RecordsOperations, attention_of_a_gpu, replace_parameters
 from trp_scale.planning.tensor_parallel import TensorSum, cut_over, declared_plan, watch
-from trp_scale.pretraining.base import DataFacts, Outline, upstream_of
+from trp_scale.pretraining.base import DataFacts, Outline, find_upstream
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ class Counted:
 
     def outline_on(self, ranks: int) -> Outline:
         """The run on so many ranks."""
-        return upstream_of(self.config).outline(self.config, self.facts, ranks=ranks)
+        return find_upstream(self.config).outline(self.config, self.facts, ranks=ranks)
 
     @cached_property
     def model(self) -> nn.Module:

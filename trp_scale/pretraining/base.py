@@ -120,8 +120,8 @@ class Upstream(Protocol):
         """Model FLOPs of a training step on all ranks."""
         ...
 
-    def fullest(self, batch: Batch) -> Batch:
-        """A batch of as many rows that takes the most memory: what a rank must have room for."""
+    def worst_case_batch(self, batch: Batch) -> Batch:
+        """Return a batch with the same number of rows that needs the most memory."""
         ...
 
     def model(self) -> nn.Module:
@@ -132,8 +132,8 @@ class Upstream(Protocol):
         """Methods that act on this model, beside the balancer; none when they are off."""
         ...
 
-    def leave(self, run_dir: Path, world: Group) -> None:
-        """Copy into the run directory what an export needs beside the checkpoint."""
+    def save_assets(self, run_dir: Path, world: Group) -> None:
+        """Save the tokenizer and other files that `export` needs beside the checkpoint."""
         ...
 
     def checkpoint_extra(self) -> dict[str, Any]:
@@ -141,9 +141,8 @@ class Upstream(Protocol):
         ...
 
     @classmethod
-    def to_look_at(cls, config: Any) -> Any:
-        """Settings in which a trained run is opened to be looked at or measured: what only training needs is left out.
-        The model's weights come from a checkpoint then."""
+    def inference_config(cls, config: Any) -> Any:
+        """Settings for evaluating a trained run, without what only training needs; a checkpoint has the weights."""
         ...
 
     @classmethod
@@ -153,7 +152,7 @@ class Upstream(Protocol):
         Args:
             rows: of the data set.
             path: where it lies, for messages.
-            run_dir: the model's, with what `leave` left there.
+            run_dir: the model's, with what `save_assets` wrote.
             extra: of its checkpoint, with what `checkpoint_extra` gave.
 
         Raises:
@@ -195,20 +194,20 @@ class UpstreamParts:
             "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
         )
 
-    def fullest(self, batch: Batch) -> Batch:
+    def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
 
     def hooks(self, run: RunContext) -> list[Hook]:
         return []
 
-    def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings and the checkpoint alone."""
+    def save_assets(self, run_dir: Path, world: Group) -> None:
+        """Save nothing: settings and checkpoint describe the model."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
 
     @classmethod
-    def to_look_at(cls, config: Any) -> Any:
+    def inference_config(cls, config: Any) -> Any:
         return config
 
     @classmethod
@@ -216,7 +215,7 @@ class UpstreamParts:
         """Any rows that `open_rows` has opened."""
 
 
-def upstream_of(config: Config) -> type[Upstream]:
+def find_upstream(config: Config) -> type[Upstream]:
     """The class of the run's upstream; torchvision and timm are imported for images only."""
     assert isinstance(config, PretrainConfig)
     found: type[Upstream] = find("upstream", config.upstream).load()
@@ -225,7 +224,7 @@ def upstream_of(config: Config) -> type[Upstream]:
 
 def build_upstream(config: Config, environment: Environment) -> Upstream:
     """Open the data and choose model and objective."""
-    upstream: Upstream = upstream_of(config)(config, environment)
+    upstream: Upstream = find_upstream(config)(config, environment)
     return upstream
 
 
@@ -239,4 +238,4 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
 
     Raises: as `Upstream.open_rows`, and RefusedError for settings that do not fit the number of ranks.
     """
-    return upstream_of(config).open_sources(config, rank=rank, world=world, device_type=device_type)
+    return find_upstream(config).open_sources(config, rank=rank, world=world, device_type=device_type)

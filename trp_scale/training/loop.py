@@ -259,7 +259,7 @@ class Trainer:
         self.hooks.before_step(ctx)
         sums = torch.zeros_like(ctx.counts)
         for number, micro in enumerate(ctx.window):
-            losses = ctx.losses_of(micro)
+            losses = ctx.compute_losses(micro)
             self.engine.backward(self.hooks.total(ctx, losses), last=number == len(window) - 1)
             sums += losses.sums.detach()
         ctx.gather_sums(sums)

@@ -358,7 +358,7 @@ def saved_bytes(
 
 def first_rows(upstream: Upstream, count: int) -> Batch:
     """Of the order, as if they took the most that so many rows can take."""
-    return upstream.fullest(upstream.sources.train.first_rows(count))
+    return upstream.worst_case_batch(upstream.sources.train.first_rows(count))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

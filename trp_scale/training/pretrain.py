@@ -494,7 +494,7 @@ class Run:
     def _describe(self) -> None:
         """Write what the run directory says of the run itself; after the checks of a resume."""
         rundir.write_config(self.run_dir, self.config, self.world)
-        self.upstream.leave(self.run_dir, self.world)
+        self.upstream.save_assets(self.run_dir, self.world)
         rundir.write_environment(
             self.run_dir,
             self.environment.info,

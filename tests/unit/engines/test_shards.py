@@ -13,7 +13,7 @@ from benchmarks.step_counts import CountsOperations
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config
 from trp_scale.core import pieces
-from trp_scale.core.pieces import Shards, bunches
+from trp_scale.core.pieces import Shards, foreach_chunks
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import MicroBatchSquares, sum_of_squares
@@ -139,22 +139,22 @@ def test_a_forward_after_an_interrupted_shift_reads_what_was_put_back() -> None:
 
 
 def test_bunches_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "together", lambda device: 24)
+    monkeypatch.setattr(pieces, "foreach_chunk_bytes", lambda device: 24)
     first = [torch.zeros(size) for size in (2, 4, 1, 9, 3, 0, 3)]
     second = [torch.ones_like(part) for part in first]
-    found = list(bunches(first, second))
+    found = list(foreach_chunks(first, second))
     assert [[part.numel() for part in mine] for mine, _ in found] == [[2, 4], [1], [9], [3, 0, 3]]
     assert all(torch.equal(theirs, mine + 1) for pair in found for mine, theirs in zip(*pair, strict=True))
     assert [part for mine, _ in found for part in mine] == first
-    assert list(bunches([], [])) == []
+    assert list(foreach_chunks([], [])) == []
     with pytest.raises(ValueError, match="shorter"):
-        list(bunches(first, second[:-1]))
+        list(foreach_chunks(first, second[:-1]))
 
 
 @pytest.mark.parametrize("together", [8, 1 << 20])
 @pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3, dtype=torch.float64)])
 def test_arithmetic_against_float64(monkeypatch: pytest.MonkeyPatch, together: int, factor: float | Tensor) -> None:
-    monkeypatch.setattr(pieces, "together", lambda device: together)
+    monkeypatch.setattr(pieces, "foreach_chunk_bytes", lambda device: together)
     generator = torch.Generator().manual_seed(0)
     mine, theirs = ([torch.randn(size, generator=generator) for size in (5, 0, 1, 40)] for _ in range(2))
     owned = [True, True, False, True]

@@ -126,7 +126,7 @@ def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[
     hooks = Hooks(Balancer(), [LargestError(objective)])
     ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
     hooks.before_step(ctx)
-    found = sum(float(ctx.losses_of(micro).sums) for micro in window)
+    found = sum(float(ctx.compute_losses(micro).sums) for micro in window)
     errors = torch.where(batch["depth"] > 0, outputs[:, 0] - (batch["depth"] - 3.0) / 2.0, 0.0).double().flatten()
     c = 0.2 * float(errors.abs().max())
     by_hand = [abs(e) if abs(e) <= c else (e * e + c * c) / (2 * c) for e in errors.tolist()]
@@ -148,11 +148,11 @@ def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None
     hooks = Hooks(Balancer(), [LargestError(objective)])
     ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
     hooks.before_step(ctx)
-    seen = [ctx.reseeded(micro) for micro in window]
+    seen = [ctx.prepare_batch(micro) for micro in window]
     again = Dropping(torch.cat([outputs, outputs]))
     errors = []
     for micro in window:
-        ctx.reseeded(micro)
+        ctx.prepare_batch(micro)
         errors.append(objective.errors(again, micro).abs().max())
     assert all(torch.equal(each.extras[LARGEST], torch.stack(errors).max()) for each in seen)
 

@@ -32,7 +32,7 @@ from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained
 from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.pretraining.base import upstream_of
+from trp_scale.pretraining.base import find_upstream
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
@@ -215,7 +215,7 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
 
 
 def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
-    return next(trained_images(upstream_of(trained.config).to_look_at(trained.config), choice))
+    return next(trained_images(find_upstream(trained.config).inference_config(trained.config), choice))
 
 
 LEAST_IMAGES = 5

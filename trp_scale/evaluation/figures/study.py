@@ -29,7 +29,7 @@ from trp_scale.evaluation.figures.attention import recorded_attention
 from trp_scale.evaluation.probe.encoder import FrozenEncoder
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.pretraining.base import upstream_of
+from trp_scale.pretraining.base import find_upstream
 
 BATCH = 64
 """Images of one forward pass."""
@@ -95,7 +95,7 @@ def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
     Raises:
         RefusedError: an image cannot be read, or the data lacks a modality.
     """
-    rows = upstream_of(config).open_rows(
+    rows = find_upstream(config).open_rows(
         config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
     )
     return planned_batches(rows.builder, choice)

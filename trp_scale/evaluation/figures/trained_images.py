@@ -24,7 +24,7 @@ from trp_scale.errors import DataError, finding
 from trp_scale.methods.learned_masks.hook import NETWORK
 from trp_scale.methods.learned_masks.masking_network import NETWORKS, MaskingNetwork
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
-from trp_scale.pretraining.base import open_sources, upstream_of
+from trp_scale.pretraining.base import find_upstream, open_sources
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -58,7 +58,7 @@ class TrainedRun:
         Raises:
             RefusedError: the data is not at `data.path`, or is another one than the run's.
         """
-        config = copy.deepcopy(upstream_of(config).to_look_at(config))
+        config = copy.deepcopy(find_upstream(config).inference_config(config))
         config.data.workers = 0
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:

@@ -228,7 +228,7 @@ class LargestError(Hook):
     def before_step(self, ctx: StepContext) -> None:
         self._added = {}
         if len(ctx.window) > 1 or ctx.data_group.size > 1:
-            errors = [self.objective.errors(ctx.engine, ctx.reseeded(micro)).abs().max() for micro in ctx.window]
+            errors = [self.objective.errors(ctx.engine, ctx.prepare_batch(micro)).abs().max() for micro in ctx.window]
             self._added = {LARGEST: ctx.data_group.max(torch.stack(errors).max())}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:

@@ -101,7 +101,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
             take_encoder(model.bert, weights, self._encoder.path)
         return model
 
-    def leave(self, run_dir: Path, world: Group) -> None:
+    def save_assets(self, run_dir: Path, world: Group) -> None:
         """Copy the tokenizer, so that the run can be fine-tuned again on another task."""
         if world.rank == 0 and not (run_dir / TOKENIZER).exists():
             save_given(self._tokenizer_directory, run_dir / TOKENIZER)

@@ -193,6 +193,6 @@ def run_own_pass(ctx: StepContext) -> None:
     own = ctx.apart(ctx.own_window)
     own.balancer.before_step(own)
     for number, micro in enumerate(own.window):
-        loss = own.balancer.total(own, own.losses_of(micro))
+        loss = own.balancer.total(own, own.compute_losses(micro))
         ctx.engine.backward(loss, last=number == len(own.window) - 1)
     ctx.engine.discard_gradients()

@@ -48,7 +48,7 @@ class PixelAdversary(Hook):
         }
         self.shifts = leaves
         run_own_pass(ctx)
-        gradients = {start: gradient_of(leaf) for start, leaf in leaves.items()}  # as the images each
+        gradients = {start: read_gradient(leaf) for start, leaf in leaves.items()}  # as the images each
         self.shifts = {start: self.shift(gradient) for start, gradient in gradients.items()}
         self._sizes = torch.cat(
             [size(shift.flatten(-3), self.settings.norm).flatten() for shift in self.shifts.values()]
@@ -83,7 +83,7 @@ class PixelAdversary(Hook):
         self.effect.idle = state["idle"].to(self.device)
 
 
-def gradient_of(leaf: Tensor) -> Tensor:
+def read_gradient(leaf: Tensor) -> Tensor:
     """What the pass left in `.grad`; zero where no loss depends on the leaf."""
     gradient = leaf.grad
     return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient

@@ -85,7 +85,7 @@ class GlobalLossBalancer(LossReadingBalancer):
     def prepass(ctx: StepContext) -> Tensor:
         """[T] loss sums of the global batch, without gradients; the weighted pass repeats it bit for bit."""
         with torch.no_grad():
-            return ctx.gather_sums(torch.stack([ctx.losses_of(micro).sums for micro in ctx.window]).sum(0))
+            return ctx.gather_sums(torch.stack([ctx.compute_losses(micro).sums for micro in ctx.window]).sum(0))
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         if self.settings.estimate == "micro":

@@ -13,7 +13,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine, EngineError, Stores
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.pieces import Region, Shards, bunches
+from trp_scale.core.pieces import Region, Shards, foreach_chunks
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.exact import Weights, whole
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
@@ -100,19 +100,19 @@ def second_encoder(run: RunContext) -> Engine:
     assert run.make_engine is not None and run.make_model is not None, "a run that can make a second encoder"
     engine, tuned = run.engine, run.make_engine(run.make_model(), copy.deepcopy(run.config))
     tuned.create_optimizer_state()  # the decoder's too, which a checkpoint holds and no step makes
-    if lie_of(tuned) != lie_of(engine):
+    if storage_layout(tuned) != storage_layout(engine):
         raise EngineError(
             f"the engine {engine.name} shards the second encoder of --multilevel.kind fine_tuning differently from the "
             "first; allowed: --multilevel.kind head or joint, or another engine"
         )
     with torch.no_grad():
-        for mine, theirs in bunches(weights_of(tuned).parts, weights_of(engine).parts):
+        for mine, theirs in foreach_chunks(weights_of(tuned).parts, weights_of(engine).parts):
             torch._foreach_copy_(mine, theirs)
     tuned.publish_weights()
     return tuned
 
 
-def lie_of(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
+def storage_layout(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
     """Which part of which parameter each piece is."""
     return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
@@ -136,6 +136,6 @@ def distance_between(engine: Engine, tuned: Engine) -> Shards:
 @torch.no_grad()
 def move(engine: Engine, way: Shards, share: float) -> None:
     """Weights + share x way, in place."""
-    for weights, parts in bunches(weights_of(engine).parts, way.parts):
+    for weights, parts in foreach_chunks(weights_of(engine).parts, way.parts):
         torch._foreach_add_(weights, parts, alpha=share)
     engine.publish_weights()

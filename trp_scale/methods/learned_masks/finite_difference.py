@@ -57,7 +57,7 @@ class MaskDerivative(ABC):
         """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
         own = window.weighted(place, weights, gate)
         # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
-        added = {name: value.detach() for name, value in ctx.batch_of(window.micros[place]).extras.items()}
+        added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[place]).extras.items()}
         return replace(own, extras={**added, **own.extras})
 
 
@@ -94,7 +94,7 @@ class SoftMaskDerivative(MaskDerivative):
             with engine.exact_forwards():
                 return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
 
-        engine.gradient_of([partial(loss, place) for place in range(len(window.micros))])
+        engine.compute_gradient([partial(loss, place) for place in range(len(window.micros))])
         # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
         one = torch.ones((), dtype=torch.float64, device=engine.device)
         factor = engine.reduce_hook_gradient(one) / engine.data_group.size

@@ -277,7 +277,7 @@ class HeadLevel:
             rule: how the head steps.
         """
         passes = _OnePass if len(train) == len(validation) == 1 else _SeveralPasses
-        return engine.gradient_of(passes(self, engine, train, validation, step, rule).losses())
+        return engine.compute_gradient(passes(self, engine, train, validation, step, rule).losses())
 
     def direct_gradient(self, engine: Engine, window: Sequence[Batch], step: int) -> Shards:
         """dL_val / dE at the weights that forwards read now, the head held: the second term of eq. 9 alone.
@@ -296,7 +296,7 @@ class HeadLevel:
             losses.append(found.detach())
             return found
 
-        gradient = engine.gradient_of([partial(loss, micro) for micro in window])
+        gradient = engine.compute_gradient([partial(loss, micro) for micro in window])
         (self.validation_loss,) = global_sum(engine.data_group, [torch.stack(losses).sum()])
         return gradient
 

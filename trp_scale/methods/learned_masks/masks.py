@@ -18,7 +18,7 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
-from trp_scale.core.pieces import Shards, bunches
+from trp_scale.core.pieces import Shards, foreach_chunks
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
 
@@ -94,7 +94,7 @@ def softsort(temperature: float) -> Relaxation:
     return soft_mask
 
 
-def relaxation_of(settings: LearnedMasksSettings) -> Relaxation:
+def build_relaxation(settings: LearnedMasksSettings) -> Relaxation:
     """As multilevel.selection says."""
     relaxations: dict[str, Relaxation] = {
         "hard": hard,
@@ -188,7 +188,7 @@ class MaskedWindow:
         extras = {PATCH_WEIGHTS: by_row(weights, micro)}
         if gate is not None:
             extras[GATE] = by_row(gate, micro)
-        return masked_with(micro.adding(extras), selection)
+        return apply_selection(micro.adding(extras), selection)
 
 
 Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]
@@ -196,7 +196,7 @@ Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]
 Empty: no outer step is due."""
 
 
-def masked_with(micro: Batch, selection: Selection) -> Batch:
+def apply_selection(micro: Batch, selection: Selection) -> Batch:
     """The micro-batch with these masks in place of the loader's."""
     chosen = {"visible": by_row(selection.visible, micro), "masked": by_row(selection.masked, micro)}
     return replace(micro, fields={**micro.fields, **chosen})
@@ -225,7 +225,7 @@ class Masker:
     def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
         self.settings: LearnedMasksSettings = config.multilevel
-        self.relaxation = relaxation_of(self.settings)
+        self.relaxation = build_relaxation(self.settings)
         self.eps = self.settings.network_eps(config.optimizer.lr)
         # Taken before a checkpoint is loaded: what (seed, name) give, so that no checkpoint holds it.
         self.untrained: Shards = network.weights()
@@ -250,7 +250,7 @@ class Masker:
                 probabilities = self.network(embeddings)
             selections.append(select(probabilities, split, embeddings if keep else None))
         pairs = list(zip(window, selections, strict=True))
-        counts = torch.stack([self.objective.count(masked_with(*pair)) for pair in pairs]).sum(0)
+        counts = torch.stack([self.objective.count(apply_selection(*pair)) for pair in pairs]).sum(0)
         there = torch.stack(
             [(chosen.weights().double().sum(1) @ rows(micro).double()) for micro, chosen in pairs]
         ).sum()
@@ -345,7 +345,7 @@ class Masker:
         share = 1 - self.config.optimizer.beta2 ** self.network.optimizer_steps()
         squares = [piece.tensors["exp_avg_sq"] for piece in self.network.pieces() if piece.owner]
         found = torch.zeros(2, dtype=torch.float64, device=self.network.device)
-        for (bunch,) in bunches(squares):
+        for (bunch,) in foreach_chunks(squares):
             found[0] += (torch.cat(bunch) < share * self.eps**2).sum()
             found[1] += sum(square.numel() for square in bunch)
         below, number = self.network.data_group.sum(found)

@@ -104,7 +104,7 @@ class UnrolledValidationLoss(ValidationLoss):
                 window = choose(ctx, micros)
                 own = ctx.apart(micros, window.counts)
                 own.balancer.before_step(own)
-                gradient = ctx.engine.gradient_of(_losses(own, micros))
+                gradient = ctx.engine.compute_gradient(_losses(own, micros))
             if self.settings.derivative == "last":
                 steps.clear()
             steps.append(InnerStep(ctx=own, window=window, place=place))
@@ -127,14 +127,14 @@ class UnrolledValidationLoss(ValidationLoss):
             engine.perturbed(direction, epsilon) as move_to,
             engine.exact_forwards(),
         ):
-            above = engine.gradient_of(losses)
+            above = engine.compute_gradient(losses)
             move_to(-epsilon)
-            return above.plus(engine.gradient_of(losses), -1.0).times(0.5 / epsilon)
+            return above.plus(engine.compute_gradient(losses), -1.0).times(0.5 / epsilon)
 
 
 def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
     def loss(micro: Batch) -> Tensor:
-        return ctx.balancer.total(ctx, ctx.losses_of(micro))
+        return ctx.balancer.total(ctx, ctx.compute_losses(micro))
 
     return [partial(loss, micro) for micro in micros]
 

@@ -66,7 +66,7 @@ class MaskedPatchReconstruction:
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
         """[R, k, M] mean squared error of each masked patch."""
         clean = self.patches(batch)  # [B, N, P], B = R k
-        return self.errors_of(self.run(forward, batch, clean).prediction, batch, clean)
+        return self.compute_errors(self.run(forward, batch, clean).prediction, batch, clean)
 
     def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
         """What the model gives for a batch, its patches [B, N, P], and what hooks added; `wanted` is its `give`."""
@@ -80,7 +80,7 @@ class MaskedPatchReconstruction:
             arguments["gate"] = gate.flatten(0, 1)
         return forward(seen, batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1), **arguments)
 
-    def errors_of(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
+    def compute_errors(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
         """[R, k, M] of a prediction [B, M, P], against the clean patches [B, N, P]."""
         target = self.target(gather_patches(clean, batch["masked"].flatten(0, 1)))  # [B, M, P]
         wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))

@@ -61,7 +61,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
             return super().__call__(forward, batch)
         clean = self.patches(batch)  # [B, N, P], B = R k
         output = self.run(forward, batch, clean, give="prediction_and_class")
-        reconstruction = self.losses(self.errors_of(output.prediction, batch, clean), batch)
+        reconstruction = self.losses(self.compute_errors(output.prediction, batch, clean), batch)
         uniformity = self.spread(output.class_token, batch).reshape(1)
         return TaskLosses(sums=torch.cat([reconstruction.sums[:1], uniformity]), counts=self.count(batch))
 
@@ -76,7 +76,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         features = F.normalize(class_token.double(), dim=-1)
         moment = batch.extras.get(MOMENT)
         if moment is None:
-            own = self.data_group.sum(self.moment_of(features, batch))
+            own = self.data_group.sum(self.compute_moment(features, batch))
             moment = own / batch.extras[ROWS].clamp(min=1)
         rows = ((features @ moment) * features).sum(-1)  # [B]
         return (2.0 * rows - rows.detach()) @ self.present(batch)
@@ -84,9 +84,9 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     def moment(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
         """[D, D] sum of f_i f_i^T over this micro-batch, from a pass through the encoder alone."""
         class_token: Tensor = self.run(forward, batch, self.patches(batch), give="class_token")
-        return self.moment_of(F.normalize(class_token.double(), dim=-1), batch)
+        return self.compute_moment(F.normalize(class_token.double(), dim=-1), batch)
 
-    def moment_of(self, features: Tensor, batch: Batch) -> Tensor:
+    def compute_moment(self, features: Tensor, batch: Batch) -> Tensor:
         """[B, D] -> [D, D], without a graph; rows that are not there are left out."""
         features = features.detach()
         return (features * self.present(batch).unsqueeze(1)).T @ features
@@ -119,7 +119,7 @@ class Uniformity(Hook):
         self._added = {ROWS: rows}
         if len(ctx.own_window) > 1:
             with torch.no_grad():
-                own = [self.objective.moment(ctx.engine, ctx.batch_of(micro)) for micro in ctx.own_window]
+                own = [self.objective.moment(ctx.engine, ctx.apply_hooks(micro)) for micro in ctx.own_window]
             self._added = {MOMENT: ctx.data_group.sum(torch.stack(own).sum(0)) / rows.clamp(min=1)}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:

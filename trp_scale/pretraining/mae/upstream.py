@@ -90,7 +90,7 @@ class ImageUpstream(UpstreamParts):
         )
 
     @classmethod
-    def to_look_at(cls, config: MaeConfig) -> MaeConfig:
+    def inference_config(cls, config: MaeConfig) -> MaeConfig:
         """With masks drawn at random: no classes are needed, and images that were kept for tests may be read."""
         config = copy(config)
         config.multilevel = RandomMasksSettings()

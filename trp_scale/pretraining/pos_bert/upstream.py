@@ -128,7 +128,7 @@ class TextUpstream(UpstreamParts):
     def _first_rows(self) -> Batch:
         return self.source.first_rows(min(COUNTED_ROWS, self.source.rows))
 
-    def fullest(self, batch: Batch) -> Batch:
+    def worst_case_batch(self, batch: Batch) -> Batch:
         """Nothing is left out of it."""
         return keeping_all(batch)
 
@@ -148,14 +148,14 @@ class TextUpstream(UpstreamParts):
         self._group.require_equal(digest, f"what the first {batch.rows} rows of {self.config.data.path} hold")
         return ((counts + 1.0) / (counts + 1.0).sum()).log()
 
-    def leave(self, run_dir: Path, world: Group) -> None:
+    def save_assets(self, run_dir: Path, world: Group) -> None:
         copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"vocab_size": self.meta.vocab_size, "data_tokenizer": TOKENIZER}
 
     @classmethod
-    def to_look_at(cls, config: PosBertConfig) -> PosBertConfig:
+    def inference_config(cls, config: PosBertConfig) -> PosBertConfig:
         """No pieces are counted for a first output bias."""
         config = copy(config)
         config.objective = replace(config.objective, output_bias="zero")

@@ -143,7 +143,7 @@ class OwnPasses(Hook):
     def before_step(self, ctx: StepContext) -> None:
         run_own_pass(ctx)
         with torch.no_grad():
-            ctx.losses_of(ctx.window[0])
+            ctx.compute_losses(ctx.window[0])
 
 
 class PassEngine:
@@ -176,9 +176,9 @@ def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     ctx = StepContext(run=run, hooks=hooks, step=0, window=parts, counts=counts, lr=1.0)
     hooks.before_step(ctx)
     assert watched.taps == [None] * 4
-    ctx.losses_of(parts[0])  # begun, and given up by a new before_step: its tap must not be read
+    ctx.compute_losses(parts[0])  # begun, and given up by a new before_step: its tap must not be read
     with torch.no_grad():
-        ctx.losses_of(parts[0])
+        ctx.compute_losses(parts[0])
     weigher.before_step(ctx)
     assert watched.taps[4] is not None and watched.taps[5] is None
     alone = gradnorm()

@@ -62,7 +62,7 @@ def test_the_moment_is_of_the_shifted_pixels_and_the_adversary_s_own_pass_is_wit
     shifted = hook.batch(ctx, ctx.window[0]).extras[MOMENT]
     with torch.no_grad():
         clean = sum(trainer.objective.moment(trainer.engine, micro) for micro in ctx.window) / ctx.counts[1]
-        again = sum(trainer.objective.moment(trainer.engine, ctx.batch_of(micro)) for micro in ctx.window)
+        again = sum(trainer.objective.moment(trainer.engine, ctx.apply_hooks(micro)) for micro in ctx.window)
     assert any(isinstance(hook, PixelAdversary) for hook in trainer.hooks.all)
     assert (shifted - clean).norm() > 1e-4 * clean.norm()
     torch.testing.assert_close(shifted, again / ctx.counts[1], rtol=1e-12, atol=1e-15)

@@ -148,7 +148,7 @@ def take_step(
     totals: list[float] = []
     sums = torch.zeros_like(counts)
     for micro in window:
-        losses = ctx.losses_of(micro)
+        losses = ctx.compute_losses(micro)
         total = hooks.total(ctx, losses)
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]

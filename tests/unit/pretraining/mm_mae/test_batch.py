@@ -27,7 +27,7 @@ from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.mixture import parse_paths
 from trp_scale.errors import DataError
-from trp_scale.pretraining.base import open_sources, upstream_of
+from trp_scale.pretraining.base import find_upstream, open_sources
 from trp_scale.pretraining.mm_mae.tokens import RunModalities
 from trp_scale.pretraining.modalities.base import count_patches
 from trp_scale.pretraining.modalities.depth import standardised
@@ -272,5 +272,5 @@ def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["mae", "mm_mae"])
 def test_workers_import_the_builder_beforehand(data: Path, kind: str) -> None:
     config = of_upstream(multimodal_config(data), kind)
-    open_rows = upstream_of(config).open_rows
+    open_rows = find_upstream(config).open_rows
     assert open_rows.__module__ == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
