@@ -43,11 +43,11 @@ class Wire:
 
     def read(self, buffer: Tensor) -> dict[str, Tensor]:
         """The tensors, with the types that they had: views of a buffer like this one's, but for narrowed integers."""
-        found = {}
+        tensors = {}
         for name, dtype, wire, shape, first in self.layout:
             flat = buffer[first : first + wire.itemsize * prod(shape)]
-            found[name] = flat.view(wire).view(shape).to(dtype)
-        return found
+            tensors[name] = flat.view(wire).view(shape).to(dtype)
+        return tensors
 
 
 ALIGNMENT = 16
@@ -59,7 +59,7 @@ def narrowest(tensor: Tensor) -> torch.dtype:
     """The smallest type that holds the values of int64; other tensors keep theirs."""
     if tensor.dtype != torch.int64 or tensor.numel() == 0:
         return tensor.dtype
-    low, high = (int(each) for each in tensor.aminmax())
+    low, high = (int(value) for value in tensor.aminmax())
     for dtype in (torch.uint8, torch.int16, torch.int32):
         if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
             return dtype
@@ -147,8 +147,8 @@ class Batch:
             wire = narrowest(tensor)
             parts.append(tensor.to(wire).contiguous().view(-1).view(torch.uint8))
             layout.append(Place(name, tensor.dtype, wire, tuple(tensor.shape), size))
-            size += (taken := parts[-1].numel())
-            if rest := -taken % ALIGNMENT:
+            size += (size_of_part := parts[-1].numel())
+            if rest := -size_of_part % ALIGNMENT:
                 parts.append(PADDING[:rest])
                 size += rest
         # Shared here, not by the thread that feeds the queue: there an error would be lost with the batch.
@@ -230,7 +230,7 @@ class LateStats:
         lr: float,
     ) -> None:
         self.lr, self.tasks = lr, len(means)
-        head = torch.stack([each.to(torch.float64) for each in (applied, grad_norm, loss)])
+        head = torch.stack([number.to(torch.float64) for number in (applied, grad_norm, loss)])
         self._values = torch.cat([head, means, weights, counts])
         self._arrived: torch.cuda.Event | None = None
         self._read: StepStats | None = None

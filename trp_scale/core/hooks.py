@@ -145,8 +145,8 @@ class StepContext:
         self.grad_norm, self.loss = grad_norm, (self.weights * means).sum()
         self.applied = self.grad_norm.isfinite() & self.loss.isfinite()
         if limits is not None:
-            found = torch.cat([torch.stack([self.loss, self.grad_norm.to(torch.float64)]), means])
-            self.applied = self.applied & (found <= limits.to(found.device, non_blocking=True)).all()
+            values = torch.cat([torch.stack([self.loss, self.grad_norm.to(torch.float64)]), means])
+            self.applied = self.applied & (values <= limits.to(values.device, non_blocking=True)).all()
         self.late = LateStats(
             applied=self.applied,
             grad_norm=self.grad_norm,
@@ -282,17 +282,17 @@ def built(run: RunContext, role: str) -> Any:
 
 def _made(run: RunContext, role: str, name: str, settings: Settings | None) -> Any:
     """The component of this name in this run. A hook goes by the name that it is listed by."""
-    found = find(role, name)
-    made = found.load()(found.settings() if settings is None else settings, run)
+    component = find(role, name)
+    hook = component.load()(component.settings() if settings is None else settings, run)
     base: type[Any] = {"balancer": Balancer, "hook": Hook}.get(role, object)
-    if not isinstance(made, base):
+    if not isinstance(hook, base):
         raise RefusedError(
-            f"{found.module} registers {type(made).__name__} as the {role} {name!r}; allowed: a class derived from "
+            f"{component.module} registers {type(hook).__name__} as the {role} {name!r}; allowed: a class derived from "
             f"trp_scale.{base.__name__}"
         )
     if role == "hook":
-        made.name = name
-    return made
+        hook.name = name
+    return hook
 
 
 class Hooks:
@@ -360,8 +360,8 @@ class Hooks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {hook.name for hook in self.all}:
-            own = sorted(hook.name for hook in self.all)
-            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {own}")
+            names = sorted(hook.name for hook in self.all)
+            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {names}")
         for hook in self.all:
             hook.load_state_dict(state[hook.name])
 
@@ -371,10 +371,10 @@ class Hooks:
         Raises:
             RefusedError: two hooks, or a hook and the engine, give the same name.
         """
-        found: dict[str, Shards] = {}
+        vectors: dict[str, Shards] = {}
         for hook in self.all:
             for name, vector in hook.sharded_state().items():
-                if name in found or name in ("weight", *STATE_NAMES):
+                if name in vectors or name in ("weight", *STATE_NAMES):
                     raise RefusedError(f"hook {hook.name}: its sharded state {name!r} has a name that is already taken")
-                found[name] = vector
-        return found
+                vectors[name] = vector
+        return vectors

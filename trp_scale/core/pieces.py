@@ -142,25 +142,25 @@ def foreach_chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], .
     for parts in zip(*vectors, strict=True):
         size += parts[0].nbytes
         if held and size > foreach_chunk_bytes(parts[0].device):
-            yield tuple(list(each) for each in zip(*held, strict=True))
+            yield tuple(list(tensors) for tensors in zip(*held, strict=True))
             held, size = [], parts[0].nbytes
         held.append(parts)
     if held:
-        yield tuple(list(each) for each in zip(*held, strict=True))
+        yield tuple(list(tensors) for tensors in zip(*held, strict=True))
 
 
 def copied(parts: Sequence[Tensor]) -> list[Tensor]:
     """A copy of each, contiguous."""
     copies = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
-    for to, bunch in foreach_chunks(copies, parts):
-        torch._foreach_copy_(to, bunch)
+    for to, chunk in foreach_chunks(copies, parts):
+        torch._foreach_copy_(to, chunk)
     return copies
 
 
 def scaled(parts: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """factor x each part. A factor on a device is not waited for."""
     factor = factor.to(parts[0]) if parts and isinstance(factor, Tensor) else factor
-    return [part for (bunch,) in foreach_chunks(parts) for part in torch._foreach_mul(bunch, factor)]
+    return [part for (chunk,) in foreach_chunks(parts) for part in torch._foreach_mul(chunk, factor)]
 
 
 def shares(size: int, world: int) -> list[tuple[int, int]]:
@@ -197,11 +197,11 @@ def whole_tensors(pieces: Iterable[Piece], parts: Iterable[Tensor], group: Group
         for piece, part in zip(pieces, parts, strict=True)
         if piece.owner
     ]
-    found: dict[str, Tensor] = {}
-    for name, shape, region, part in (each for rank in group.gather_objects(mine) for each in rank):
-        place = region.of(found.setdefault(name, part.new_empty(shape)))
-        place.copy_(part.view(place.shape))
-    return found
+    tensors: dict[str, Tensor] = {}
+    for name, shape, region, part in (entry for rank in group.gather_objects(mine) for entry in rank):
+        target = region.of(tensors.setdefault(name, part.new_empty(shape)))
+        target.copy_(part.view(target.shape))
+    return tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,23 +221,23 @@ class Shards:
 
     def norm(self) -> Tensor:
         """0-dimensional float64: l2, over all ranks."""
-        own = [part for part, owned in zip(self.parts, self.owned, strict=True) if owned]
-        norms = [norm for (bunch,) in foreach_chunks(own) for norm in torch._foreach_norm(bunch, 2, torch.float64)]
+        ours = [part for part, owned in zip(self.parts, self.owned, strict=True) if owned]
+        norms = [norm for (chunk,) in foreach_chunks(ours) for norm in torch._foreach_norm(chunk, 2, torch.float64)]
         device = self.parts[0].device if self.parts else torch.device("cpu")
         local = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         return self.group.sum(local).sqrt()
 
     def plus(self, other: Shards, factor: float | Tensor = 1.0) -> Shards:
         """self + factor x other."""
-        found = other.times(factor).parts
-        for bunch, mine in foreach_chunks(found, self.parts):
-            torch._foreach_add_(bunch, mine)
-        return replace(self, parts=found)
+        parts = other.times(factor).parts
+        for chunk, mine in foreach_chunks(parts, self.parts):
+            torch._foreach_add_(chunk, mine)
+        return replace(self, parts=parts)
 
     def shifted(self, by: float) -> Shards:
         """self + by, in every element."""
         return replace(
-            self, parts=[part for (bunch,) in foreach_chunks(self.parts) for part in torch._foreach_add(bunch, by)]
+            self, parts=[part for (chunk,) in foreach_chunks(self.parts) for part in torch._foreach_add(chunk, by)]
         )
 
     def times(self, factor: float | Tensor) -> Shards:

@@ -72,8 +72,8 @@ class GradientNoiseScale(Hook):
         if squares is None:
             return
         assert ctx.grad_norm is not None, "decided before the hooks' after_step"
-        found = estimates(self.count * squares, ctx.grad_norm.double() ** 2, rows=self.rows, count=self.count)
-        self.averages = ctx.commit(self.averages.lerp(found, 1.0 - self.settings.smoothing), self.averages)
+        estimate = estimates(self.count * squares, ctx.grad_norm.double() ** 2, rows=self.rows, count=self.count)
+        self.averages = ctx.commit(self.averages.lerp(estimate, 1.0 - self.settings.smoothing), self.averages)
         self.steps = ctx.commit(self.steps + 1, self.steps)
 
     def metrics(self) -> Mapping[str, Any]:

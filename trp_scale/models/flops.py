@@ -251,5 +251,5 @@ def forward_flops(model: nn.Module, *inputs: Tensor) -> float:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        functional_call(model, {name: each.to("meta") for name, each in named}, tuple(x.to("meta") for x in inputs))
+        functional_call(model, {name: tensor.to("meta") for name, tensor in named}, tuple(x.to("meta") for x in inputs))
     return float(counter.get_total_flops())

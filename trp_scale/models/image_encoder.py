@@ -117,18 +117,18 @@ class ImageEncoder(nn.Module):
         positions = self.pos_embed if self.fixed_positions is None else self.fixed_positions
         tokens = tokens + positions.to(tokens.dtype)
         relative = self._relative_inputs(tokens)
-        found = []
+        features = []
         for number, block in enumerate(self.blocks):
             tokens = block(tokens, relative)
             if number in after:
-                found.append(tokens)
+                features.append(tokens)
         normalised: Tensor = self.norm(tokens)
         if not after:
             return [normalised]
         if isinstance(self.norm, nn.LayerNorm):
             # Every parameter takes part in every pass (ZeRO-3), so the norm does where heads read earlier tokens.
-            found[-1] = found[-1] + 0.0 * normalised
-        return found
+            features[-1] = features[-1] + 0.0 * normalised
+        return features
 
     def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:
         if not self.relative:

@@ -90,17 +90,17 @@ class OtherTensorsError(ValueError):
         return any(len(names) > SHOWN for names in self.tensors.values())
 
 
-def check_names(wanted: Collection[str], given: Collection[str]) -> None:
+def check_names(wanted: Collection[str], names: Collection[str]) -> None:
     """
     Raises:
         OtherTensorsError: names that are missing or unexpected.
     """
-    missing, unexpected = sorted({*wanted} - {*given}), sorted({*given} - {*wanted})
+    missing, unexpected = sorted({*wanted} - {*names}), sorted({*names} - {*wanted})
     if missing or unexpected:
         raise OtherTensorsError({"missing": missing, "unexpected": unexpected})
 
 
-def check_shapes(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """
     Args:
         own: a model's parameters, by name.
@@ -109,7 +109,7 @@ def check_shapes(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]]
     Raises:
         OtherTensorsError: those of another shape.
     """
-    pairs = {name: (tuple(shape), tuple(own[name].shape)) for name, shape in given.items()}
+    pairs = {name: (tuple(shape), tuple(parameters[name].shape)) for name, shape in shapes.items()}
     if other := [f"{name} {theirs}, here {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
         raise OtherTensorsError({"of another shape": other})
 
@@ -122,7 +122,7 @@ def _some(names: Sequence[str]) -> str:
 def take(
     module: nn.Module,
     sources: Mapping[str, Sequence[str]],
-    given: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     ours: Callable[[str, Sequence[Tensor]], Tensor],
 ) -> None:
     """Give parameters another model's tensors. One without content makes its own of them when it is filled.
@@ -135,16 +135,17 @@ def take(
     Raises:
         OtherTensorsError: values of another shape; then nothing has been given.
     """
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     check_shapes(
-        own, {name: ours(name, [given[each].to("meta") for each in several]).shape for name, several in sources.items()}
+        parameters,
+        {name: ours(name, [tensors[k].to("meta") for k in several]).shape for name, several in sources.items()},
     )
 
     def value(name: str) -> Tensor:
-        return ours(name, [given[each] for each in sources[name]])
+        return ours(name, [tensors[source] for source in sources[name]])
 
     for name in sources:
-        give(own[name], partial(value, name))
+        give(parameters[name], partial(value, name))
 
 
 def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:

@@ -66,13 +66,13 @@ class ModelOutline:
         pairs = {name: (getattr(self, name), getattr(here, name)) for name in names}
         known = {name: pair for name, pair in pairs.items() if all(pair)}
         other = [f"--model.{name} {theirs}" for name, (theirs, ours) in known.items() if theirs != ours]
-        said = [f"{self} there, {here} here"] if str(self) != str(here) else []
-        said += [
+        differences = [f"{self} there, {here} here"] if str(self) != str(here) else []
+        differences += [
             f"{known[name][0]} {name.removeprefix('max_')} there, {known[name][1]} here"
             for name in ("max_positions", "heads")
             if name in known and known[name][0] != known[name][1]
         ]
-        return f"{'; '.join(said)}; give {' '.join(other)}, or other weights" if other else ""
+        return f"{'; '.join(differences)}; give {' '.join(other)}, or other weights" if other else ""
 
     def __str__(self) -> str:
         within = f" ({self.intermediate_size} within)" if self.intermediate_size else ""

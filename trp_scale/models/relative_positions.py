@@ -136,9 +136,9 @@ def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> 
     weights = torch.einsum("...pi,...qj->...pqij", down * head_size**-0.5, across)
     weights = weights.flatten(-4, -3).flatten(-2)  # [..., P^2, 49]
     weights = F.pad(weights, (0, 1, 0, (count**2 + 2 + 7) // 8 * 8 - count**2))  # [..., R, 50]
-    own = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
-    own[count**2, -1].fill_(head_size**-0.5)
-    return Offsets(weights + own, torch.cat([numbers, others], dim=-1))
+    constant = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
+    constant[count**2, -1].fill_(head_size**-0.5)
+    return Offsets(weights + constant, torch.cat([numbers, others], dim=-1))
 
 
 def pair_numbers(patches: Tensor, grid: int) -> Tensor:
@@ -147,8 +147,8 @@ def pair_numbers(patches: Tensor, grid: int) -> Tensor:
     entry, which cancels in the softmax and so is left out."""
     span = 2 * grid - 1
     rows, columns = patches // grid, patches % grid  # [B, K]
-    place = rows * span + columns
-    between = place.unsqueeze(2) - place.unsqueeze(1) + (grid - 1) * (span + 1)  # [B, K, K]
+    cell = rows * span + columns
+    between = cell.unsqueeze(2) - cell.unsqueeze(1) + (grid - 1) * (span + 1)  # [B, K, K]
     return F.pad(F.pad(between, (1, 0), value=span**2), (0, 0, 1, 0), value=span**2 + 1)
 
 
@@ -176,21 +176,21 @@ def relative_inputs(
     numbers = pair_numbers(patches, grid)  # [B, T, T]
     shift = torch.zeros(1, 2, dtype=dtype, device=patches.device)
     if shifts is None or not masked:
-        found = grid_offsets(grid, index, shift[0], head_size)
-        inputs = [RelativeInputs(found.numbers[numbers], found.weights, masked)] * blocks
+        offsets = grid_offsets(grid, index, shift[0], head_size)
+        inputs = [RelativeInputs(offsets.numbers[numbers], offsets.weights, masked)] * blocks
         if tables is not None and masked:
             inputs = [clean._replace(masked_table=table) for clean, table in zip(inputs, tables.unbind(0), strict=True)]
         return inputs
-    found = grid_offsets(grid, index, torch.cat([shift, shifts.to(dtype)]), head_size)
-    pairs = found.numbers[0][numbers]
-    clean = found.weights[:1].expand(blocks, -1, -1)
-    weights = torch.cat([clean, found.weights[1:]], dim=1)  # [L, 2R, 50]
+    offsets = grid_offsets(grid, index, torch.cat([shift, shifts.to(dtype)]), head_size)
+    pairs = offsets.numbers[0][numbers]
+    clean = offsets.weights[:1].expand(blocks, -1, -1)
+    weights = torch.cat([clean, offsets.weights[1:]], dim=1)  # [L, 2R, 50]
     masked_pairs: list[Tensor | None] = [None] * blocks
     if index == "rounded" or grid > SETTLED + 1:  # the shift moves which vector a pair has
-        masked_pairs = list(found.numbers[1:, numbers[:, -masked:]].unbind(0))  # L of [B, M, T]
+        masked_pairs = list(offsets.numbers[1:, numbers[:, -masked:]].unbind(0))  # L of [B, M, T]
     return [
-        RelativeInputs(pairs, each, masked, True, own)
-        for each, own in zip(weights.unbind(0), masked_pairs, strict=True)
+        RelativeInputs(pairs, block_weights, masked, True, block_pairs)
+        for block_weights, block_pairs in zip(weights.unbind(0), masked_pairs, strict=True)
     ]
 
 
@@ -221,11 +221,13 @@ class RelativePositions(nn.Module):
         pairs = relative.pairs[:, -count:]
         if len(vectors) == 1:
             return looked_up(queries, vectors[0], pairs)
-        own = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
+        others = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
         if count == masked:
-            return looked_up(queries, vectors[1], own)
+            return looked_up(queries, vectors[1], others)
         clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # whose gradient is one copy
-        return torch.cat([looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], own)], dim=2)
+        return torch.cat(
+            [looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], others)], dim=2
+        )
 
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """[R, D / H] of all queries, or of the clean ones and of the masked ones."""

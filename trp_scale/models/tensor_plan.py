@@ -68,7 +68,7 @@ class TensorPlan:
         for path in self.split:
             for name, module in model.get_submodule(path).named_modules(prefix=path):
                 if not hasattr(module, "cut"):
-                    yield from (each for each, _ in module.named_parameters(name, recurse=False))
+                    yield from (parameter for parameter, _ in module.named_parameters(name, recurse=False))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

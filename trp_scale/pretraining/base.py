@@ -218,8 +218,8 @@ class UpstreamParts:
 def find_upstream(config: Config) -> type[Upstream]:
     """The class of the run's upstream; torchvision and timm are imported for images only."""
     assert isinstance(config, PretrainConfig)
-    found: type[Upstream] = find("upstream", config.upstream).load()
-    return found
+    upstream: type[Upstream] = find("upstream", config.upstream).load()
+    return upstream
 
 
 def build_upstream(config: Config, environment: Environment) -> Upstream:

@@ -190,9 +190,9 @@ def run_own_pass(ctx: StepContext) -> None:
     the window are not perturbed and take no part.
     """
     # A context of its own: the weights and sums that the balancer writes here are not those of the step.
-    own = ctx.apart(ctx.own_window)
-    own.balancer.before_step(own)
-    for number, micro in enumerate(own.window):
-        loss = own.balancer.total(own, own.compute_losses(micro))
-        ctx.engine.backward(loss, last=number == len(own.window) - 1)
+    own_ctx = ctx.apart(ctx.own_window)
+    own_ctx.balancer.before_step(own_ctx)
+    for number, micro in enumerate(own_ctx.window):
+        loss = own_ctx.balancer.total(own_ctx, own_ctx.compute_losses(micro))
+        ctx.engine.backward(loss, last=number == len(own_ctx.window) - 1)
     ctx.engine.discard_gradients()

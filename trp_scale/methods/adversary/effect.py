@@ -109,8 +109,8 @@ def log_line(
     """
     values = [sizes.mean(), sizes.max(), sensitivity, watch.idle, *shares.values()]
     mean, largest, slope, idle, *rest = torch.stack([value.double() for value in values]).tolist()  # the one read
-    found = dict(zip(shares, rest, strict=True))
-    notice = watch.notice(settings, int(idle), mean / settings.eps, found.get("effect"))
+    measured = dict(zip(shares, rest, strict=True))
+    notice = watch.notice(settings, int(idle), mean / settings.eps, measured.get("effect"))
     return {
         "kind": settings.kind,
         "norm": mean,
@@ -118,6 +118,6 @@ def log_line(
         "eps": settings.eps,
         "share_of_eps": mean / settings.eps,
         "sensitivity": slope,
-        **found,
+        **measured,
         **({"notice": notice} if notice else {}),
     }

@@ -56,9 +56,9 @@ class TaskBalancer(Balancer):
             weights: [T] the method's own, for all balanced tasks.
             counts: [T] elements.
         """
-        there = torch.where(self.present(counts), weights, 0.0)
+        present = torch.where(self.present(counts), weights, 0.0)
         assert isinstance(self.settings, FixedSumSettings), "of methods whose weights have a fixed sum"
-        return there if self.settings.total == "paper" else normalised(there)
+        return present if self.settings.total == "paper" else normalised(present)
 
     def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
         """Fix the weights of this step; no gradient flows through them."""
@@ -89,7 +89,7 @@ class TaskBalancer(Balancer):
     def by_task(self, values: Tensor) -> dict[str, float]:
         """[T] -> the balanced tasks' values by name, for the metrics."""
         listed = values.tolist()
-        return {self.objective.tasks[place]: listed[place] for place in self.objective.balanced}
+        return {self.objective.tasks[position]: listed[position] for position in self.objective.balanced}
 
 
 def normalised(values: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class Uniform(TaskBalancer):
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         divided = self.settings.total == "paper" and self.settings.form == "mean"
-        each = self.balanced.double()
-        return self.totalled(each / each.sum().clamp(min=1) if divided else each, ctx.counts)
+        counted = self.balanced.double()
+        return self.totalled(counted / counted.sum().clamp(min=1) if divided else counted, ctx.counts)
 
 
 class Proportional(TaskBalancer):

@@ -113,8 +113,8 @@ class TaskGradients:
         if self._sums is None:
             size = (len(self.tasks), parts[self.tasks[0]].shape[1], inputs.shape[1])
             self._sums = torch.zeros(size, dtype=torch.float32, device=self.device)  # [tasks, D, K]
-        for place, task in enumerate(self.tasks):
-            self._sums[place] += parts[task].to(inputs.dtype).T @ inputs  # [D, rows] [rows, K]
+        for position, task in enumerate(self.tasks):
+            self._sums[position] += parts[task].to(inputs.dtype).T @ inputs  # [D, rows] [rows, K]
 
 
 SMALLEST_WEIGHT = 1e-3
@@ -222,7 +222,7 @@ def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
     Raises:
         RefusedError: they cannot, or there is nothing to tell apart; names the flag to change.
     """
-    names = [objective.tasks[place] for place in objective.balanced]
+    names = [objective.tasks[position] for position in objective.balanced]
     if len(names) < 2:
         raise RefusedError(
             f"--balancer.kind gradnorm compares the gradients of tasks, and the balanced ones are {names}; "
@@ -234,7 +234,7 @@ def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
             "not tell them apart; allowed: any other --balancer.kind"
         )
     passing = objective.tapped(at)
-    if aside := [objective.tasks[place] for place in objective.balanced if place not in passing]:
+    if aside := [objective.tasks[position] for position in objective.balanced if position not in passing]:
         raise RefusedError(
             f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
             "others share; allowed: --balancer.at representation, a setting that takes them out of the "

@@ -30,7 +30,7 @@ class Uncertainty(LossReadingBalancer):
         kendall = settings.form == "kendall"
         self.slope = 0.5 if kendall else 1.0  # b
         distances, tasks = self.objective.regression, self.objective.tasks
-        factors = [0.5 if kendall and place in distances else 1.0 for place in range(len(tasks))]
+        factors = [0.5 if kendall and position in distances else 1.0 for position in range(len(tasks))]
         self.factors = torch.tensor(factors, dtype=torch.float64).to(self.device)  # c [T]
         self.log_variances = self.vector(0.0)
         self.adam = TaskAdam(self.log_variances, settings.lr)

@@ -79,7 +79,7 @@ class ExactComparison:
         derivative: MaskDerivative,
         level: HeadLevel,
         window: MaskedWindow,
-        found: Sequence[MaskGradient],
+        approximate: Sequence[MaskGradient],
         step: WholeStep,
     ) -> None:
         """Take note of how well a hypergradient agrees; all ranks call it together.
@@ -95,10 +95,10 @@ class ExactComparison:
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             direction = _encoder_gradient(ctx, level, forward, step)
             exact = _hypergradient(ctx, derivative, window, forward, step, direction)
-        ours = torch.cat([part.reshape(-1).double() for each in found for part in each.parts()])
-        theirs = torch.cat([part.reshape(-1) for each in exact for part in each.parts()])
-        across, own, other = ctx.data_group.sum(torch.stack([ours @ theirs, ours @ ours, theirs @ theirs]))
-        self.cosine, self.norm_ratio = across / (own * other).sqrt(), (own / other).sqrt()
+        ours = torch.cat([part.reshape(-1).double() for gradient in approximate for part in gradient.parts()])
+        theirs = torch.cat([part.reshape(-1) for gradient in exact for part in gradient.parts()])
+        across, ours_squared, other = ctx.data_group.sum(torch.stack([ours @ theirs, ours @ ours, theirs @ theirs]))
+        self.cosine, self.norm_ratio = across / (ours_squared * other).sqrt(), (ours_squared / other).sqrt()
 
 
 def _forward(module: nn.Module, weights: Weights) -> Callable[..., Any]:
@@ -141,10 +141,10 @@ def _hypergradient(
 ) -> list[MaskGradient]:
     """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
     weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
-    leaves = [derivative.leaves(window, place) for place in range(len(window.selections))]
+    leaves = [derivative.leaves(window, index) for index in range(len(window.selections))]
     losses = [
-        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, place, *pair)))
-        for place, pair in enumerate(leaves)
+        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, index, *pair)))
+        for index, pair in enumerate(leaves)
     ]
     gradients = torch.autograd.grad(
         torch.stack(losses).sum(), list(weights.values()), create_graph=True, allow_unused=True
@@ -161,12 +161,12 @@ def _hypergradient(
 
 
 def _gradients(loss: Tensor, weights: Weights) -> Weights:
-    found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
-    pairs = zip(weights.items(), found, strict=True)
-    return {name: torch.zeros_like(weight) if each is None else each for (name, weight), each in pairs}
+    gradients = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
+    pairs = zip(weights.items(), gradients, strict=True)
+    return {name: torch.zeros_like(weight) if gradient is None else gradient for (name, weight), gradient in pairs}
 
 
 def whole(engine: Engine, shards: Shards) -> Weights:
     """Every parameter's part of a vector, whole and in float64, on every rank."""
-    found = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
-    return {name: value.to(engine.device) for name, value in found.items()}
+    tensors = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
+    return {name: value.to(engine.device) for name, value in tensors.items()}

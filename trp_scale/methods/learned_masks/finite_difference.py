@@ -44,7 +44,7 @@ class MaskDerivative(ABC):
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]: ...
 
     @abstractmethod
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor | None]:
+    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, Tensor | None]:
         """Weights [B, M] and gates [B, V] of a micro-batch as the start of a graph, float64; no gates for a hard
         selection."""
 
@@ -53,30 +53,30 @@ class MaskDerivative(ABC):
         assert ctx.weights is not None, "the balancer has set the weights of this step"
         return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
 
-    def batch(self, ctx: StepContext, window: MaskedWindow, place: int, weights: Tensor, gate: Tensor | None) -> Batch:
+    def batch(self, ctx: StepContext, window: MaskedWindow, index: int, weights: Tensor, gate: Tensor | None) -> Batch:
         """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
-        own = window.weighted(place, weights, gate)
+        masked = window.weighted(index, weights, gate)
         # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
-        added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[place]).extras.items()}
-        return replace(own, extras={**added, **own.extras})
+        added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[index]).extras.items()}
+        return replace(masked, extras={**added, **masked.extras})
 
 
 class HardMaskDerivative(MaskDerivative):
     """For a hard selection: one forward pass without a graph."""
 
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]:
-        found = []
-        for place in range(len(window.selections)):
-            leaf, _ = self.leaves(window, place)
-            batch = self.batch(ctx, window, place, leaf, None)
+        gradients = []
+        for index in range(len(window.selections)):
+            leaf, _ = self.leaves(window, index)
+            batch = self.batch(ctx, window, index, leaf, None)
             with torch.no_grad(), ctx.engine.exact_forwards():
                 errors = self.objective.errors(ctx.engine, batch)
             (slope,) = torch.autograd.grad(self.inner_loss(ctx, self.objective.losses(errors, batch)), leaf)
-            found.append(MaskGradient(weights=slope))
-        return found
+            gradients.append(MaskGradient(weights=slope))
+        return gradients
 
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, None]:
-        return weights_leaf(window, place), None
+    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, None]:
+        return weights_leaf(window, index), None
 
 
 class SoftMaskDerivative(MaskDerivative):
@@ -87,31 +87,31 @@ class SoftMaskDerivative(MaskDerivative):
         engine = ctx.engine
         leaves: list[tuple[Tensor, Tensor]] = []
 
-        def loss(place: int) -> Tensor:
-            pair = self.leaves(window, place)
+        def loss(index: int) -> Tensor:
+            pair = self.leaves(window, index)
             leaves.append(pair)
-            batch = self.batch(ctx, window, place, *pair)
+            batch = self.batch(ctx, window, index, *pair)
             with engine.exact_forwards():
                 return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
 
-        engine.compute_gradient([partial(loss, place) for place in range(len(window.micros))])
+        engine.compute_gradient([partial(loss, index) for index in range(len(window.micros))])
         # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
-        one = torch.ones((), dtype=torch.float64, device=engine.device)
-        factor = engine.reduce_hook_gradient(one) / engine.data_group.size
-        found = []
+        unit = torch.ones((), dtype=torch.float64, device=engine.device)
+        factor = engine.reduce_hook_gradient(unit) / engine.data_group.size
+        gradients = []
         for weights, gate in leaves:
             assert weights.grad is not None and gate.grad is not None
-            found.append(MaskGradient(weights=weights.grad * factor, gates=gate.grad * factor))
-        return found
+            gradients.append(MaskGradient(weights=weights.grad * factor, gates=gate.grad * factor))
+        return gradients
 
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor]:
-        weights = weights_leaf(window, place)
-        return weights, torch.ones_like(window.selections[place].visible, dtype=weights.dtype).requires_grad_()
+    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, Tensor]:
+        weights = weights_leaf(window, index)
+        return weights, torch.ones_like(window.selections[index].visible, dtype=weights.dtype).requires_grad_()
 
 
-def weights_leaf(window: MaskedWindow, place: int) -> Tensor:
+def weights_leaf(window: MaskedWindow, index: int) -> Tensor:
     """[B, M] float64: a micro-batch's weights, as the start of a graph."""
-    return (window.selections[place].weights().double() * window.factor).detach().requires_grad_()
+    return (window.selections[index].weights().double() * window.factor).detach().requires_grad_()
 
 
 def finite_difference(

@@ -160,11 +160,11 @@ class Head:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: the layer and its moments, by name."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for name, parameter in self._named():
             moments = {key: value.cpu().clone() for key, value in self.optimizer.state.get(parameter, {}).items()}
-            found[name] = {"value": parameter.detach().cpu().clone(), **moments}
-        return found
+            state[name] = {"value": parameter.detach().cpu().clone(), **moments}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class HeadLevel:
         tokens = engine(joined, every, every[:, :0], give="features")  # [sum B, 1 + N, D]
         pooled = tokens[:, 0] if self.config.multilevel.pooling == "class" else tokens[:, 1:].mean(1)
         wide = pooled.to(torch.promote_types(pooled.dtype, self.head.own.weight.dtype))
-        return list(wide.split([len(each) for each in patches]))
+        return list(wide.split([len(part) for part in patches]))
 
     def head_input(self, features: Tensor, batch: Batch, *, learning: bool, step: int) -> HeadInput:
         """The features beside what is known of their rows."""
@@ -292,9 +292,9 @@ class HeadLevel:
 
         def loss(micro: Batch) -> Tensor:
             part = self.head_input(self.features(engine, [micro])[0], micro, learning=False, step=step)
-            found = self.loss(part, self.head.parameters) / rows
-            losses.append(found.detach())
-            return found
+            gradients = self.loss(part, self.head.parameters) / rows
+            losses.append(gradients.detach())
+            return gradients
 
         gradient = engine.compute_gradient([partial(loss, micro) for micro in window])
         (self.validation_loss,) = global_sum(engine.data_group, [torch.stack(losses).sum()])
@@ -361,12 +361,12 @@ class _OnePass(_Passes):
         train = self.train_input(features[0], self.train[0])
         validation = self.validation_input(features[1], self.validation[0])
         step = level.head_step(self.engine, [train], self.rule)
-        found = level.gradients(validation, step.parameters)
-        local = [found.by_head, found.loss, row_count([train]), row_count([validation])]
+        gradients = level.gradients(validation, step.parameters)
+        local = [gradients.by_head, gradients.loss, row_count([train]), row_count([validation])]
         by_head, loss, rows_train, rows = global_sum(group, local)
         level.validation_loss = loss / rows.clamp(min=1)
         path = level.through_head(train, step, by_head / rows.clamp(min=1)) / rows_train.clamp(min=1)
-        return (train.features * path).sum() + (validation.features * found.by_features / rows.clamp(min=1)).sum()
+        return (train.features * path).sum() + (validation.features * gradients.by_features / rows.clamp(min=1)).sum()
 
 
 class _SeveralPasses(_Passes):
@@ -375,7 +375,7 @@ class _SeveralPasses(_Passes):
 
     def losses(self) -> list[Callable[[], Tensor]]:
         self.head_step = self.level.frozen_step(self.engine, self.train, self.step, self.rule)
-        self.rows_train, self.rows = (global_rows(self.engine, each) for each in (self.train, self.validation))
+        self.rows_train, self.rows = (global_rows(self.engine, gradient) for gradient in (self.train, self.validation))
         self.found: list[LossGradients] = []
         return [
             *(partial(self.validation_loss, micro) for micro in self.validation),
@@ -384,9 +384,9 @@ class _SeveralPasses(_Passes):
 
     def validation_loss(self, micro: Batch) -> Tensor:
         part = self.validation_input(self.level.features(self.engine, [micro])[0], micro)
-        found = self.level.gradients(part, self.head_step.parameters)
-        self.found.append(found)
-        return (part.features * found.by_features / self.rows).sum()
+        gradients = self.level.gradients(part, self.head_step.parameters)
+        self.found.append(gradients)
+        return (part.features * gradients.by_features / self.rows).sum()
 
     def train_loss(self, micro: Batch) -> Tensor:
         part = self.train_input(self.level.features(self.engine, [micro])[0], micro)
@@ -414,12 +414,12 @@ def row_count(parts: Sequence[HeadInput]) -> Tensor:
 
 def global_rows(engine: Engine, window: Sequence[Batch]) -> Tensor:
     """0-dimensional: crops that are there, over all ranks; 1 where there are none."""
-    own = torch.stack([micro["row_weights"].sum() * micro["images"].shape[1] for micro in window]).sum()
-    return global_sum(engine.data_group, [own])[0].clamp(min=1)
+    rows = torch.stack([micro["row_weights"].sum() * micro["images"].shape[1] for micro in window]).sum()
+    return global_sum(engine.data_group, [rows])[0].clamp(min=1)
 
 
 def global_sum(group: Group, parts: list[Tensor]) -> list[Tensor]:
     """Tensors summed over ranks in one all-reduce, in float64."""
     flat = group.sum(torch.cat([part.detach().double().reshape(-1) for part in parts]))
     sums = torch.split(flat, [part.numel() for part in parts])
-    return [one.view(part.shape).to(part.dtype) for one, part in zip(sums, parts, strict=True)]
+    return [total.view(part.shape).to(part.dtype) for total, part in zip(sums, parts, strict=True)]

@@ -182,23 +182,23 @@ masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
 def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
     """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
     factor. AdamW's eps carries the same factor: without it nothing moves."""
-    own, settings = copy.deepcopy(config), config.multilevel
-    own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
-    own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
-    own.optimizer.eps = settings.network_eps(config.optimizer.lr)
-    own.training.compile = own.training.activation_checkpointing = "none"
-    return own
+    network, settings = copy.deepcopy(config), config.multilevel
+    network.optimizer.kind, network.optimizer.clipping = "adamw", 0.0
+    network.optimizer.lr, network.optimizer.weight_decay = settings.lr, settings.weight_decay
+    network.optimizer.eps = settings.network_eps(config.optimizer.lr)
+    network.training.compile = network.training.activation_checkpointing = "none"
+    return network
 
 
 def without_inputs(window: MaskedWindow) -> MaskedWindow:
     """The same masks; the network's inputs are as large as a layer's activations."""
-    return replace(window, selections=[replace(each, embeddings=None) for each in window.selections])
+    return replace(window, selections=[replace(selection, embeddings=None) for selection in window.selections])
 
 
 @torch.no_grad()
 def described(window: MaskedWindow) -> dict[str, Tensor]:
     """What this rank's masks are like."""
-    probabilities = torch.cat([each.probabilities for each in window.selections]).double().clamp(1e-12, 1 - 1e-12)
+    probabilities = torch.cat([mask.probabilities for mask in window.selections]).double().clamp(1e-12, 1 - 1e-12)
     entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
     return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
 
@@ -240,6 +240,6 @@ class LevelClock:
             last.synchronize()
             self._take(name, first, last)
         whole = time.perf_counter() - self._since
-        found = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
+        shares = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
         self._seconds, self._events, self._since = {}, [], time.perf_counter()
-        return found
+        return shares

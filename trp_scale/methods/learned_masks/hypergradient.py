@@ -214,11 +214,11 @@ class ValidationLoss(OuterObjective):
         self.direction_norm = direction.norm()
         direction = respond(direction)
         self.response_norm = direction.norm()
-        found = self.through_inner_step(ctx, window, direction, base)
+        gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
             places = (base, engine.weights(), respond(base.times(0.0).shifted(1.0)))  # base is back but for rounding
-            self.compare(ctx, window, found, *(whole(engine, place) for place in places))
-        return found
+            self.compare(ctx, window, gradients, *(whole(engine, place) for place in places))
+        return gradients
 
     def through_inner_step(
         self, ctx: StepContext, window: MaskedWindow, direction: Shards, base: Shards | None
@@ -230,10 +230,10 @@ class ValidationLoss(OuterObjective):
             base: weights before the inner step; None = the present ones.
         """
         with self.clock("difference"):
-            found = finite_difference(
+            gradients = finite_difference(
                 self.derivative, ctx, window, direction, length=self.settings.difference, base=base
             )
-            return [(window, [gradient.times(-1.0) for gradient in found])]
+            return [(window, [gradient.times(-1.0) for gradient in gradients])]
 
     def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
         """The encoder whose features L_val is of, after a step of E, and its derivative by the step's gradient."""
@@ -243,7 +243,7 @@ class ValidationLoss(OuterObjective):
         self,
         ctx: StepContext,
         window: MaskedWindow,
-        found: Hypergradient,
+        approximate: Hypergradient,
         before: Weights,
         after: Weights,
         response: Weights,
@@ -261,7 +261,7 @@ class ValidationLoss(OuterObjective):
             number=ctx.step,
         )
         self.last = None
-        ((_, gradients),) = found
+        ((_, gradients),) = approximate
         self.exact.compare(ctx, self.derivative, self.level, window, gradients, step)
 
     def metrics(self) -> Mapping[str, Any]:

@@ -71,8 +71,8 @@ class JointObjective:
     def outside_weights(self, counts: Tensor) -> Tensor:
         """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
         weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
-        for place in self.reconstruction.balanced:
-            weights[place].fill_(self.gamma / len(self.reconstruction.balanced))
+        for position in self.reconstruction.balanced:
+            weights[position].fill_(self.gamma / len(self.reconstruction.balanced))
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:

@@ -98,7 +98,7 @@ def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
     size = settings.batch_size or config.batch.global_size
     steps_train = 1 if settings.joins_labelled else settings.unroll
     images = (config.batch.global_size, size / steps_train, size / (settings.unroll * settings.every))
-    train, validation = (max(1, int(total * each / sum(images))) for each in images[1:])
+    train, validation = (max(1, int(total * count / sum(images))) for count in images[1:])
     return max(1, total - train - validation), train, validation
 
 
@@ -140,11 +140,11 @@ def _notices(
     classes: int,
 ) -> list[str]:
     """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
-    found = []
+    notices = []
     size = config.multilevel.batch_size or config.batch.global_size
     split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
     if images < size:
-        found.append(
+        notices.append(
             f"{split} has {images} images, fewer than the {size} of a batch (--multilevel.batch_size): a batch holds "
             "images more than once"
         )
@@ -157,8 +157,8 @@ def _notices(
     if lacking and -1 not in present:
         names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
         listed = ", ".join(str(number) if names is None else names[number] for number in lacking[:5])
-        found.append(
+        notices.append(
             f"{split} has no image of {len(lacking)} of {classes} classes ({listed}{', ...' if lacking[5:] else ''}); "
             "smaller blocks (--rows_per_block of trp-scale shard-images) spread classes better"
         )
-    return found
+    return notices

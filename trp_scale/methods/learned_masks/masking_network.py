@@ -89,9 +89,9 @@ class PatchwiseMasking(MaskingNetwork):
         return (patches + 1) * width * hidden_size, patches * hidden_size  # each patch, and the image's mean
 
     def logits(self, embeddings: Tensor) -> Tensor:
-        own = self.hidden(embeddings + self.positions.to(embeddings.dtype))  # [B, N, H]
+        hidden = self.hidden(embeddings + self.positions.to(embeddings.dtype))  # [B, N, H]
         context = self.context(embeddings.mean(1, keepdim=True))  # [B, 1, H]
-        return self.score((own + context).relu()).squeeze(-1)  # type: ignore[no-any-return]
+        return self.score((hidden + context).relu()).squeeze(-1)  # type: ignore[no-any-return]
 
 
 NETWORKS: dict[str, type[MaskingNetwork]] = {"flattened": FlattenedMasking, "patchwise": PatchwiseMasking}

@@ -179,12 +179,12 @@ class MaskedWindow:
 
     def batch(self, micro: Batch) -> Batch:
         """The micro-batch with these masks."""
-        place = next(n for n, each in enumerate(self.micros) if each.start == micro.start)
-        return self.weighted(place, self.selections[place].weights() * self.factor)
+        position = next(n for n, candidate in enumerate(self.micros) if candidate.start == micro.start)
+        return self.weighted(position, self.selections[position].weights() * self.factor)
 
-    def weighted(self, place: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
-        """Micro-batch number `place` with its masks, these weights [B, M] and gates [B, V]."""
-        micro, selection = self.micros[place], self.selections[place]
+    def weighted(self, position: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
+        """Micro-batch number `position` with its masks, these weights [B, M] and gates [B, V]."""
+        micro, selection = self.micros[position], self.selections[position]
         extras = {PATCH_WEIGHTS: by_row(weights, micro)}
         if gate is not None:
             extras[GATE] = by_row(gate, micro)
@@ -251,11 +251,11 @@ class Masker:
             selections.append(select(probabilities, split, embeddings if keep else None))
         pairs = list(zip(window, selections, strict=True))
         counts = torch.stack([self.objective.count(apply_selection(*pair)) for pair in pairs]).sum(0)
-        there = torch.stack(
+        present = torch.stack(
             [(chosen.weights().double().sum(1) @ rows(micro).double()) for micro, chosen in pairs]
         ).sum()
         number = torch.stack([rows(micro).double().sum() * split.masked for micro in window]).sum()
-        summed = engine.data_group.sum(torch.cat([counts.to(there.device), torch.stack([there, number])]))
+        summed = engine.data_group.sum(torch.cat([counts.to(present.device), torch.stack([present, number])]))
         total, number = summed[-2], summed[-1]
         factor = number / total if self.settings.weights == "normalised" else torch.ones_like(total)
         return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
@@ -271,8 +271,8 @@ class Masker:
             Whether the step was made.
         """
         centred = [(window, self._centred(window, gradients)) for window, gradients in hypergradient]
-        parts = [(window, number, each) for window, gradients in centred for number, each in enumerate(gradients)]
-        for place, (window, number, gradient) in enumerate(parts):
+        parts = [(window, number, part) for window, gradients in centred for number, part in enumerate(gradients)]
+        for position, (window, number, gradient) in enumerate(parts):
             selection, present = window.selections[number], rows(window.micros[number])
             assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
             with self.network.exact_forwards():
@@ -281,7 +281,7 @@ class Masker:
             loss = (weights.masked * gradient.weights * present[:, None]).sum() * window.factor
             if weights.gate is not None and gradient.gates is not None:
                 loss = loss + (weights.gate * gradient.gates * present[:, None]).sum()
-            self.network.backward(loss, last=place == len(parts) - 1)
+            self.network.backward(loss, last=position == len(parts) - 1)
         norm = self.network.check_gradients()
         self.lesson["gradient_norm"] = norm
         # The one place that waits for the device, once in an outer step.
@@ -304,8 +304,8 @@ class Masker:
             untrained = [self._chosen_again(chosen) for _, chosen in pairs]
         sums = torch.zeros(3, dtype=torch.float64, device=self.network.device)
         for (micro, chosen), *masked in zip(pairs, now, untrained, before, strict=True):
-            own, *others = (torch.zeros_like(chosen.probabilities).scatter_(1, each, 1.0) for each in masked)  # [B, N]
-            shared = torch.stack([own, *(own * other for other in others)]).sum(-1).double()  # [3, B]
+            current, *others = (torch.zeros_like(chosen.probabilities).scatter_(1, at, 1.0) for at in masked)  # [B, N]
+            shared = torch.stack([current, *(current * other for other in others)]).sum(-1).double()  # [3, B]
             sums += shared @ rows(micro).double()
         number, as_untrained, as_last = self.network.data_group.sum(sums)
         return {"overlap_untrained": as_untrained / number, "overlap_last": as_last / number}
@@ -344,11 +344,11 @@ class Masker:
     def _share_below_eps(self) -> Tensor:
         share = 1 - self.config.optimizer.beta2 ** self.network.optimizer_steps()
         squares = [piece.tensors["exp_avg_sq"] for piece in self.network.pieces() if piece.owner]
-        found = torch.zeros(2, dtype=torch.float64, device=self.network.device)
+        counts = torch.zeros(2, dtype=torch.float64, device=self.network.device)
         for (bunch,) in foreach_chunks(squares):
-            found[0] += (torch.cat(bunch) < share * self.eps**2).sum()
-            found[1] += sum(square.numel() for square in bunch)
-        below, number = self.network.data_group.sum(found)
+            counts[0] += (torch.cat(bunch) < share * self.eps**2).sum()
+            counts[1] += sum(square.numel() for square in bunch)
+        below, number = self.network.data_group.sum(counts)
         share_below: Tensor = below / number
         return share_below
 

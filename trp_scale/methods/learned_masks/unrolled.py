@@ -77,40 +77,40 @@ class UnrolledValidationLoss(ValidationLoss):
             direction = self.both_paths(ctx, train, validation, rule)
         self.direction_norm = direction.norm()
         self.response_norm = rate * self.direction_norm
-        found = [self._through(steps[-1], direction.times(rate))]
+        results = [self._through(steps[-1], direction.times(rate))]
         if self.exact.due():
-            self._compare(steps[-1], end, found[0], rate)
+            self._compare(steps[-1], end, results[0], rate)
         if self.settings.derivative == "full":
             for earlier, step in zip(reversed(steps[:-1]), reversed(steps), strict=False):
                 # dE_{k+1} / dE_k = 1 - eta_E Hessian
                 direction = direction.plus(self._hessian_product(step, direction), -rate)
-                found.append(self._through(earlier, direction.times(rate)))
-        return [pair for each in found for pair in each]
+                results.append(self._through(earlier, direction.times(rate)))
+        return [pair for pairs in results for pair in pairs]
 
-    def _compare(self, step: InnerStep, end: Shards, found: Hypergradient, rate: float) -> None:
+    def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
         """With the exact hypergradient of the last of the steps."""
         engine, present = step.ctx.engine, step.ctx.engine.weights()
         before = present if step.place is None else present.plus(step.place)
         places = (before, present.plus(end), present.times(0.0).shifted(rate))
-        self.compare(step.ctx, step.window, found, *(whole(engine, place) for place in places))
+        self.compare(step.ctx, step.window, approximate, *(whole(engine, place) for place in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
         """The steps that the derivative goes through, and where they end (eq. 6)."""
-        windows = [ctx.window, *(on_device(each, ctx) for each in self.upcoming.peek(self.settings.unroll - 1))]
+        windows = [ctx.window, *(on_device(later, ctx) for later in self.upcoming.peek(self.settings.unroll - 1))]
         steps: list[InnerStep] = []
-        place: Shards | None = None
+        offset: Shards | None = None
         for micros in windows:
-            with _moved(ctx.engine, place):
+            with _moved(ctx.engine, offset):
                 window = choose(ctx, micros)
-                own = ctx.apart(micros, window.counts)
-                own.balancer.before_step(own)
-                gradient = ctx.engine.compute_gradient(_losses(own, micros))
+                inner_ctx = ctx.apart(micros, window.counts)
+                inner_ctx.balancer.before_step(inner_ctx)
+                gradient = ctx.engine.compute_gradient(_losses(inner_ctx, micros))
             if self.settings.derivative == "last":
                 steps.clear()
-            steps.append(InnerStep(ctx=own, window=window, place=place))
-            place = gradient.times(-rate) if place is None else place.plus(gradient, -rate)
-        assert place is not None, "unroll is at least 1"
-        return steps, place
+            steps.append(InnerStep(ctx=inner_ctx, window=window, place=offset))
+            offset = gradient.times(-rate) if offset is None else offset.plus(gradient, -rate)
+        assert offset is not None, "unroll is at least 1"
+        return steps, offset
 
     def _through(self, step: InnerStep, direction: Shards) -> Hypergradient:
         with _moved(step.ctx.engine, step.place):
@@ -139,5 +139,5 @@ def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
     return [partial(loss, micro) for micro in micros]
 
 
-def _moved(engine: Engine, place: Shards | None) -> AbstractContextManager[Any]:
-    return nullcontext() if place is None else engine.perturbed(place, 1.0)
+def _moved(engine: Engine, offset: Shards | None) -> AbstractContextManager[Any]:
+    return nullcontext() if offset is None else engine.perturbed(offset, 1.0)

@@ -45,8 +45,8 @@ def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
 
 def random_order(words: Words, patches: int) -> Integers:
     """Patch numbers 0 .. patches - 1 in the order of their hashes, [..., patches] for words [...]."""
-    place = np.arange(patches, dtype=np.uint64)
-    order = (mix(words[..., None] ^ place) & ~_PLACE) | place
+    column = np.arange(patches, dtype=np.uint64)
+    order = (mix(words[..., None] ^ column) & ~_PLACE) | column
     order.sort(axis=-1)  # carries the patch's number: equal hashes keep their order
     numbers: Integers = (order & _PLACE).astype(np.int64)
     return numbers

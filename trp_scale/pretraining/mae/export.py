@@ -98,10 +98,10 @@ def write_encoder(
         "num_heads": model.heads,
         "mlp_ratio": feed_forward_ratio(model.hidden_size, model.intermediate_size),
     }
-    own = {"relative_index": relative, "hub_entry": relative_vit.encoder.__name__} if relative else {}
+    relative_settings = {"relative_index": relative, "hub_entry": relative_vit.encoder.__name__} if relative else {}
     description: dict[str, Any] = {
         "architecture": RELATIVE_ARCHITECTURE if relative else TIMM_ARCHITECTURE,
-        **own,
+        **relative_settings,
         "num_classes": 0,
         "num_features": model.hidden_size,
         "global_pool": "token",
@@ -192,11 +192,11 @@ def read_weights(checkpoint: Path, model: nn.Module, state: str) -> dict[str, Te
     """
     weights = {name: tensor.float() for name, tensor in read_full_state(checkpoint, state).items()}
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         listed = ", ".join(
-            f"{name} {found.get(name, 'missing')} (expected {expected.get(name, 'none')})" for name in wrong
+            f"{name} {shapes.get(name, 'missing')} (expected {expected.get(name, 'none')})" for name in wrong
         )
         raise CheckpointError(f"{checkpoint} is not of the model that its settings describe: {listed}")
     return weights

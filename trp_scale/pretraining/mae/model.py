@@ -199,8 +199,8 @@ class MaskedAutoencoder(nn.Module):
         if acting.coordinate is not None:  # the same for all: the table is shifted, not each image's part of it
             positions = shifted(positions, acting.coordinate, self.vision.position_order)
             return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
-        found = positions[masked]  # [B, M, D]
-        return found if acting.embedding is None else found + acting.embedding
+        queries = positions[masked]  # [B, M, D]
+        return queries if acting.embedding is None else queries + acting.embedding
 
     def run(
         self,

@@ -108,8 +108,8 @@ def pairs_of(grid: int) -> Tensor:
     down, across = (
         (axis.flatten()[:, None] - axis.flatten()[None, :]).clamp(-most, most) + most for axis in (rows, columns)
     )
-    found = F.pad(down * span + across, (1, 0), value=span**2)
-    return F.pad(found, (0, 0, 1, 0), value=span**2 + 1)
+    numbers = F.pad(down * span + across, (1, 0), value=span**2)
+    return F.pad(numbers, (0, 0, 1, 0), value=span**2 + 1)
 
 
 def weights_of(grid: int, index: str) -> Tensor:
@@ -118,16 +118,16 @@ def weights_of(grid: int, index: str) -> Tensor:
     most = min(grid - 1, SETTLED)
     axis = node_weights(torch.arange(-most, most + 1, dtype=torch.float64), index)  # [P, 7]
     patches = torch.einsum("pi,qj->pqij", axis, axis).flatten(2).flatten(0, 1)  # [P^2, 49]
-    found = F.pad(patches, (0, 1, 0, 2))
-    found[-2, -1] = 1.0
-    return found.float()
+    padded = F.pad(patches, (0, 1, 0, 2))
+    padded[-2, -1] = 1.0
+    return padded.float()
 
 
 def node_weights(offset: Tensor, index: str) -> Tensor:
     """[P] in patches -> [P, 7] by how much each index of an axis stands for an offset."""
     longer = ALPHA + (offset.abs().clamp(min=ALPHA) / ALPHA).log() * ((BETA - ALPHA) / math.log(GAMMA / ALPHA))
-    place = torch.where(offset.abs() <= ALPHA, offset, offset.sign() * longer.clamp(max=BETA)).clamp(-REACH, REACH)
+    coordinate = torch.where(offset.abs() <= ALPHA, offset, offset.sign() * longer.clamp(max=BETA)).clamp(-REACH, REACH)
     nodes = torch.arange(-REACH, REACH + 1, dtype=offset.dtype)
     if index == "rounded":
-        return (place.round()[:, None] == nodes).to(offset.dtype)
-    return (1.0 - (place[:, None] - nodes).abs()).clamp(min=0.0)  # linear between the two nodes around it
+        return (coordinate.round()[:, None] == nodes).to(offset.dtype)
+    return (1.0 - (coordinate[:, None] - nodes).abs()).clamp(min=0.0)  # linear between the two nodes around it

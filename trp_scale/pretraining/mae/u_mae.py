@@ -76,8 +76,8 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         features = F.normalize(class_token.double(), dim=-1)
         moment = batch.extras.get(MOMENT)
         if moment is None:
-            own = self.data_group.sum(self.compute_moment(features, batch))
-            moment = own / batch.extras[ROWS].clamp(min=1)
+            total = self.data_group.sum(self.compute_moment(features, batch))
+            moment = total / batch.extras[ROWS].clamp(min=1)
         rows = ((features @ moment) * features).sum(-1)  # [B]
         return (2.0 * rows - rows.detach()) @ self.present(batch)
 
@@ -119,8 +119,8 @@ class Uniformity(Hook):
         self._added = {ROWS: rows}
         if len(ctx.own_window) > 1:
             with torch.no_grad():
-                own = [self.objective.moment(ctx.engine, ctx.apply_hooks(micro)) for micro in ctx.own_window]
-            self._added = {MOMENT: ctx.data_group.sum(torch.stack(own).sum(0)) / rows.clamp(min=1)}
+                moments = [self.objective.moment(ctx.engine, ctx.apply_hooks(micro)) for micro in ctx.own_window]
+            self._added = {MOMENT: ctx.data_group.sum(torch.stack(moments).sum(0)) / rows.clamp(min=1)}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         return micro.adding(self._added)

@@ -108,8 +108,8 @@ class ImageUpstream(UpstreamParts):
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        made = (built(run, "multilevel"), built(run, "adversary"))  # masks first: the adversary acts under them
-        hooks = [hook for hook in made if hook is not None]
+        methods = (built(run, "multilevel"), built(run, "adversary"))  # masks first: the adversary acts under them
+        hooks = [hook for hook in methods if hook is not None]
         if isinstance(self.reconstruction, UniformPatchReconstruction):
             hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
         return hooks

@@ -76,11 +76,11 @@ def load_timm(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
     """
-    given = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
-    tables = any(name.endswith(TIMM_TABLE) for name in given)
+    tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
+    tables = any(name.endswith(TIMM_TABLE) for name in tensors)
     wanted = [name for name, _ in model.named_parameters() if is_encoder(name) and (tables or not is_table(name))]
-    class_position = take_positions(given, TIMM_POSITIONS, model.vision.position_order)
-    fill(model, {name: (timm_name(name),) for name in wanted}, given, class_position)
+    class_position = take_positions(tensors, TIMM_POSITIONS, model.vision.position_order)
+    fill(model, {name: (timm_name(name),) for name in wanted}, tensors, class_position)
 
 
 def to_vitmae(
@@ -102,11 +102,11 @@ def load_vitmae(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
     """
-    given = {published_name(name): tensor for name, tensor in state.items()}
+    tensors = {published_name(name): tensor for name, tensor in state.items()}
     wanted = [name for name, _ in model.named_parameters() if not is_table(name)]
-    take_positions(given, VITMAE_DECODER_POSITIONS, model.vision.position_order)
-    class_position = take_positions(given, VITMAE_POSITIONS, model.vision.position_order)
-    fill(model, {name: vitmae_names(name) for name in wanted}, given, class_position)
+    take_positions(tensors, VITMAE_DECODER_POSITIONS, model.vision.position_order)
+    class_position = take_positions(tensors, VITMAE_POSITIONS, model.vision.position_order)
+    fill(model, {name: vitmae_names(name) for name in wanted}, tensors, class_position)
 
 
 def load_given(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
@@ -175,26 +175,26 @@ def order_of(positions: Tensor) -> PositionOrder | None:
     return None
 
 
-def take_positions(given: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
+def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
     """Remove stored positions and return the class token's, [D].
 
     Raises:
         ValueError: they are missing, or not the fixed positions that this model has.
     """
-    if name not in given:
+    if name not in tensors:
         raise ValueError(f"{name} is missing")
-    positions = given.pop(name).float().squeeze(0)  # [1 + N, D]
+    positions = tensors.pop(name).float().squeeze(0)  # [1 + N, D]
     grid, width = round((len(positions) - 1) ** 0.5), positions.shape[-1]
     if grid**2 != len(positions) - 1:
         raise ValueError(
             f"{name}: {len(positions)} positions given; expected a square grid of patches and a class token"
         )
-    found = order_of(positions[1:])
-    if found is not None and found != order:
-        raise ValueError(f"{name}: positions in the order {found}; set --vision.position_order {found} for them")
-    if found is None and not positions.any():
+    stored = order_of(positions[1:])
+    if stored is not None and stored != order:
+        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
+    if stored is None and not positions.any():
         raise ValueError(f"{name}: all zeros, as of a model that was made and never trained; give trained weights")
-    if found is None:
+    if stored is None:
         off = float((positions[1:] - sine_cosine(grid, width, order)).abs().max())
         raise ValueError(
             f"{name}: differs from fixed sine-cosine positions by up to {off:.2g}, allowed: {POSITION_TOLERANCE:g}; "
@@ -204,14 +204,14 @@ def take_positions(given: dict[str, Tensor], name: str, order: PositionOrder) ->
 
 
 def fill(
-    model: MaskedAutoencoder, sources: Mapping[str, Iterable[str]], given: Mapping[str, Tensor], class_position: Tensor
+    model: MaskedAutoencoder, sources: Mapping[str, Iterable[str]], state: Mapping[str, Tensor], class_position: Tensor
 ) -> None:
-    """Copy `given` into the model's parameters, each made of the named sources, one below the other.
+    """Copy `state` into the model's parameters, each made of the named sources, one below the other.
 
     Raises:
         ValueError: names that are missing, unexpected or of another shape; then nothing has been written.
     """
-    check_names({name for several in sources.values() for name in several}, given)
+    check_names({name for several in sources.values() for name in several}, state)
 
     def made(name: str, several: Sequence[Tensor]) -> Tensor:
         value = ours(name, torch.cat(list(several)))
@@ -219,4 +219,4 @@ def fill(
             return value + class_position  # ours has none of its own
         return value
 
-    take(model, {name: tuple(several) for name, several in sources.items()}, given, made)
+    take(model, {name: tuple(several) for name, several in sources.items()}, state, made)

@@ -43,8 +43,8 @@ class CrossAttention(nn.Module):
         (asking,) = self.cut.projected(queries, self.query)  # the context is whole, of other tokens
         parts = [asking, *self.key_value(context).chunk(2, dim=-1)]
         asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
-        found = attend(asked, keys, values, None)  # [R, H, Q, d / H]
-        return self.proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output = attend(asked, keys, values, None)  # [R, H, Q, d / H]
+        return self.proj(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class TaskDecoder(nn.Module):
@@ -101,11 +101,11 @@ class TaskDecoder(nn.Module):
         masked = (slots == visible.shape[1]).unsqueeze(-1)  # [R, N, 1]
         known = gather_patches(seen, slots.clamp(max=visible.shape[1] - 1))  # [R, N, d]
         queries = self.cut.split(torch.where(masked, self.mask_token + self.placed(self.own), known))
-        found = self.cross_attention(self.query_norm(queries), self.context_norm(context))
-        found = found + feed_forward(self.mlp, self.norm(found), self.cut)[0]
+        output = self.cross_attention(self.query_norm(queries), self.context_norm(context))
+        output = output + feed_forward(self.mlp, self.norm(output), self.cut)[0]
         for block in self.blocks:
-            found = block(found)
-        return self.prediction(self.cut.whole(found))  # type: ignore[no-any-return]
+            output = block(output)
+        return self.prediction(self.cut.whole(output))  # type: ignore[no-any-return]
 
     def placed(self, modality: str) -> Tensor:
         """[N, d] what a token of this modality gets at each place."""
@@ -257,8 +257,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
         places = visible % count
         tokens = self.positions[places].to(dtype)  # [R, V, D]
         for modality, values in patches.items():
-            given = gather_patches(values, places)  # [R, V, P]
-            made = self.tokenisers[modality](given.to(dtype) if given.is_floating_point() else given)
-            own = visible // count == self.inputs.index(modality)
-            tokens = tokens + torch.where(own.unsqueeze(-1), made, 0.0)
+            present = gather_patches(values, places)  # [R, V, P]
+            embedded = self.tokenisers[modality](present.to(dtype) if present.is_floating_point() else present)
+            of_modality = visible // count == self.inputs.index(modality)
+            tokens = tokens + torch.where(of_modality.unsqueeze(-1), embedded, 0.0)
         return torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)

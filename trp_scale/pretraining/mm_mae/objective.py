@@ -55,7 +55,7 @@ class MultimodalReconstruction:
         """[T, R, N] float64, elements of each patch; 0 where it is visible."""
         masked = self.masked(batch)
         predicted = [self.modalities.of(task) for task in self.tasks]
-        return torch.stack([each.elements(batch) * masked[each.name] for each in predicted])
+        return torch.stack([modality.elements(batch) * masked[modality.name] for modality in predicted])
 
     def masked(self, batch: Batch) -> dict[str, Tensor]:
         """[R, N] bool for each modality that is predicted: patches that the encoder does not see, all of them where it

@@ -33,11 +33,11 @@ class ModalitiesConfig(Section):
     as it is."""
 
     def problems(self, config: MmMaeConfig) -> Iterator[str]:
-        given: dict[str, Sequence[str]] = {"inputs": self.inputs, "outputs": self.outputs}
-        for name, found in given.items():
-            if not found:
+        lists: dict[str, Sequence[str]] = {"inputs": self.inputs, "outputs": self.outputs}
+        for name, listed in lists.items():
+            if not listed:
                 yield f"--modalities.{name} is empty; allowed: one modality or more, for example rgb depth semseg"
-            if repeated := sorted({each for each in found if found.count(each) > 1}):
+            if repeated := sorted({entry for entry in listed if listed.count(entry) > 1}):
                 yield f"--modalities.{name} has {', '.join(repeated)} more than once; allowed: each once"
         # What is no input is masked everywhere, and all inputs may then be seen.
         hidden = any(predicted(task).name not in self.inputs for task in self.outputs)
@@ -93,15 +93,15 @@ class MmMaeConfig(ImagePretrainConfig):
     def parts(cls, document: Mapping[str, Any], problems: list[str]) -> list[Component]:
         """The hooks, and the modalities that are seen or predicted, in the order of a sample's members."""
         section, default = document.get("modalities"), ModalitiesConfig()
-        given = section if isinstance(section, Mapping) else {}
+        values = section if isinstance(section, Mapping) else {}
         known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted}
-        found: list[Component | None] = []
+        components: list[Component | None] = []
         for name, look_up in known.items():
-            listed = given.get(name)
+            listed = values.get(name)
             names_given = listed if isinstance(listed, list) else getattr(default, name)
-            found += [_found(look_up, str(each), problems) for each in names_given]
+            components += [_found(look_up, str(entry), problems) for entry in names_given]
         modalities = [find("modality", name) for name in names("modality")]
-        return [*super().parts(document, problems), *(each for each in modalities if each in found)]
+        return [*super().parts(document, problems), *(entry for entry in modalities if entry in components)]
 
 
 def seen(name: str) -> Component:
@@ -136,7 +136,7 @@ def used(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
     Raises:
         RefusedError: as `seen` and `predicted`.
     """
-    wanted = {each.name for each in (*map(seen, inputs), *map(predicted, outputs))}
+    wanted = {modality.name for modality in (*map(seen, inputs), *map(predicted, outputs))}
     return [find("modality", name) for name in names("modality") if name in wanted]
 
 

@@ -30,15 +30,15 @@ class RunModalities:
         self.tasks: tuple[str, ...] = tuple(config.modalities.outputs)
         self._names = {task: predicted(task).name for task in self.tasks}
         self.used: dict[str, Modality] = {}
-        for one in used(self.inputs, self.tasks):
-            settings = getattr(config, one.name, None) if one.has_settings else None
-            made = one.load()(settings or one.settings(), config.vision.patch_size)
-            if not isinstance(made, Modality) or made.name != one.name:
+        for kind in used(self.inputs, self.tasks):
+            settings = getattr(config, kind.name, None) if kind.has_settings else None
+            modality = kind.load()(settings or kind.settings(), config.vision.patch_size)
+            if not isinstance(modality, Modality) or modality.name != kind.name:
                 raise RefusedError(
-                    f"{one.module} registers {type(made).__name__} as the modality {one.name!r}; allowed: a class "
-                    f"derived from trp_scale.Modality, with name = {one.name!r}"
+                    f"{kind.module} registers {type(modality).__name__} as the modality {kind.name!r}; allowed: a "
+                    f"class derived from trp_scale.Modality, with name = {kind.name!r}"
                 )
-            self.used[one.name] = made
+            self.used[kind.name] = modality
 
     def of(self, task: str) -> Modality:
         """What a task predicts."""

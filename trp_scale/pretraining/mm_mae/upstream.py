@@ -113,8 +113,8 @@ class MultimodalUpstream(UpstreamParts):
         assert isinstance(rows.meta, ImageMeta)
         for name, learned in extra[CLASSES].items():
             kind, stored = find("modality", name).load(), rows.meta.maps[name]
-            found, names = kind.classes(stored), list(kind.class_names(stored))
-            if found != learned or names != extra[CLASS_NAMES][name]:
+            classes, names = kind.classes(stored), list(kind.class_names(stored))
+            if classes != learned or names != extra[CLASS_NAMES][name]:
                 raise RefusedError(
                     f"{path}: {name} maps of {found} classes found ({shorten(', '.join(names))}), the run has "
                     f"learned {learned} others; give data of the same classes, in the same order"
@@ -150,6 +150,6 @@ def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, i
     decoder = 2 * tokens * width * inner + cross_attention + 16 * patches * inner**2
     decoder += vision.decoder_layers * block(patches, inner, 4 * inner)
     for task in modalities.tasks:
-        own = modalities.of(task)
-        flops += decoder + 2 * patches * inner * own.values(task, classes.get(own.name, 0))
+        modality = modalities.of(task)
+        flops += decoder + 2 * patches * inner * modality.values(task, classes.get(modality.name, 0))
     return float(TRAINING_OVER_FORWARD * rows * flops)

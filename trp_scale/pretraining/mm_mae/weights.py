@@ -55,7 +55,7 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
         raise ValueError("MultiMAE has no norm between encoder and decoders; set --modalities.encoder_norm False")
     inputs = {f"{INPUTS}.{modality}" for modality in model.inputs}
     outputs = {f"{OUTPUTS}.{ADAPTERS.get(task, task)}" for task in model.outputs}
-    given = {}
+    tensors = {}
     for name, tensor in state.items():
         adapter, _, rest = name.partition(".")
         if adapter in (INPUTS, OUTPUTS) and f"{adapter}.{rest.split('.')[0]}" not in inputs | outputs:
@@ -63,17 +63,17 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
         if name.endswith(f".{POSITIONS}"):
             _check_positions(model, name, tensor)
         else:
-            given[name] = tensor
-    own = dict(model.named_parameters())
-    absent = [name for name in own if _is_of_no_input(model, name)]
-    names = {name: _their_name(name) for name in own if name not in absent}
-    check_names(set(names.values()), given)
+            tensors[name] = tensor
+    parameters = dict(model.named_parameters())
+    absent = [name for name in parameters if _is_of_no_input(model, name)]
+    names = {name: _their_name(name) for name in parameters if name not in absent}
+    check_names(set(names.values()), tensors)
     # Read now: what it is given replaces it.
-    own_classes = value_of(own[CLASS_EMBEDDING]) if CLASS_EMBEDDING in own else None
+    own_classes = value_of(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else None
     sources = {name: (theirs,) for name, theirs in names.items()}
-    take(model, sources, given, lambda name, several: _ours(model, name, several[0], own_classes))
+    take(model, sources, tensors, lambda name, several: _ours(model, name, several[0], own_classes))
     for name in absent:
-        give(own[name], lambda: 0.0)
+        give(parameters[name], lambda: 0.0)
 
 
 def _their_name(name: str) -> str:
@@ -128,11 +128,11 @@ def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: T
     """Raises:
     ValueError: these [1, D, G, G] are not the fixed positions that the model has.
     """
-    found = order_of(positions.float().squeeze(0).flatten(1).T)
-    if found is None:
+    stored = order_of(positions.float().squeeze(0).flatten(1).T)
+    if stored is None:
         raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; learned ones cannot be taken over")
-    if found != model.position_order:
-        raise ValueError(f"{name}: positions in the order {found}; set --vision.position_order {found} for them")
+    if stored != model.position_order:
+        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
 
 
 CLASSES = "map_classes"

@@ -21,5 +21,5 @@ def modality(name: str) -> type[Modality]:
     Raises:
         RefusedError: there is none.
     """
-    found: type[Modality] = find("modality", name).load()
-    return found
+    kind: type[Modality] = find("modality", name).load()
+    return kind

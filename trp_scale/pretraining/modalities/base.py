@@ -224,8 +224,8 @@ class Modality(ABC):
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 numbers = cropper.pick(sample.maps[self.name], crops, row, size)
-                made = self.standardise(numbers, stored[row], mirrored=bool(crops.flips[row, 0]))
-                values[row] = made if self.channels == 1 else made.transpose(2, 0, 1)
+                standardised = self.standardise(numbers, stored[row], mirrored=bool(crops.flips[row, 0]))
+                values[row] = standardised if self.channels == 1 else standardised.transpose(2, 0, 1)
         known = values != self.blank
         if values.dtype.kind == "f":
             known = np.logical_and(known, ~np.isnan(values))
@@ -342,15 +342,15 @@ class Modality(ABC):
         return np.repeat(grey[:, :, None], 3, axis=2)
 
     @staticmethod
-    def show(axes: Axes, one: Tensor, whole: Tensor) -> None:
+    def show(axes: Axes, image: Tensor, whole: Tensor) -> None:
         """Draw one of `maps`: colours from the smallest to the largest number of the whole image's."""
         known = whole[~whole.isnan()]
         low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
-        if one.ndim == 3:
-            coloured = ((one - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(nan=0.5)  # unknown: grey
+        if image.ndim == 3:
+            coloured = ((image - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(nan=0.5)  # unknown: grey
             axes.imshow(coloured.permute(1, 2, 0).numpy())
         else:
-            axes.imshow(one.numpy(), cmap="viridis", vmin=low, vmax=high)
+            axes.imshow(image.numpy(), cmap="viridis", vmin=low, vmax=high)
 
 
 def count_patches(valid: npt.NDArray[np.bool_], side: int) -> npt.NDArray[np.int32]:

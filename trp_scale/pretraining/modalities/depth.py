@@ -110,9 +110,9 @@ class DepthLabels(PseudoLabels):
     png_level = 3  # at 6 it would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)
 
     def read_model(self, where: str, config: Any) -> bool | None:
-        said = getattr(config, "depth_estimation_type", None)
-        if said is not None:
-            return bool(said == "metric")
+        estimation_type = getattr(config, "depth_estimation_type", None)
+        if estimation_type is not None:
+            return bool(estimation_type == "metric")
         return True if config.model_type in METRIC_KINDS else None
 
     def describe(self, where: str, said: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
@@ -124,15 +124,15 @@ class DepthLabels(PseudoLabels):
 
     def _larger_is(self, where: str, metric: bool | None, settings: Any) -> Direction:
         """What a larger output means."""
-        said: Literal["auto"] | Direction = settings.larger_is
+        setting: Literal["auto"] | Direction = settings.larger_is
         if settings.scale is None:
-            return said if said != "auto" else "farther" if metric else "nearer"
+            return setting if setting != "auto" else "farther" if metric else "nearer"
         if metric is False:
             raise DataError(
                 f"--depth.scale {settings.scale}: {where} says in its configuration that its depth is relative, not "
                 f"in metres; leave --depth.scale out, or choose a metric model"
             )
-        if metric is None and said == "auto":
+        if metric is None and setting == "auto":
             log.warning(
                 "--depth.scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
                 "stored as if it were. Give --depth.larger_is farther if it is; if it is inverse depth, as that of DPT "
@@ -279,12 +279,12 @@ class Depth(Modality):
     def fields(
         self, rows: DecodedRows, crops: Crops, cropper: Cropper, stored: Sequence[StoredMaps]
     ) -> dict[str, Tensor]:
-        found = super().fields(rows, crops, cropper, stored)
+        tensors = super().fields(rows, crops, cropper, stored)
         of_crops = [
             crop_statistics(crop, maps.scale)
-            for crop, maps in zip(found[self.name].numpy(), cast(Sequence[StoredDepth], stored), strict=True)
+            for crop, maps in zip(tensors[self.name].numpy(), cast(Sequence[StoredDepth], stored), strict=True)
         ]
-        return {**found, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
+        return {**tensors, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
 
     def stored_unknown(self, rows: int) -> Sequence[StoredDepth]:
         blank = StoredDepth(name=self.name, suffix="", directory="", scale=None, larger_is="farther")
@@ -349,8 +349,8 @@ def standardised(depth: Tensor, statistics: Tensor) -> Tensor:
     """
     middle, rest, factor = statistics[:, :, None, None].unbind(1)  # [R, 1, 1] each
     units = depth.float()
-    found = (units - middle).sub_(rest).mul_(factor)  # the first difference is exact: of 16-bit integers
-    return found.masked_fill_(units == NOT_MEASURED, torch.nan)
+    values = (units - middle).sub_(rest).mul_(factor)  # the first difference is exact: of 16-bit integers
+    return values.masked_fill_(units == NOT_MEASURED, torch.nan)
 
 
 def depth_maps(processor: Any, scale: float | None) -> Interpret:
@@ -383,9 +383,9 @@ def _estimates(processor: Any, output: Any, sizes: Sequence[Size]) -> list[Tenso
     arguments: dict[str, Any] = {"target_sizes": list(sizes)}
     if "source_sizes" in inspect.signature(post_process).parameters:  # ZoeDepth takes off the padding that it put on
         arguments["source_sizes"] = list(sizes)
-    found = post_process(output, **arguments)
+    estimates = post_process(output, **arguments)
     # Some drop every dimension of 1, that of an image one pixel wide too.
-    return [each["predicted_depth"].reshape(size) for each, size in zip(found, sizes, strict=True)]
+    return [estimate["predicted_depth"].reshape(size) for estimate, size in zip(estimates, sizes, strict=True)]
 
 
 def relative_units(depth: Tensor) -> Tensor:

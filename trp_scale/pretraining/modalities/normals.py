@@ -70,9 +70,9 @@ class Normals(Modality):
         return mean.nan_to_num(nan=0.0).repeat(prediction.shape[-1] // 3).expand_as(prediction).contiguous()
 
     @staticmethod
-    def show(axes: Any, one: Tensor, whole: Tensor) -> None:
+    def show(axes: Any, image: Tensor, whole: Tensor) -> None:
         """Each component from -1, dark, to 1, bright; grey where nothing is known."""
-        axes.imshow(((one + 1) / 2).clamp(0, 1).nan_to_num(nan=0.5).permute(1, 2, 0).numpy())
+        axes.imshow(((image + 1) / 2).clamp(0, 1).nan_to_num(nan=0.5).permute(1, 2, 0).numpy())
 
 
 def stored_normals(normals: npt.NDArray[np.floating[Any]], bits: int) -> Map:

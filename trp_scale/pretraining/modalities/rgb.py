@@ -76,5 +76,5 @@ class Rgb(Modality):
         return pixels.clamp(0, 1).nan_to_num(nan=HIDDEN)
 
     @staticmethod
-    def show(axes: Any, one: Tensor, whole: Tensor) -> None:
-        axes.imshow(one.permute(1, 2, 0).numpy())
+    def show(axes: Any, image: Tensor, whole: Tensor) -> None:
+        axes.imshow(image.permute(1, 2, 0).numpy())

@@ -213,19 +213,19 @@ class Semseg(Modality):
         """The classes that occur, in the order of their numbers; of more than MOST_NAMED the most frequent ones."""
         from matplotlib import colormaps
 
-        counts = torch.bincount(torch.cat([one.flatten().long() for one in maps]), minlength=VOID + 1)[:VOID]
-        there = int((counts > 0).sum())
-        numbers = sorted(counts.argsort(descending=True, stable=True)[: min(there, MOST_NAMED)].tolist())
+        counts = torch.bincount(torch.cat([labels.flatten().long() for labels in maps]), minlength=VOID + 1)[:VOID]
+        present = int((counts > 0).sum())
+        numbers = sorted(counts.argsort(descending=True, stable=True)[: min(present, MOST_NAMED)].tolist())
         palette = colormaps["tab20"]
         entries: list[tuple[str, Any]] = [
             (names[number] if number < len(names) else f"class {number}", palette(number % COLOURS))
             for number in numbers
         ]
-        return entries if there <= MOST_NAMED else [*entries, (f"and {there - MOST_NAMED} more", "none")]
+        return entries if present <= MOST_NAMED else [*entries, (f"and {present - MOST_NAMED} more", "none")]
 
     @staticmethod
-    def show(axes: Any, one: Tensor, whole: Tensor) -> None:
-        colours = torch.where(one == VOID, torch.nan, (one % COLOURS).float())  # neighbours in the list differ
+    def show(axes: Any, image: Tensor, whole: Tensor) -> None:
+        colours = torch.where(image == VOID, torch.nan, (image % COLOURS).float())  # neighbours in the list differ
         axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)
 
 

@@ -110,17 +110,17 @@ class TextBatchBuilder:
         self, rows: TextRows, segments: Segments
     ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
         """Tokens, tags, token types, which are real pieces, and which are attended to; each [R, L]."""
-        place = np.arange(self._length)
+        column = np.arange(self._length)
         first_stop = 1 + segments.first_length[:, None]  # [R, 1] place of the first [SEP]
         second_stop = first_stop + 1 + segments.second_length[:, None]  # place of the second [SEP]
         if not self._pairs:
             second_stop = first_stop
-        in_first = (place >= 1) & (place < first_stop)  # [R, L]
-        in_second = (place > first_stop) & (place < second_stop)
+        in_first = (column >= 1) & (column < first_stop)  # [R, L]
+        in_second = (column > first_stop) & (column < second_stop)
         pieces = in_first | in_second
         first_shift = segments.first_start - 1  # [R] from a place in the sequence to one in the flat rows
         second_shift = segments.second_start - segments.first_length - 2
-        source = place + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
+        source = column + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
         source *= pieces  # products: several times faster than np.where
         tokens = rows.tokens.ravel()[source].astype(np.int64)
         tokens[~pieces] = self._pad
@@ -129,8 +129,8 @@ class TextBatchBuilder:
         tokens[line, first_stop[:, 0]] = self._sep
         tokens[line, second_stop[:, 0]] = self._sep
         tags = rows.tags.ravel()[source]
-        attended = place <= second_stop
-        token_types = ((place > first_stop) & attended).astype(np.int64)
+        attended = column <= second_stop
+        token_types = ((column > first_stop) & attended).astype(np.int64)
         return tokens, tags, token_types, pieces, attended
 
 

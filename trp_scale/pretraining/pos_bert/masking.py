@@ -134,21 +134,21 @@ class Masker:
         orders = mix(states ^ _ORDER)
         if self._settings.unit == "word":
             return _choose_words(tags, allowed, wanted, orders, self.limit)
-        place = np.arange(allowed.shape[1], dtype=np.uint64)
-        words = mix(orders[:, None] ^ place)  # [R, L]
+        column = np.arange(allowed.shape[1], dtype=np.uint64)
+        words = mix(orders[:, None] ^ column)  # [R, L]
         if self._settings.sampling == "stratified":
             starts = mix(states ^ _START)
             return _choose_stratified(words, groups, allowed, wanted, starts, self.limit)
-        keys = (words & ~_PLACE) | place
+        keys = (words & ~_PLACE) | column
         keys[~allowed] = _NEVER
         keys.sort(axis=1)
         return (keys[:, : self.limit] & _PLACE).astype(np.int64), wanted
 
     def _replace(self, labels: Integers, positions: Integers, states: Words) -> Integers:
         """What stands at the chosen positions, [R, M]: [MASK] (80 %), a random id (10 %), the piece itself (10 %)."""
-        place = positions.astype(np.uint64)
-        kind = below(mix(mix(states ^ _KIND)[:, None] ^ place), 10)
-        draws = mix(mix(states ^ _REPLACEMENT)[:, None] ^ place)
+        column = positions.astype(np.uint64)
+        kind = below(mix(mix(states ^ _KIND)[:, None] ^ column), 10)
+        draws = mix(mix(states ^ _REPLACEMENT)[:, None] ^ column)
         random = self._replacements[below(draws, len(self._replacements))]
         return np.where(kind < 8, self._mask_id, np.where(kind == 8, random, labels))
 
@@ -203,6 +203,6 @@ def _choose_words(
     index = number + np.arange(rows)[:, None] * length
     sizes = np.bincount(index[allowed], minlength=rows * length).reshape(rows, length)
     stop = start + np.take_along_axis(sizes, np.where(inside, word, 0), axis=1)
-    taken = inside & (start < wanted[:, None]) & ((stop <= limit) | ((start == 0) & (column < limit)))
-    positions = np.where(taken, (keys & _PLACE).astype(np.int64), 0)  # taken words come first
-    return positions[:, :limit], taken.sum(axis=1)
+    chosen = inside & (start < wanted[:, None]) & ((stop <= limit) | ((start == 0) & (column < limit)))
+    positions = np.where(chosen, (keys & _PLACE).astype(np.int64), 0)  # taken words come first
+    return positions[:, :limit], chosen.sum(axis=1)

@@ -281,7 +281,7 @@ class BertForMaskedPositions(nn.Module):
         transform and norms are not."""
         layer = "bert.encoder.layer.*"
         return TensorPlan(
-            columns=(*(f"{layer}.attention.self.{each}" for each in PROJECTIONS), f"{layer}.intermediate.dense"),
+            columns=(*(f"{layer}.attention.self.{name}" for name in PROJECTIONS), f"{layer}.intermediate.dense"),
             rows=(f"{layer}.attention.output.dense", f"{layer}.output.dense"),
             vocabulary=("bert.embeddings.word_embeddings",),
             first_dimension=("cls.predictions.bias", "cls.predictions.out_of_vocabulary"),
@@ -368,14 +368,14 @@ class BertForMaskedPositions(nn.Module):
         Raises:
             ValueError: names that are missing, unexpected or of another shape; an output layer of its own.
         """
-        own = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
-        given = {name: tensor for name, tensor in state.items() if name not in ignored}
-        check_names(own, given)
-        unpadded = {name: own[name][: self.config.vocab_size] for name in PADDED_PARAMETERS}
-        check_shapes(unpadded, {name: tuple(given[name].shape) for name in PADDED_PARAMETERS})
+        tensors = {name: tensor for name, tensor in state.items() if name not in ignored}
+        check_names(parameters, tensors)
+        unpadded = {name: parameters[name][: self.config.vocab_size] for name in PADDED_PARAMETERS}
+        check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in PADDED_PARAMETERS})
         for copy, name in TIED_PARAMETERS.items():
-            if copy in state and not torch.equal(state[copy], given[name]):
+            if copy in state and not torch.equal(state[copy], tensors[name]):
                 raise ValueError(
                     f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
                     "with tie_word_embeddings=False cannot be taken"
@@ -383,10 +383,10 @@ class BertForMaskedPositions(nn.Module):
 
         def padded(name: str, several: Sequence[Tensor]) -> Tensor:
             (value,) = several
-            behind = len(own[name]) - len(value) if name in PADDED_PARAMETERS else 0
+            behind = len(parameters[name]) - len(value) if name in PADDED_PARAMETERS else 0
             return torch.cat([value, value.new_zeros(behind, *value.shape[1:])]) if behind else value
 
-        take(self, {name: (name,) for name in given}, given, padded)
+        take(self, {name: (name,) for name in tensors}, tensors, padded)
 
 
 PROJECTIONS = ("query", "key", "value")

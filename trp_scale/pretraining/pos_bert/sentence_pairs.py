@@ -88,8 +88,8 @@ def _draw_split(rows: TextRows, pieces: Integers, draws: Words) -> Integers:
     ends = rows.ends[rows.own]  # [R, S]
     inner = (ends > 0) & (ends < pieces[:, None])
     counts = inner.sum(axis=1)
-    place = _nth_true(inner, below(draws, counts))
-    split = np.take_along_axis(ends, place[:, None], axis=1)[:, 0]
+    cut = _nth_true(inner, below(draws, counts))
+    split = np.take_along_axis(ends, cut[:, None], axis=1)[:, 0]
     single = np.flatnonzero(counts == 0)
     if single.size:
         split[single] = _split_sentence(rows.tags[rows.own[single]], pieces[single], draws[single])
@@ -98,8 +98,8 @@ def _draw_split(rows: TextRows, pieces: Integers, draws: Words) -> Integers:
 
 def _split_sentence(tags: npt.NDArray[np.uint8], pieces: Integers, draws: Words) -> Integers:
     """A split inside the only sentence of a row: at the start of a word, or between any pieces if there is one word."""
-    place = np.arange(tags.shape[1])
-    starts = ((tags & WORD_START) != 0) & (place > 0) & (place < pieces[:, None])  # [R, P]
+    column = np.arange(tags.shape[1])
+    starts = ((tags & WORD_START) != 0) & (column > 0) & (column < pieces[:, None])  # [R, P]
     counts = starts.sum(axis=1)
     at_word = _nth_true(starts, below(draws, counts))
     anywhere = 1 + below(draws, np.maximum(pieces - 1, 1))

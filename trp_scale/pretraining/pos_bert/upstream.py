@@ -166,13 +166,13 @@ class TextUpstream(UpstreamParts):
         """Rows of the run's own tokenizer."""
         meta = rows.meta
         assert isinstance(meta, TextMeta)
-        own, vocabulary = tokenizer_digest(run_dir / TOKENIZER), extra["vocab_size"]
+        digest, vocabulary = tokenizer_digest(run_dir / TOKENIZER), extra["vocab_size"]
         if meta.vocab_size != vocabulary:
             raise RefusedError(
                 f"{path}: a vocabulary of {meta.vocab_size} pieces found, the run's has {vocabulary}; shard the text "
                 f"with the run's tokenizer: --tokenizer {run_dir / TOKENIZER}"
             )
-        if own != meta.tokenizer_digest and "" not in (own, meta.tokenizer_digest):
+        if digest != meta.tokenizer_digest and "" not in (digest, meta.tokenizer_digest):
             raise RefusedError(
                 f"{path}: another tokenizer found than the run's, of as many pieces; shard the text with the run's: "
                 f"--tokenizer {run_dir / TOKENIZER}"
