@@ -124,11 +124,11 @@ class Batch:
         return int(self.keys.shape[0])
 
     def adding(self, extras: Mapping[Extra, Tensor]) -> Batch:
-        """The same batch with these extras beside those that it has."""
+        """Return the batch with these extras added."""
         return replace(self, extras={**self.extras, **extras})
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its fields on `device`; keys stay on the host."""
+        """Copy the batch's fields to `device`; keys stay on the host."""
         if device.type == "cpu":
             return self
         if self.wire is not None and self.wire.fields is self.fields:
@@ -188,7 +188,7 @@ class TaskLosses:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """What the engine did at the end of a step, as numbers on the host.
+    """Result of the end of a step, as numbers on the host.
 
     Attributes:
         applied: False when the step was skipped on all ranks because of a loss or gradient that is not finite.

@@ -39,7 +39,7 @@ class EngineError(RefusedError):
 
 
 class CompiledGraphs(Protocol):
-    """What torch.compile has made of an engine's model.
+    """Compiled graphs of an engine's model.
 
     Attributes:
         made: graphs that the calls so far have led to.
@@ -67,7 +67,7 @@ class CompiledGraphs(Protocol):
 
 
 class Trains(Protocol):
-    """What a training step needs.
+    """Operations of a training step.
 
     Attributes:
         device: where it computes.
@@ -150,7 +150,7 @@ class Trains(Protocol):
 
 
 class Stores(Protocol):
-    """What a checkpoint needs.
+    """Operations of a checkpoint.
 
     Attributes:
         name: plain, ddp, fsdp, megatron or deepspeed.

@@ -349,7 +349,7 @@ class Hooks:
         return [f"{hook.name}.{figure}" for hook in self.all for figure in hook.figures]
 
     def measured(self) -> dict[str, float]:
-        """What was measured after this step, by those names."""
+        """Return the measurements after this step, by those names."""
         return {f"{hook.name}.{figure}": value for hook in self.all for figure, value in hook.measured().items()}
 
     def metrics(self) -> dict[str, Mapping[str, Any]]:

@@ -57,7 +57,7 @@ class FlatRange:
         return 0 <= self.start < self.stop <= prod(shape)
 
     def of(self, whole: Tensor) -> Tensor:
-        """These elements of a whole tensor, which is contiguous: a view, [size]."""
+        """View of these elements of a contiguous whole tensor, [size]."""
         return whole.view(-1)[self.start : self.stop]
 
     def runs(self, shape: Sequence[int]) -> Runs:
@@ -85,7 +85,7 @@ class Box:
         return all(0 <= start < stop <= length for (start, stop), length in zip(self.bounds, shape, strict=True))
 
     def of(self, whole: Tensor) -> Tensor:
-        """These elements of a whole tensor: a view in the box's shape."""
+        """View of these elements of a whole tensor, in the box's shape."""
         return whole[tuple(slice(start, stop) for start, stop in self.bounds)]
 
     def runs(self, shape: Sequence[int]) -> Runs:

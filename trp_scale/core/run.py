@@ -1,4 +1,4 @@
-"""What a run's parts may ask of it: one object in place of long constructors."""
+"""Context of a run for its parts: one object in place of long constructors."""
 
 from __future__ import annotations
 

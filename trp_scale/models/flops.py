@@ -229,7 +229,7 @@ class StartUp:
         self.say(line)
 
     def figures(self) -> dict[str, Any]:
-        """What summary.json says of it."""
+        """Figures for summary.json."""
         graphs = self.graphs
         made = graphs and {
             "made": graphs.made,

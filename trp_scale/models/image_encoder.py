@@ -21,7 +21,7 @@ CHANNELS = 3
 
 
 class EncoderShape(NamedTuple):
-    """What heads need to know of an encoder.
+    """Properties of an encoder that heads need.
 
     Attributes:
         width: D, of a token.

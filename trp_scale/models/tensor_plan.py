@@ -52,7 +52,7 @@ class TensorPlan:
         return ""
 
     def parts(self, module: str) -> int:
-        """How many layers this one is, each of which is cut."""
+        """Number of layers in this one, each of which is cut."""
         return next((parts for pattern, parts in self.packed.items() if fnmatchcase(module, pattern)), 1)
 
     def splitting(self, model: nn.Module) -> Iterator[nn.Module]:

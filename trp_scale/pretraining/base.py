@@ -1,4 +1,4 @@
-"""What a run learns from: data, model and objective that belong together, one class for each kind of objective."""
+"""Upstreams: data, model and objective that belong together, one class for each kind of objective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trp_scale.distributed.groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What shapes depend on beside the settings, and a data set would say.
+    """Facts of a data set on which shapes depend beside the settings.
 
     Attributes:
         length: pieces of a sequence; 0: as many as the model has positions for.
@@ -90,7 +90,7 @@ class Upstream(Protocol):
 
     @classmethod
     def facts(cls, config: Any) -> DataFacts:
-        """What the data set at `data.path` says of the shapes.
+        """Read the facts of the data set at `data.path`.
 
         Raises: as `open_rows`.
         """
@@ -162,7 +162,7 @@ class Upstream(Protocol):
 
 
 class UpstreamParts:
-    """What upstreams have in common, beside their own data, model and objective."""
+    """Base of upstreams: what they share beside data, model and objective."""
 
     open_rows: ClassVar[Callable[..., Rows]]
 

@@ -1,4 +1,4 @@
-"""What every adversary logs of a step, under `adversary` in metrics.jsonl; and a warning where it does nothing."""
+"""Metrics of an adversary, under `adversary` in metrics.jsonl; and a warning where it does nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class EffectWatch:
 
 
 def _remedy(settings: AdversarySettings) -> str:
-    """What to set so that it acts."""
+    """Name the setting that makes it act."""
     lr, ascent = getattr(settings, "lr", 0.0), getattr(settings, "ascent", "")
     if ascent == "adamw" and lr == 0.0:
         return (

@@ -84,7 +84,7 @@ class PixelAdversary(Hook):
 
 
 def read_gradient(leaf: Tensor) -> Tensor:
-    """What the pass left in `.grad`; zero where no loss depends on the leaf."""
+    """Return `.grad` of a leaf; zero where no loss depends on the leaf."""
     gradient = leaf.grad
     return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
 

@@ -296,7 +296,7 @@ class AgreementCheck:
 
 
 class Saturation:
-    """Which offsets of a relative coordinate perturbation are clamped.
+    """Clamped offsets of a relative coordinate perturbation.
 
     Args:
         balls: views [L, 2] (row, column) of the perturbation.

@@ -19,12 +19,12 @@ OWN_RATE = ("sgd", "sign")
 @component("adversary", "none", "trp_scale.methods.adversary.positions:no_adversary")
 @dataclass(kw_only=True)
 class NoAdversarySettings(Settings):
-    """Nothing is perturbed."""
+    """No adversary."""
 
 
 @dataclass(kw_only=True)
 class AdversarySettings(Settings):
-    """Of every adversary."""
+    """Settings of every adversary."""
 
     norm: Literal["l2", "linf"] = "linf"
     """The ball that perturbations stay in."""
@@ -34,7 +34,7 @@ class AdversarySettings(Settings):
 
 @dataclass(kw_only=True)
 class PositionAdversarySettings(AdversarySettings):
-    """Of adversaries that perturb where masked patches are."""
+    """Settings of adversaries that perturb where masked patches are."""
 
     ascent: Literal["adamw", "sgd", "sign", "linear"] = "adamw"
     """adamw: AdamW without decay, at the weights' learning rate or at an lr of its own. sgd, sign: their own lr.
@@ -63,7 +63,7 @@ class PositionAdversarySettings(AdversarySettings):
         yield from self._ascent()
 
     def _model(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        """What perturbed positions need of the model."""
+        """Check what perturbed positions need of the model."""
         vision = config.vision
         if vision.tokens == "visible":
             yield (

@@ -1,4 +1,4 @@
-"""What all balancers share: the balanced tasks' weights beside the fixed ones, and the total they give; and what those
+"""Base of all balancers: the balanced tasks' weights beside the fixed ones, and the total they give; and what those
 share that read losses: the units that they read them in. Eq. 7 of TRP compares pixels with nats as they are."""
 
 from __future__ import annotations

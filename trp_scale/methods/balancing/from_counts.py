@@ -11,7 +11,7 @@ from trp_scale.methods.balancing.settings import UniformSettings
 
 
 class Uniform(TaskBalancer):
-    """The same weight for every balanced task: with `total: 1` they sum to 1 over the tasks present in the global
+    """Equal weight for every balanced task: with `total: 1` they sum to 1 over the tasks present in the global
     batch; with `paper` each has 1/T, or 1 with `form: sum`, whoever is absent."""
 
     settings: UniformSettings

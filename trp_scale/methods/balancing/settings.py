@@ -13,7 +13,7 @@ from trp_scale.config.settings import Settings, setting
 
 @dataclass(kw_only=True)
 class FixedSumSettings(Settings):
-    """Of balancers whose own weights have a fixed sum."""
+    """Settings of balancers with weights of a fixed sum."""
 
     total: Literal["1", "paper"] = "1"
     """Sum of the balanced weights: 1, so that methods are comparable, or the method's own (uniform with form = sum,
@@ -22,7 +22,7 @@ class FixedSumSettings(Settings):
 
 @dataclass(kw_only=True)
 class LossReadingSettings(Settings):
-    """Of balancers whose weights are made of losses."""
+    """Settings of balancers that compute weights from losses."""
 
     scale: Literal["none", "initial", "reference"] = "none"
     """How the balancer reads losses. none: as they are (paper). initial: over the loss at the first step. reference:
@@ -43,7 +43,7 @@ class LossReadingSettings(Settings):
 
 @dataclass(kw_only=True)
 class GlobalLossSettings(LossReadingSettings):
-    """Of balancers that weigh a batch by its own losses."""
+    """Settings of balancers that weigh a batch by its own losses."""
 
     estimate: Literal["exact", "lagged", "micro"] = "exact"
     """exact: losses of this global batch, at one more forward pass if there is accumulation. lagged: losses of the last
@@ -72,7 +72,7 @@ class GlobalLossSettings(LossReadingSettings):
 
 @dataclass(kw_only=True)
 class RatioSettings(LossReadingSettings):
-    """Of balancers that divide by losses or take their logarithm."""
+    """Settings of balancers that divide by losses or take their logarithm."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
@@ -91,7 +91,7 @@ class RatioSettings(LossReadingSettings):
 @component("balancer", "uniform", "trp_scale.methods.balancing.from_counts:Uniform")
 @dataclass(kw_only=True)
 class UniformSettings(FixedSumSettings):
-    """The same weight for every task (TRP eq. 4)."""
+    """Equal weights for all tasks (TRP eq. 4)."""
 
     form: Literal["mean", "sum"] = setting("mean")
     """With total = paper: 1/T each (TRP eq. 4), or 1 each (MultiMAE)."""

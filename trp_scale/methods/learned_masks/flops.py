@@ -118,7 +118,7 @@ def _inner(passes: Passes) -> float:
 
 
 def _unrolled(settings: HeadSettings, passes: Passes) -> float:
-    """What unrolled steps that are taken back add to an outer step."""
+    """FLOPs that unrolled steps add to an outer step."""
     flops = settings.unroll * _inner(passes)
     if settings.derivative == "full":
         gradients = 2 * TRAINING_OVER_FORWARD * passes.masked

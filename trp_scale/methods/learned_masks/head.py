@@ -159,7 +159,7 @@ class Head:
         return HeadStep(before=present, parameters=moved, response=torch.full_like(gradient, lr))
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the layer and its moments, by name."""
+        """Return the state for a checkpoint: the layer and its moments, by name."""
         state: dict[str, Any] = {}
         for name, parameter in self._named():
             moments = {key: value.cpu().clone() for key, value in self.optimizer.state.get(parameter, {}).items()}

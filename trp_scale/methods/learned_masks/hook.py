@@ -191,13 +191,13 @@ def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
 
 
 def without_inputs(window: MaskedWindow) -> MaskedWindow:
-    """The same masks; the network's inputs are as large as a layer's activations."""
+    """Drop the network's inputs from the masks; the inputs are as large as a layer's activations."""
     return replace(window, selections=[replace(selection, embeddings=None) for selection in window.selections])
 
 
 @torch.no_grad()
 def described(window: MaskedWindow) -> dict[str, Tensor]:
-    """What this rank's masks are like."""
+    """Describe this rank's masks."""
     probabilities = torch.cat([mask.probabilities for mask in window.selections]).double().clamp(1e-12, 1 - 1e-12)
     entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
     return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
@@ -217,7 +217,7 @@ class LevelClock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """What is inside counts as `name`."""
+        """Count the time inside the context as `name`."""
         if not self.gpu:
             began = time.perf_counter()
             yield

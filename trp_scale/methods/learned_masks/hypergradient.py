@@ -87,10 +87,10 @@ class OuterObjective:
         """After every inner step that was applied, before a head step or an outer step."""
 
     def head_step(self, ctx: StepContext) -> None:
-        """At the end of a cycle without an outer step."""
+        """End a cycle without an outer step."""
 
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
-        """At the end of a cycle with an outer step: the head's step, and the hypergradient.
+        """End a cycle with an outer step: the head's step, and the hypergradient.
 
         Args:
             window: the masks of the inner step that has just been made.

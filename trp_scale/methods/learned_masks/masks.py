@@ -50,7 +50,7 @@ def config_of(run: RunContext) -> MaskedAutoencoderConfig:
 
 
 def split_at(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
-    """How many patches are visible in this step: with a curriculum the ratio grows linearly (D.4)."""
+    """Number of visible patches in this step: with a curriculum the ratio grows linearly (D.4)."""
     ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
     patches = (config.crops.size // config.vision.patch_size) ** 2
     if final > 0.0 and steps > 1:
@@ -95,7 +95,7 @@ def softsort(temperature: float) -> Relaxation:
 
 
 def build_relaxation(settings: LearnedMasksSettings) -> Relaxation:
-    """As multilevel.selection says."""
+    """Build the relaxation that multilevel.selection names."""
     relaxations: dict[str, Relaxation] = {
         "hard": hard,
         "straight_through": straight_through,

@@ -20,7 +20,7 @@ from trp_scale.config.settings import Settings, near_divisors, setting
 
 @dataclass(kw_only=True)
 class MultilevelSettings(Settings):
-    """Of every kind. What a run asks of it, beside settings:
+    """Settings of every kind. What a run asks of it, beside settings:
 
     Attributes:
         learns: a network chooses the masks.
@@ -41,7 +41,7 @@ class RandomMasksSettings(MultilevelSettings):
 
 @dataclass(kw_only=True)
 class LearnedMasksSettings(MultilevelSettings):
-    """Of every kind whose masks a network chooses: it gives each patch of an image a probability, and the most probable
+    """Settings of kinds with a masking network: it gives each patch of an image a probability, and the most probable
     patches are masked."""
 
     learns = True
@@ -132,7 +132,7 @@ class LearnedMasksSettings(MultilevelSettings):
 
 @dataclass(kw_only=True)
 class LabelledSettings(LearnedMasksSettings):
-    """Of the kinds whose network lowers the loss of a classification head on D_val."""
+    """Settings of kinds whose network lowers the loss of a classification head on D_val."""
 
     reads_labels = True
 

@@ -14,7 +14,7 @@ from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSetti
 
 @dataclass(kw_only=True)
 class MaeObjectiveConfig:
-    """What is predicted of a masked patch."""
+    """Prediction target of a masked patch."""
 
     target: Literal["normalised", "pixels"] = "normalised"
     """Pixels with each patch's mean and deviation taken out (He et al.), or as they are."""

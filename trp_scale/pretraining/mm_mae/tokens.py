@@ -41,7 +41,7 @@ class RunModalities:
             self.used[kind.name] = modality
 
     def of(self, task: str) -> Modality:
-        """What a task predicts."""
+        """Return the modality that a task predicts."""
         return self.used[self._names[task]]
 
     @property

@@ -36,7 +36,7 @@ CLASS_NAMES = "class_names"
 
 
 def classes_of(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
-    """Of each modality's maps, where they have any."""
+    """Number of classes of each modality's maps, where they have any."""
     return {name: classes for name, maps in meta.maps.items() if (classes := modalities.used[name].classes(maps))}
 
 
@@ -84,7 +84,7 @@ class MultimodalUpstream(UpstreamParts):
 
     @classmethod
     def outline(cls, config: MmMaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
-        """With as many classes as `facts` has."""
+        """Return the outline for the classes of `facts`."""
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         classes = {name: count for name, count in facts.classes.items() if name in RunModalities(config).used}
         return Outline(

@@ -173,7 +173,7 @@ class Modality(ABC):
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:
-        """How its maps come from files.
+        """Describe how its maps come from files.
 
         Args:
             settings: its `FileSettings`; None where it has none.
@@ -186,7 +186,7 @@ class Modality(ABC):
 
     @classmethod
     def of_scene(cls, scene: Any) -> SceneMap | None:
-        """Its map of a rendered scene (RenderedScene); None: scenes have none."""
+        """Return its map of a rendered scene; `None` if scenes have none."""
         return None
 
     # What a batch holds
@@ -263,7 +263,7 @@ class Modality(ABC):
         return nn.Linear(self.channels * self.side**2, width)
 
     def tokeniser_flops(self, width: int) -> int:
-        """Of one token; one multiply-add is 2."""
+        """FLOPs of one token; one multiply-add is 2."""
         return 2 * width * self.channels * self.side**2
 
     def values(self, task: str, classes: int) -> int:

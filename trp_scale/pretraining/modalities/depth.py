@@ -123,7 +123,7 @@ class DepthLabels(PseudoLabels):
         return identity, {"scale": scale, "unit": unit, "larger_is": larger_is}
 
     def _larger_is(self, where: str, metric: bool | None, settings: Any) -> Direction:
-        """What a larger output means."""
+        """Return the direction of larger outputs."""
         setting: Literal["auto"] | Direction = settings.larger_is
         if settings.scale is None:
             return setting if setting != "auto" else "farther" if metric else "nearer"
@@ -291,7 +291,7 @@ class Depth(Modality):
         return [blank] * rows
 
     def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.uint16]:
-        """As stored: the device standardises it."""
+        """Return maps as stored: the device standardises them."""
         return numbers
 
     def patches(self, batch: Batch) -> Tensor:
@@ -354,7 +354,7 @@ def standardised(depth: Tensor, statistics: Tensor) -> Tensor:
 
 
 def depth_maps(processor: Any, scale: float | None) -> Interpret:
-    """How to make maps of a depth estimator's output.
+    """Return the function that makes maps of a depth estimator's output.
 
     Args:
         processor: its image processor, whose post_process_depth_estimation is used where it has one.

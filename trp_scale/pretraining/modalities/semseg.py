@@ -184,7 +184,7 @@ class Semseg(Modality):
         return 2 * width * self.side**2 * self.settings.class_embedding
 
     def values(self, task: str, classes: int) -> int:
-        """For each label a logit of each class, label first."""
+        """Return a logit of each class per label, label first."""
         return self.side**2 * classes
 
     def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:

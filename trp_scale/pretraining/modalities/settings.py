@@ -31,7 +31,7 @@ class RgbSettings(Settings):
 
 @dataclass(kw_only=True)
 class DepthFileSettings(Section):
-    """What the numbers of depth maps from files mean."""
+    """Meaning of the numbers in depth maps from files."""
 
     scale: float | None = setting(None, above=0)
     """Metres per unit of what is stored, in 16 bits (0.001: millimetres, up to 65.5 m). PNG of 16 bits and .npy of
@@ -85,7 +85,7 @@ class DepthSettings(Settings):
 
 @dataclass(kw_only=True)
 class SemsegFileSettings(Section):
-    """What the numbers of segmentation maps from files mean."""
+    """Meaning of the numbers in segmentation maps from files."""
 
     classes: Path | None = setting(None)
     """Text file with the name of each class, one a line from number 0 on; needed with such maps."""

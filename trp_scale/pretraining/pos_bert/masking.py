@@ -1,4 +1,4 @@
-"""Which pieces are predicted, and what stands in their place (TRP 4.1.1: masks first, tags after).
+"""Choose the predicted pieces and their replacements (TRP 4.1.1: masks first, tags after).
 
 Every draw is a hash of the row's state, so a mask depends on (seed, row key, masking) and on nothing else.
 """
@@ -145,7 +145,7 @@ class Masker:
         return (keys[:, : self.limit] & _PLACE).astype(np.int64), wanted
 
     def _replace(self, labels: Integers, positions: Integers, states: Words) -> Integers:
-        """What stands at the chosen positions, [R, M]: [MASK] (80 %), a random id (10 %), the piece itself (10 %)."""
+        """Replace pieces at `positions`, [R, M]: [MASK] (80 %), a random id (10 %), the piece itself (10 %)."""
         column = positions.astype(np.uint64)
         kind = below(mix(mix(states ^ _KIND)[:, None] ^ column), 10)
         draws = mix(mix(states ^ _REPLACEMENT)[:, None] ^ column)

@@ -83,7 +83,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, kept: Tensor, rows: Tensor) -> Places:
-        """Of these places in rows of this shape, [R, L]."""
+        """Index these places in rows of this shape, [R, L]."""
         numbers = torch.zeros_like(rows, dtype=torch.int64).view(-1)
         numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
         return cls(kept, numbers.view_as(rows))
@@ -190,7 +190,7 @@ class LastLayer(Layer):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, places: Places | None = None
     ) -> Tensor:
-        """As `Layer`, with positions [R, S] -> [R, S, D]. A list must hold the positions."""
+        """Run as `Layer` with positions [R, S] -> [R, S, D]. A list must hold the positions."""
         attention, width = self.attention.self, hidden.shape[-1]
         if places is None:
             chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, width))  # [R, S, D]

@@ -29,7 +29,7 @@ class PosBertObjectiveConfig:
 
 @dataclass(kw_only=True)
 class PosBertMaskingConfig(MaskingConfig):
-    """Which pieces of a row are predicted."""
+    """Choice of the predicted pieces of a row."""
 
     ratio: float = setting(0.15, above=0, below=1)
     """Share of the pieces of a row that are predicted (TRP 4.1.1)."""

@@ -129,7 +129,7 @@ class TextUpstream(UpstreamParts):
         return self.source.first_rows(min(COUNTED_ROWS, self.source.rows))
 
     def worst_case_batch(self, batch: Batch) -> Batch:
-        """Nothing is left out of it."""
+        """Return the batch with all padding kept."""
         return keeping_all(batch)
 
     def model(self) -> nn.Module:
