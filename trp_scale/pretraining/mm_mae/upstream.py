@@ -116,7 +116,7 @@ class MultimodalUpstream(UpstreamParts):
             classes, names = kind.classes(stored), list(kind.class_names(stored))
             if classes != learned or names != extra[CLASS_NAMES][name]:
                 raise RefusedError(
-                    f"{path}: {name} maps of {found} classes found ({shorten(', '.join(names))}), the run has "
+                    f"{path}: {name} maps of {classes} classes found ({shorten(', '.join(names))}), the run has "
                     f"learned {learned} others; give data of the same classes, in the same order"
                 )
 
