@@ -28,7 +28,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank tells the others of its error.
+    """Error of one rank, as the others receive it.
 
     Attributes:
         refused: a traceback would say no more than the message.

@@ -25,7 +25,7 @@ from trp_scale.storage.files import sync_directory
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What is written for another library.
+    """Files to write for another library.
 
     Attributes:
         directory: empty; the files go there.

@@ -87,7 +87,7 @@ def parse_key(key: str) -> tuple[str, str, Region] | None:
 
 
 def without_values(piece: Piece) -> StoredPiece:
-    """What will be stored of a piece.
+    """Return the description of a piece as it is stored.
 
     Raises:
         CheckpointError: a tensor is not flat or not of the region's size.

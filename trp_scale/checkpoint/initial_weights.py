@@ -53,8 +53,9 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
 
 @contextmanager
 def naming_tensors(settings: ModelConfig) -> Iterator[None]:
-    """While weights are taken. A refusal of another model's tensors ends with every one of them where the settings ask
-    for it (`weights_names`), or with the flag that does."""
+    """Add the names of all mismatched tensors to refusals inside this context, if the settings ask for it
+    (`weights_names`), or the flag that does. A refusal of another model's tensors ends with every one of them where the
+    settings ask for it (`weights_names`), or with the flag that does."""
     try:
         yield
     except RefusedError as error:
@@ -167,7 +168,7 @@ def _said_beside(file: Path) -> tuple[str, int]:
 
 @contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
-    """While a file of the directory is read.
+    """Convert errors while a file of the directory is read.
 
     Args:
         path: of the directory, as --from names it.

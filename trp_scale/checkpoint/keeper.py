@@ -1,5 +1,5 @@
-"""What happens to checkpoints once they are finished, behind the steps and on rank 0 alone: their bytes are read back,
-older ones go, and a copy goes to the mirror."""
+"""Keep finished checkpoints in the background, on rank 0 alone: read back their bytes, remove older ones, and copy to
+the upload target."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ checkpoint is written in that time too."""
 
 
 class ReadBack:
-    """What is wrong with a checkpoint, by its bytes. Each is read once, from the disk where the system lets go of what
-    it holds in memory; after that its files' sizes and its document are looked at."""
+    """Errors in the bytes of a checkpoint. Each byte is read once, from the disk if the system can drop its cache; file
+    sizes and the document are checked after that. Each is read once, from the disk where the system lets go of what it
+    holds in memory; after that its files' sizes and its document are looked at."""
 
     def __init__(self) -> None:
         self._sound: dict[str, bytes] = {}
@@ -65,7 +66,7 @@ def forget_cached(path: Path) -> None:
 
 
 class Keeper:
-    """Of one run, on rank 0.
+    """Keeper of one run's checkpoints, on rank 0.
 
     Args:
         run_dir: where the checkpoints are.
@@ -109,7 +110,7 @@ class Keeper:
             self._mirror.submit(path)
 
     def messages(self) -> list[str]:
-        """What there is to say since the last call."""
+        """Return the messages since the last call."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -139,7 +140,7 @@ class Keeper:
 
 
 def _end_of_patience(began: float) -> float:
-    """When a wait for the mirror is given up that began then; both by time.monotonic(). A signal may come meanwhile."""
+    """Return the time to give up waiting for the upload, by time.monotonic(). A signal may come meanwhile."""
     signalled = signal_came_at()
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 

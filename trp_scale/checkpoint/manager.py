@@ -40,7 +40,7 @@ from trp_scale.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a checkpoint is made of, at one step.
+    """Content of a checkpoint, at one step.
 
     Attributes:
         step: steps done.
@@ -76,7 +76,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank has written: its own file, and what was in it; rank 0 also the hooks' tensors."""
+    """Files that one rank has written: its own, and on rank 0 the hooks' tensors."""
 
     entry: FileEntry
     pieces: list[StoredPiece]
@@ -84,7 +84,7 @@ class Part:
 
 
 def owned(engine: Stores) -> Iterator[Piece]:
-    """What this rank owns, pieces without elements left out."""
+    """Yield the pieces that this rank owns, without empty ones."""
     return (piece for piece in engine.pieces() if piece.owner and piece.region.size)
 
 

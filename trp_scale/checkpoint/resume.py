@@ -36,7 +36,7 @@ from trp_scale.storage.files import sync_directory
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `--resume` led to.
+    """Checkpoint that `--resume` selected.
 
     Attributes:
         checkpoint: directory to load, None for a fresh start.

@@ -1,4 +1,4 @@
-"""What a run directory holds beside records: checkpoints, which of them are complete, which are kept; the tokenizer."""
+"""Layout of a run directory: complete checkpoints, retention, tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def temporary_path(run_dir: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is renamed: RUN/checkpoints/.step_00000123.tmp"""
+    """Return the path of an unfinished checkpoint: RUN/checkpoints/.step_00000123.tmp"""
     return run_dir / CHECKPOINTS / f".step_{step:08d}.tmp"
 
 
@@ -118,7 +118,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Which checkpoints stay.
+    """Retention of checkpoints.
 
     Attributes:
         newest: so many of the newest sound ones, the last written included; 0 = all.

@@ -75,7 +75,7 @@ class FileEntry:
 
 @contextmanager
 def reading_tensors(path: Path) -> Iterator[None]:
-    """While a safetensors file is read.
+    """Convert errors while a safetensors file is read.
 
     Raises:
         CheckpointError: the library cannot read it.

@@ -82,7 +82,7 @@ class _UnderWay:
             self.error = error
 
     def write_behind(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
-        """The same in a thread."""
+        """Write in a thread."""
 
         def work() -> None:
             polite()
@@ -113,7 +113,7 @@ class _UnderWay:
             self.thread.join(timeout=1.0)
 
     def part(self) -> Part:
-        """What this rank has written.
+        """Return the files that this rank has written.
 
         Raises:
             Exception: what went wrong.
@@ -232,7 +232,7 @@ class CheckpointWriter:
         self.whole(under_way.final)
 
     def given_up(self) -> str | None:
-        """Why the run stops, once storage has failed too often."""
+        """Return why the run stops after repeated storage errors, or `None`."""
         if self.failures < self.settings.max_failures:
             return None
         return f"{self.failures} checkpoints in a row could not be written: {self.problem}"

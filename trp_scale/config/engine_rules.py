@@ -1,4 +1,5 @@
-"""What an engine requires of a run. The engines of the package declare themselves in engines/settings.py."""
+"""Requirements of engines. The engines of the package are declared in engines/settings.py. The engines of the package
+declare themselves in engines/settings.py."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Batch:
         return replace(self, fields=fields, wire=None)
 
     def packed(self) -> Batch:
-        """The same batch with all its tensors in one buffer, integers in as few bytes as hold them."""
+        """Return the batch with all tensors in one buffer, integers in the fewest bytes."""
         layout: list[Place] = []
         parts: list[Tensor] = []
         size = 0

@@ -62,7 +62,7 @@ class CompiledGraphs(Protocol):
         ...
 
     def found(self) -> int:
-        """How many were found in the cache directory, where an earlier start has left them."""
+        """Return the number of graphs found in the cache directory of an earlier start."""
         ...
 
 
@@ -81,7 +81,7 @@ class Trains(Protocol):
 
     @property
     def graphs(self) -> CompiledGraphs | None:
-        """Of the compiled model; None where nothing is compiled."""
+        """Graphs of the compiled model; `None` without compilation."""
         ...
 
     @property
@@ -186,7 +186,7 @@ class Stores(Protocol):
 
 
 class Probes(Protocol):
-    """What is asked of an engine between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
+    """Operations on an engine between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
 
     None of it leaves a trace in weights, moments or gradients, `publish_weights` left out.
 
@@ -222,8 +222,8 @@ class Probes(Protocol):
         ...
 
     def watch_micro_batches(self) -> None:
-        """From now on note the norm of each micro-batch's own gradient while the backward passes compute it; these
-        raise EngineError where the library shows no such gradient."""
+        """Record the norm of each micro-batch's own gradient in later backward passes; these raise EngineError if the
+        library does not expose it."""
         ...
 
     def micro_batch_squares(self) -> Tensor:

@@ -35,7 +35,7 @@ from trp_scale.errors import RefusedError
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What a step knows. A context may outlive its step in a hook, for metrics; its batches do not: see `release`.
+    """State of one step. A context may outlive its step in a hook, for metrics; its batches do not: see `release`.
 
     Attributes:
         run: what stays the same from step to step.
@@ -163,7 +163,8 @@ class StepContext:
         return torch.where(self.applied, new, old)
 
     def stats(self) -> StepStats:
-        """What the step did, on the host. It waits for the device: for hooks that the host must decide in."""
+        """Statistics of the step, on the host; waits for the device. For hooks that decide on the host. It waits for
+        the device: for hooks that the host must decide in."""
         assert self.late is not None, "decided before the hooks' after_step"
         return self.late.read()
 
@@ -200,7 +201,7 @@ class Hook:
         """Before any forward pass of the step."""
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        """What the model sees in place of `micro`; must be the same for the same call."""
+        """Return the batch that the model sees in place of `micro`; must be the same for the same call."""
         return micro
 
     def gradients(self, ctx: StepContext) -> None:
@@ -275,7 +276,7 @@ def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
 
 
 def built(run: RunContext, role: str) -> Any:
-    """What the section of a role's name says: its component for this run, None for a method that is off."""
+    """Build the component that the section of a role names; `None` if the method is off."""
     settings = getattr(run.config, role)
     return _made(run, role, settings.kind, settings)
 

@@ -47,7 +47,7 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and [T] vectors live."""
+        """Device of the model and of [T] vectors."""
         return self.engine.device
 
     @property

@@ -51,7 +51,7 @@ def examine_hostfile(path: Path) -> Iterator[Finding]:
 
 
 def _log_in(host: str) -> str:
-    """Why ssh does not reach a host; empty if it does."""
+    """Return why ssh does not reach a host, or ""."""
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

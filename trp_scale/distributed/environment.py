@@ -140,7 +140,7 @@ def control_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def lines_of(path: Path) -> list[str]:
-    """Of a file of the system; none where it cannot be read."""
+    """Return the lines of a system file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

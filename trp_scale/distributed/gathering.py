@@ -112,7 +112,7 @@ def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
 
 
 def prefix() -> str:
-    """Of what this start of the launcher's writes into the store, which outlives it under torchrun."""
+    """Return the key prefix of this start in the store, which outlives it under torchrun."""
     return f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -139,7 +139,7 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
 
 
 def no_answer(info: RankInfo) -> str:
-    """Why nobody answers at the port; empty where somebody does. (torch's own attempts print a stack for each.)"""
+    """Return why the port does not answer, or "". (torch's own attempts print a stack for each.)"""
     try:
         with socket.create_connection((info.master_addr, info.master_port), _SLICE.total_seconds()):
             return ""
@@ -184,7 +184,7 @@ def _register(store: Store, info: RankInfo) -> None:
 
 
 def _agreed(store: Store, key: str, own: str) -> str:
-    """What the first process has written there."""
+    """Return the value that the first process has written."""
     return store.compare_set(key, "", own).decode()
 
 

@@ -1,4 +1,4 @@
-"""Which launcher started this process and its place in the world: the one place that reads their variables."""
+"""Detect the launcher of this process and its rank: the one place that reads their variables."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _place(environ: Mapping[str, str]) -> RankInfo:
-    """As the launcher gave it."""
+    """Return the rank as the launcher gave it."""
     started = _launched_by_variables(environ)
     step = _slurm_step(environ)
     if started is None and step is None:
@@ -182,7 +182,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], world: int) -> int:
-    """From SLURM's run-length list, as `4(x2),1`: 4 tasks on each of two nodes, then 1."""
+    """Parse SLURM's run-length list, such as `4(x2),1`: 4 tasks on each of two nodes, then 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if not listed:
         return world if environ.get("SLURM_NNODES", "1") == "1" else 1

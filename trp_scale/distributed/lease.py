@@ -146,7 +146,7 @@ def write_exclusively(path: Path, text: str) -> None:
 
 
 def holder_of(run_dir: Path) -> dict[str, Any]:
-    """Who holds the lease, and `gone`, whether it is a process of this host that has ended; empty: nobody."""
+    """Return the holder of the lease, with `gone` if it is an ended process of this host; empty if nobody holds it."""
     found = _read(run_dir / LEASE)
     return {**found, "gone": _is_gone_from_here(found)} if found else {}
 
@@ -195,8 +195,8 @@ def _pid_namespace() -> str:
 
 
 def _began(process: int) -> str:
-    """When a process was started, in ticks since the host was: a number that is used again is another process. Empty:
-    there is none, or only what is left of one."""
+    """Return the start time of a process in ticks since boot, which tells processes with the same id apart; "" if it
+    has ended. Empty: there is none, or only what is left of one."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]

@@ -41,8 +41,8 @@ _first_at: float | None = None
 
 
 def signal_came_at() -> float | None:
-    """When this process was first sent a signal to stop, by time.monotonic(); None: it was not. For what waits where no
-    step can end."""
+    """Return when this process first received a signal to stop, by time.monotonic(), or `None`. For waits outside of
+    steps. For what waits where no step can end."""
     return _first_at
 
 
@@ -139,7 +139,7 @@ class StopRequests:
         _forget_time()  # the next run of a notebook's process was not asked to stop
 
     def requested(self) -> str | None:
-        """Why this rank wants to stop, for the log; None while it does not. The first reason stays."""
+        """Return the reason of this rank's stop request, for the log, or `None`. The first reason stays."""
         if self._reason is None and self._max_hours > 0:
             hours = (self._clock() - self._start) / 3600
             if hours >= self._max_hours:
@@ -154,7 +154,7 @@ class StopRequests:
         return self._reason
 
     def waiting_since(self) -> float | None:
-        """When, by time.monotonic(), a request came that the main thread may not have heard yet; None: none came.
+        """Return when a request arrived that the main thread may not have handled yet, by time.monotonic(), or `None`.
         For other threads."""
         if self._listener is not None and self._listener.heard is not None:
             return self._listener.heard

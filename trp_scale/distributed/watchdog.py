@@ -137,7 +137,7 @@ class Watchdog:
                 faulthandler.dump_traceback_later(self.limit() + ALL_WRITTEN + pause, exit=True)
 
     def _hangs(self) -> str:
-        """Why this rank takes the run to hang; empty while it does not."""
+        """Return why this rank considers the run hung, or ""."""
         beat, now, limit = self._beat, time.monotonic(), self.limit()
         if now - beat.at > limit:
             return f"{beat.what} has not got on for {now - beat.at:.0f} s, {limit:.0f} s are allowed"
@@ -190,7 +190,7 @@ def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, sin
 
 
 def collectives() -> dict[str, Any]:
-    """What torch's flight recorder has of this process; empty where it was off, or torch has none."""
+    """Return the collectives that torch's flight recorder holds; empty if it is off or absent."""
     try:
         from torch._C import _distributed_c10d as c10d
 
@@ -212,7 +212,7 @@ def _last(trace: Mapping[str, Any]) -> str:
 
 
 def _written(directory: Path) -> dict[int, dict[str, Any]]:
-    """What ranks have written of themselves, by rank."""
+    """Read the reports of ranks, by rank."""
     found = {}
     for path in sorted(directory.glob("rank-*.json")):
         if path.name.endswith(".trace.json"):
@@ -223,7 +223,7 @@ def _written(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def summary(written: Mapping[int, Mapping[str, Any]], world: int) -> str:
-    """Which rank is late, in one line and a line for each rank that has written."""
+    """Name the late rank, in one line and a line for each rank with a report."""
     silent = [rank for rank in range(world) if rank not in written]
     lines = [
         f"  rank {rank} on {each['host']}: step {each['step']}, {each['at']}; {each['why']}"

@@ -43,7 +43,8 @@ NEEDLESS_WARNINGS = ("TensorFloat32 tensor cores", "\\s*Online softmax is disabl
 
 
 def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
-    """What `training.compile: auto` is in this run, the same on all ranks, which all call this; and why, for the log.
+    """Resolve `training.compile: auto` for this run, equal on all ranks, which all call this; and the reason, for the
+    log.
 
     Blocks rather than the whole model: on several ranks their gradients travel while the backward pass runs, and a
     start takes the time of a few forms of blocks, not of all layers.
@@ -136,7 +137,7 @@ class Graphs:
 
 
 def losses_of(objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-    """What is compiled."""
+    """Compute the compiled losses."""
     return objective(forward, batch)
 
 
@@ -150,8 +151,8 @@ def found_in_cache() -> int:
 
 
 def failed_guards(graphs: set[str]) -> list[str]:
-    """Why these graphs, by torch's numbers, could not be taken: the guard that failed last of each. Graphs of other
-    modes fail too, as they should."""
+    """Return the last failed guard of each of these graphs, by torch's numbers. Graphs of other modes fail too, as they
+    should."""
     last = {}
     for failures in torch._dynamo.utils.guard_failures.values():
         for failure in failures:
@@ -161,7 +162,7 @@ def failed_guards(graphs: set[str]) -> list[str]:
 
 
 def cache_directory() -> str:
-    """Where torch keeps graphs for the next start: TORCHINDUCTOR_CACHE_DIR, or one under the system's temporary
+    """Return torch's cache directory of graphs: TORCHINDUCTOR_CACHE_DIR, or one under the system's temporary
     directory."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # not before something is compiled
 
@@ -169,14 +170,14 @@ def cache_directory() -> str:
 
 
 def mode_of(module: nn.Module, *given: Any) -> Any:
-    """How something is called, for as much as is meant to have graphs of its own: whether gradients are wanted, whether
-    the module trains, autocast, and the kinds of what is given. Sizes and numbers are not part of it."""
+    """Return the key of a call that decides which graph it gets: whether gradients are wanted, whether the module
+    trains, autocast, and the kinds of the arguments. Sizes and numbers are not part of it."""
     autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (torch.is_grad_enabled(), module.training, autocast, kind(given))
 
 
 def kind(value: Any) -> Any:
-    """What a value is, without its size and without its number."""
+    """Return the kind of a value, without its size and number."""
     if isinstance(value, Tensor):
         return (value.dtype, value.dim(), value.requires_grad)
     if isinstance(value, Mapping):

@@ -199,7 +199,7 @@ class DdpEngine(PlainEngine):
         return super().optimizer_of(module)
 
     def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
-        """How gradients, sent as `dtype`, are summed over the data ranks."""
+        """Return the reduction of gradients, sent as `dtype`, over the data ranks."""
         owned = (own for _, own in self.named_parameters())
         members = [Member(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad]
         return GradientReduction(members, self.data_group, dtype=dtype)

@@ -146,7 +146,7 @@ class DeepSpeedEngine(ShardOperations):
             groups._create_zero_param_parallel_group(size)
 
     def _layout(self) -> ZeroLayout:
-        """Where the states are, by the class of optimizer that DeepSpeed chose for stage and precision."""
+        """Return the layout of the states, by the optimizer class that DeepSpeed chose for stage and precision."""
         chosen, optimizer = type(self.engine.optimizer).__name__, self.engine.optimizer
         offloads = any(bool(getattr(optimizer, name, False)) for name in ("cpu_offload", "offload_optimizer"))
         if (chosen, offloads) not in LAYOUTS or (self.zero_stage == 0 and self.engine.bfloat16_enabled()):

@@ -173,7 +173,7 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
 
 
 def notices(document: Mapping[str, Any], config: Config, *, path: str) -> list[str]:
-    """What is taken out of the file though it says something else, in words: arguments as `resolve`'s."""
+    """Return the settings of the file that the run overrides, in words; arguments as for `resolve`."""
     block = document.get("scheduler")
     if not _is_for_filling_in(block) or not list(scheduler_differences({"type": block.get("type", AUTO)}, config)):
         return []
@@ -432,7 +432,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
 
 
 def scheduler_differences(block: object, config: Config, path: str = "scheduler") -> Iterator[str]:
-    """The same for the learning-rate schedule."""
+    """Yield differences of the learning-rate schedule."""
     if not isinstance(block, Mapping):
         yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return

@@ -215,7 +215,7 @@ class SplitTokens(CutOverRanks):
 
     @property
     def gather(self) -> Operation:
-        """Of the tokens that are split now; a backward pass keeps it."""
+        """Return the gather of the currently split tokens; a backward pass keeps it."""
         return partial(gathered, group=self.group, count=self.count)
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -349,8 +349,8 @@ class MegatronEngine(DdpEngine):
         return optimizer
 
     def _boxes(self, name: str, own: tuple[int, ...]) -> list[Box]:
-        """Which elements of the whole parameter this rank has, in its order: a range of the one dimension in which it
-        is smaller, or such a range of each of the matrices that are packed in it."""
+        """Return the elements of the whole parameter that this rank holds, in its order: a range of the one dimension
+        in which it is smaller, or such a range of each of the packed matrices."""
         whole, parts = self.shapes[name], self.plan.parts(name.rpartition(".")[0])
         bounds = [(0, size) for size in whole]
         cut = next((number for number, size in enumerate(whole) if own[number] != size), None)
@@ -369,7 +369,7 @@ class MegatronEngine(DdpEngine):
 
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
-        """Of what all ranks hold alike and each has applied to its own tokens: one sum for all of it."""
+        """Sum gradients of replicated parameters that each rank applied to its own tokens, in one collective."""
         gradients = [own.grad.view(-1) for own in self.partial if own.grad is not None]
         if gradients:
             whole = self.tensor_group.sum(torch.cat(gradients))

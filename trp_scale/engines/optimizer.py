@@ -29,7 +29,7 @@ class Layered(Protocol):
     depth: int
 
     def depth_of(self, name: str) -> int:
-        """From 0 for the embeddings to `depth`, by the parameter's name."""
+        """Return the depth of a parameter by its name, from 0 for the embeddings to `depth`."""
         ...
 
 
@@ -63,7 +63,7 @@ def decay_groups(
 
 
 def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float]:
-    """By a parameter's name, layer_decay^(depth - its depth), by which its learning rate is multiplied.
+    """Return the factor layer_decay^(depth - its depth) of a parameter's learning rate, by its name.
 
     Raises:
         EngineError: the module does not know how deep its parameters are.
@@ -187,7 +187,7 @@ class Lamb(torch.optim.AdamW):
     def _ratios(
         self, numbers: list[int], matrices: list[tuple[Tensor, Tensor]], device: torch.device
     ) -> Iterable[Tensor]:
-        """For each part of a matrix |w| / |u| of the whole matrix, 0-dimensional float64."""
+        """Yield |w| / |u| of the whole matrix for each part of a matrix, 0-dimensional float64."""
         wide = torch.float64 if device.type == "cpu" else torch.float32  # engines/shards.py: parts
         zero = torch.zeros((), dtype=wide, device=device)
         rows = []

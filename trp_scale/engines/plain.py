@@ -249,7 +249,7 @@ class PlainEngine(ShardOperations):
         return {}
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
-        """Nothing of its own; a loss scale of another engine's checkpoint has no meaning here."""
+        """Ignore the state: a loss scale of another engine's checkpoint has no meaning here."""
 
     def full_weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().float().cpu().clone() for name, parameter in self.named_parameters()}

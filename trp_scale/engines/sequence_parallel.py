@@ -101,7 +101,7 @@ class Products(torch.autograd.Function):
 
 
 def products(tokens: Tensor, gather: Operation, scatter: Operation, layers: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Of layers with `weight` and `bias`, as torch's own layers are under autocast.
+    """Return the products of layers with `weight` and `bias`, as torch's own layers compute them under autocast.
 
     Args:
         gather: this rank's tokens -> all.

@@ -1,5 +1,5 @@
-"""What every engine does with its pieces: how large gradients are, of a window and of each micro-batch; and, between
-steps, gradients of any loss and forwards at weights that are moved along a direction."""
+"""Operations of every engine on its pieces: gradient norms of a window and of each micro-batch; and, between steps,
+gradients of any loss and forward passes at weights moved along a direction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ADDED_IN_FP32 = 1 << 16
 
 
 def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same elements in tensors whose norms can be taken in fp32. A CPU adds squares one after another: over the
-    23 M elements of BERT-base's embedding the norm comes out 1e-3 too small, and another one for each sharding."""
+    """Yield the elements in tensors whose norms are exact enough in fp32. A CPU adds squares one after another: over
+    the 23 M elements of BERT-base's embedding the norm comes out 1e-3 too small, and another one for each sharding."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() > ADDED_IN_FP32:
             yield from torch.split(tensor.reshape(-1), ADDED_IN_FP32)
@@ -73,7 +73,7 @@ class MicroBatchSquares:
 
 
 class ShardOperations(ABC):
-    """What every engine does with `Shards`, in terms of its pieces and its own backward pass.
+    """Operations of every engine on `Shards`, by its pieces and its own backward pass.
 
     All of it is for the time between steps: after `step`, `skip` or `discard_gradients`, and before the next backward.
     """
@@ -102,7 +102,7 @@ class ShardOperations(ABC):
 
     @abstractmethod
     def loss_factor(self) -> float:
-        """What the losses of this window were multiplied by before a rank's gradient was taken."""
+        """Return the factor of this window's losses before a rank's gradient."""
 
     @abstractmethod
     def piece_gradients(self) -> list[Tensor]:

@@ -40,7 +40,7 @@ class ZeroLayout(ABC):
         return self.optimizer.loss_scaler
 
     def loss_factor(self) -> float:
-        """What a loss must still be multiplied by before DeepSpeed's backward."""
+        """Return the factor that a loss still needs before DeepSpeed's backward."""
         return 1.0
 
     @abstractmethod
@@ -140,7 +140,7 @@ class WholeLayout(ZeroLayout):
         self.optimizer.zero_grad(set_to_none=True)
 
     def clear_unused_gradients(self) -> None:
-        """Nothing is left after a step."""
+        """Do nothing: a step leaves no gradients."""
 
     def publish_weights(self) -> None:
         """The weights themselves were written."""
@@ -232,7 +232,7 @@ class FlatLayout(ZeroLayout):
             self.optimizer.all_grad_tensors[group] = None
 
     def clear_unused_gradients(self) -> None:
-        """Nothing is left after a step."""
+        """Do nothing: a step leaves no gradients."""
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -264,7 +264,7 @@ class FlatLayout(ZeroLayout):
 
 
 class FlatOffloadLayout(FlatLayout):
-    """The same with fp32 weights, moments and gradients in host memory."""
+    """Flat layout with fp32 weights, moments and gradients in host memory."""
 
     def gradients(self) -> list[Tensor]:
         self.optimizer._wait_for_offload_copies()  # DeepSpeed waits only in its step, which comes after our look
@@ -369,7 +369,7 @@ class PartitionedLayout(ZeroLayout):
 
 
 class PartitionedOffloadLayout(PartitionedLayout):
-    """The same with fp32 weights, moments and gradients in host memory."""
+    """Partitioned layout with fp32 weights, moments and gradients in host memory."""
 
     def gradients(self) -> list[Tensor]:
         return [weights.grad for weights in self.flat_weights() if weights.grad is not None]

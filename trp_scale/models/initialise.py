@@ -184,7 +184,7 @@ def _shapes() -> Iterator[None]:
 
 
 def first_values(module: nn.Module) -> dict[str, Callable[[], Value]]:
-    """What makes the values of the parameters without content, by name: read it before the module is sharded."""
+    """Return the initialisers of parameters without content, by name; call it before the module is sharded."""
     return {name: getattr(parameter, NOTED)[0] for name, parameter in module.named_parameters() if parameter.is_meta}
 
 
@@ -260,7 +260,7 @@ def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
 
 
 def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Value:
-    """What `initialise_vision` gives one parameter; `parts` as in `xavier_uniform_tensor`."""
+    """Return the values that `initialise_vision` assigns to one parameter; `parts` as in `xavier_uniform_tensor`."""
     if name.endswith(("_token", "_embedding")):
         return initial_tensor(seed, name, tuple(parameter.shape), std)
     if name.endswith(".table"):

@@ -1,5 +1,6 @@
-"""What a model is, by the names and shapes of its tensors: what it reads, its blocks and their widths. For messages
-about weights that are another model's, whichever library has named them."""
+"""Outline of a model by the names and shapes of its tensors: inputs, blocks and widths. For messages about another
+model's weights, whichever library has named them. For messages about weights that are another model's, whichever
+library has named them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class ModelOutline:
         )
 
     def differs_from(self, here: ModelOutline) -> str:
-        """Why these weights are not for the model `here`, and the settings that are; empty if nothing is known."""
+        """Return why these weights do not fit the model `here`, and the settings that do; "" if nothing is known."""
         if self.reads and here.reads and self.reads != here.reads:
             return (
                 f"weights of a model that reads {self.reads}, this one reads {here.reads}; give those of another model"

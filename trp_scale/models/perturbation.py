@@ -1,4 +1,4 @@
-"""What an adversary may perturb in a masked autoencoder: one flat vector, and the places where its parts act (AdPE 4).
+"""Perturbations of a masked autoencoder: one flat vector, and the places where its parts act (AdPE 4).
 
 A perturbation acts at masked patches only and is shared by them and by all images; of relative positions, each block
 has its own.
@@ -94,7 +94,7 @@ class Perturbed(NamedTuple):
 
 
 def perturbed(part: Tensor | None, adversary: Any) -> Perturbed:
-    """Where a part acts: one of the attributes, or none."""
+    """Return the attribute that a part perturbs, or none."""
     if part is None:
         return Perturbed()
     if adversary.kind == "absolute_embedding":

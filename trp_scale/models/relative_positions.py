@@ -36,7 +36,7 @@ IndexKind = Literal["rounded", "relaxed", "straight_through"]
 
 
 class RelativeInputs(NamedTuple):
-    """What a block's relative positions need beside its queries. Tokens are [class, visible, masked], T = 1 + K.
+    """Inputs of a block's relative positions beside its queries. Tokens are [class, visible, masked], T = 1 + K.
 
     Attributes:
         pairs: [B, T, T] int64, which vector the query and the key of a pair have.
@@ -64,7 +64,7 @@ def relaxed_index(offset: Tensor) -> Tensor:
 
 
 def node_weights(offset: Tensor, index: IndexKind) -> Tensor:
-    """How an offset is made up of the 7 nodes of an axis, which are -3..3; at most two of them take part.
+    """Return the weights of an offset on the 7 nodes of an axis, -3..3; at most two of them are nonzero.
 
     rounded: the nearest one. relaxed: the two around the index, which is clamped to the table, so that no gradient
     comes back from beyond. straight_through: the nearest one, with the gradient of relaxed.
@@ -164,7 +164,7 @@ def relative_inputs(
     shifts: Tensor | None = None,
     tables: Tensor | None = None,
 ) -> list[RelativeInputs]:
-    """What each block's relative positions need; all that does not differ is shared.
+    """Return the inputs of each block's relative positions; equal parts are shared.
 
     Args:
         patches: [B, K] numbers of the patches after the class token; the last `masked` ones are masked.

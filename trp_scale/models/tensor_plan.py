@@ -1,4 +1,5 @@
-"""Which parts of a model can be cut over the ranks of a tensor parallel group: what a model declares, and no library.
+"""Plan of the parts of a model that can be cut over a tensor-parallel group: declared by a model, independent of
+libraries.
 
 A matrix is cut by columns where its outputs are independent of one another (heads, hidden units of a feed-forward), and
 the matrix that reads them by rows; between the two no rank needs another (Shoeybi et al., Megatron-LM, section 3).
@@ -77,7 +78,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 class Cut:
-    """What a module whose heads and hidden units may lie on several ranks asks of what cuts it. This one cuts nothing.
+    """Operations on a module whose heads and hidden units may be on several ranks. This one cuts nothing.
 
     An engine puts its own in the place of a module's attribute `cut`.
     """
@@ -87,7 +88,7 @@ class Cut:
         return nullcontext()
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """What all heads read beside their own: its gradient is summed over the ranks."""
+        """Return the input that all heads share: its gradient is summed over the ranks."""
         return tensor
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -100,7 +101,7 @@ class Cut:
         return tokens
 
     def whole(self, tokens: Tensor) -> Tensor:
-        """What `split` has split."""
+        """Return the tokens that `split` has split."""
         return tokens
 
     def joined(self, tensor: Tensor) -> Tensor:

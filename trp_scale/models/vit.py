@@ -21,8 +21,8 @@ def feed_forward_ratio(width: int, intermediate: int) -> float:
 
 
 def block_plan(model: nn.Module, **divided: int) -> TensorPlan:
-    """How a model of these blocks is cut: heads, and hidden units of the feed-forward layers; all else is not. Tokens
-    can be split in all of them.
+    """Return the cut of a model of these blocks: heads, and hidden units of the feed-forward layers; all else is not
+    cut. Tokens can be split in all of them.
 
     Args:
         divided: sizes that the number of ranks must divide, by the flag that sets them, "__" for the dot.

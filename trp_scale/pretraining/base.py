@@ -107,7 +107,7 @@ class Upstream(Protocol):
 
     @property
     def source(self) -> WindowSource:
-        """Where a step's global batch comes from: `sources.train`, unless a step learns from two sources."""
+        """Source of a step's global batch: `sources.train`, unless a step learns from two sources."""
         ...
 
     @property

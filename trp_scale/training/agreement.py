@@ -1,5 +1,5 @@
-"""What all ranks must agree on: their settings at the start; before each step counts of the global batch, requests to
-stop, unreadable blocks.
+"""Agreement of all ranks: on settings at the start; before each step on counts of the global batch, stop requests and
+unreadable blocks.
 
 The agreement travels in one small all-reduce on the host, so that reading the answer never waits for the accelerator.
 """
@@ -24,7 +24,7 @@ MOST_LISTED = 20
 
 @dataclass(kw_only=True)
 class Agreed:
-    """The same on every rank.
+    """Agreement of a step, equal on every rank.
 
     Attributes:
         counts: [T] float64 on the host, elements of each task in the global batch.
@@ -115,7 +115,7 @@ class StepAgreement:
         return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
 
     def reason(self, own: str | None) -> str:
-        """Why the ranks stop, once they have agreed to: the first rank's reason that has one."""
+        """Return why the ranks stop, once they agreed to: the reason of the first rank that has one."""
         reasons = self.group.gather_objects(own)
         rank, reason = next((each for each in enumerate(reasons) if each[1]), (0, None))
         if reason is None:

@@ -16,7 +16,7 @@ VALIDATION = "validation"
 
 @dataclass(kw_only=True)
 class Best:
-    """What has been measured; the same on all ranks.
+    """Best measured value; equal on all ranks.
 
     Attributes:
         figure: validation.loss, validation.worst, validation.TASK, or HOOK.FIGURE.
@@ -44,7 +44,7 @@ class Best:
         return True
 
     def given_up(self) -> str | None:
-        """Why the run ends, if it does."""
+        """Return why the run ends, or `None`."""
         if not self.patience or self.since < self.patience:
             return None
         return f"{NO_BETTER}{self.figure} in {self.since} measurements: {self}"
@@ -62,7 +62,7 @@ class Best:
 
 
 def best_of(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
-    """What keeps the best of a run; None where none is asked for.
+    """Return the tracker of a run's best checkpoint; `None` if none is configured.
 
     Args:
         tasks: of the objective.

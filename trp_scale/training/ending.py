@@ -33,7 +33,7 @@ STOP_RECORD = "stop.json"
 
 @dataclass(kw_only=True)
 class Ending:
-    """What leaves the record of one start.
+    """Record of the end of one start.
 
     Attributes:
         run_dir: of the run.

@@ -109,7 +109,7 @@ class PendingStep:
 
 @dataclass(kw_only=True)
 class RunControl:
-    """What the loop calls on the run around it.
+    """Callbacks from the loop to the run around it.
 
     Attributes:
         save: writes a checkpoint of the present state, or begins to.

@@ -226,7 +226,7 @@ def fits(
 
 
 def free_bytes(device: torch.device) -> int:
-    """What the device has left, with what torch holds of it and does not use."""
+    """Return the free bytes of the device, including unused memory that torch holds."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
@@ -238,7 +238,7 @@ def counted(
     engine_name: str,
     ds_document: Mapping[str, Any] | None,
 ) -> Need:
-    """What a step of this run takes of the device.
+    """Return the memory that a step of this run needs.
 
     Raises:
         RefusedError: the forward pass needs the content of its tensors.
@@ -270,7 +270,7 @@ def saved_by_rows(
     device: torch.device,
     rounded: bool,
 ) -> Need:
-    """What a forward pass keeps for its backward pass, by the rows of the micro-batch.
+    """Return the bytes that a forward pass keeps for its backward pass, by the rows of the micro-batch.
 
     Args:
         make_model: makes the model; called twice where blocks keep less.
@@ -357,7 +357,7 @@ def saved_bytes(
 
 
 def first_rows(upstream: Upstream, count: int) -> Batch:
-    """Of the order, as if they took the most that so many rows can take."""
+    """Return the first rows of the order, padded to the largest size that so many rows can take."""
     return upstream.worst_case_batch(upstream.sources.train.first_rows(count))
 
 
@@ -368,5 +368,5 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def storage(tensor: Tensor) -> int:
-    """What tensors that share their content have in common."""
+    """Return an identifier that tensors with shared storage have in common."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ def pretrain(arguments: Arguments) -> Ended:
 
 
 class Guard(NamedTuple):
-    """What looks after a run while it goes on.
+    """Watchers of a run while it trains.
 
     Attributes:
         stop_requested: why this rank wants to stop, or None.
@@ -426,7 +426,7 @@ class Run:
         )
 
     def _capped_workers(self) -> list[str]:
-        """That there are fewer loader workers than were asked for, if so."""
+        """Report that there are fewer loader workers than requested, if so."""
         asked, cpus = self.config.data.workers, self.environment.cpus
         if asked <= cpus:
             return []

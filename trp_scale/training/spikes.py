@@ -94,7 +94,8 @@ class SpikeWatch:
         return found
 
     def _known(self, step: int) -> list[list[float]]:
-        """What a step is judged by: of each number the last logarithms, without those of the step before it."""
+        """Return the history that a step is judged by: the last logarithms of each number, without those of the
+        previous step."""
         return [[value for number, value in past if number < step - 1][-WINDOW:] for past in self._past]
 
     def state(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class SpikeWatch:
             past.extend((int(step), float(value)) for step, value in state.get(name, ()))
 
     def _values(self, stats: StepStats) -> list[float | None]:
-        """By `_names`; None where there is none to judge: an absent task, or one that is not finite or not above 0."""
+        """Return the values by `_names`; `None` for an absent task, and for one that is not finite or not above 0."""
         tasks = (loss if count else 0.0 for loss, count in zip(stats.task_losses, stats.task_counts, strict=True))
         every = (stats.loss, stats.grad_norm, *tasks)
         return [value if 0.0 < value < math.inf else None for value in every]

@@ -54,8 +54,8 @@ class EffectWatch:
         self.steps = ctx.step + 1
 
     def notice(self, settings: AdversarySettings, idle: int, share_of_eps: float, effect: float | None) -> str:
-        """What there is to say of an adversary that does nothing or hardly anything; empty where it acts. It is logged
-        as a warning once, and again after the adversary has been back at work.
+        """Describe an adversary with little or no effect; "" if it acts. It is logged as a warning once, and again
+        after the adversary has been back at work.
 
         Args:
             idle, share_of_eps, effect: as read from the device and logged.

@@ -190,7 +190,7 @@ def no_adversary(settings: NoAdversarySettings, run: RunContext) -> None:
 
 
 def _description(settings: PositionAdversarySettings, shape: PerturbationShape) -> dict[str, Any]:
-    """What must be the same for the tensors to be taken over, by the setting that decides it."""
+    """Return the properties that must be equal for the tensors to be reused, by the setting that decides each."""
     return {
         "kind": settings.kind,
         "ascent": settings.ascent,

@@ -149,7 +149,7 @@ class LossReadingBalancer(TaskBalancer):
         return torch.where(self._last.counts > 0, self._last.means(self._last.sums), torch.nan)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Those of all balancers, and scaled: the losses as they are read, where that is not as they are."""
+        """Return the metrics of all balancers, and `scaled`: the scaled losses, if scaling is on."""
         values = dict(super().metrics())
         losses = self.losses_read()
         if self.settings.scale != "none" and losses is not None:

@@ -35,8 +35,8 @@ class IntervalMeans:
     earlier: Tensor
 
     def at(self, interval: int) -> IntervalMeans:
-        """The same at the start of, or within, a later interval. One in which a task was never seen does not count for
-        that task: its means stay."""
+        """Return the means at the start of, or within, a later interval. One in which a task was never seen does not
+        count for that task: its means stay."""
         if interval == self.interval:
             return self
         seen = self.steps > 0
@@ -73,7 +73,7 @@ class Dwa(LossReadingBalancer):
         self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
 
     def means_at(self, step: int) -> IntervalMeans:
-        """What is known at a step."""
+        """Return the means known at a step."""
         return self.means.at(step // self.interval_steps)
 
     def ratios(self, step: int) -> Tensor:

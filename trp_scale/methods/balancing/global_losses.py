@@ -118,7 +118,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         return self.last_losses
 
     def metrics(self) -> Mapping[str, Any]:
-        """Those of all balancers, and estimate."""
+        """Return the metrics of all balancers, and `estimate`."""
         ctx = self._last
         if ctx is None or ctx.weights is None:
             return {"kind": self.settings.kind}

@@ -217,7 +217,7 @@ class GradNorm(LossReadingBalancer):
 
 
 def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
-    """The same objective, whose balanced tasks can all be told apart at this place.
+    """Return the objective if its balanced tasks can all be told apart at this place.
 
     Raises:
         RefusedError: they cannot, or there is nothing to tell apart; names the flag to change.

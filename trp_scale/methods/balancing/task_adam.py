@@ -13,7 +13,7 @@ EPS = 1e-8
 
 
 class TaskAdam:
-    """What torch.optim.Adam does with one 0-dimensional parameter per task, without decay.
+    """Adam of torch.optim.Adam with one 0-dimensional parameter per task, without decay.
 
     torch's own leaves a parameter alone only if the host knows that it has no gradient; which tasks are absent is known
     on the device, and the host would have to wait for it. An absent task's moments and step count stay as they are.

@@ -113,7 +113,7 @@ def second_encoder(run: RunContext) -> Engine:
 
 
 def storage_layout(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
-    """Which part of which parameter each piece is."""
+    """Return the region of the parameter that each piece stores."""
     return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 

@@ -62,7 +62,7 @@ class MaskDerivative(ABC):
 
 
 class HardMaskDerivative(MaskDerivative):
-    """For a hard selection: one forward pass without a graph."""
+    """Derivative of a hard selection: one forward pass without a graph."""
 
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]:
         gradients = []
@@ -80,7 +80,7 @@ class HardMaskDerivative(MaskDerivative):
 
 
 class SoftMaskDerivative(MaskDerivative):
-    """For a selection that has a derivative: a forward and a backward pass, whose gradient by the encoder is
+    """Derivative of a differentiable selection: a forward and a backward pass, whose gradient of the encoder is
     dropped."""
 
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]:

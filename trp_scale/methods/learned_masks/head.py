@@ -403,7 +403,7 @@ class _SeveralPasses(_Passes):
 
 
 def leaf(values: Tensor) -> Tensor:
-    """The same values as the start of a graph of their own."""
+    """Return the values as a leaf of a new graph."""
     return values.detach().clone().requires_grad_()
 
 

@@ -41,8 +41,8 @@ Clock = Callable[[str], AbstractContextManager[None]]
 
 
 class OuterObjective:
-    """What the masking network is to lower, and the points of a cycle at which that is worked out. A point that a
-    subclass leaves alone does nothing.
+    """Objective of the masking network, and the points of a cycle at which it is computed. A point that a subclass
+    leaves alone does nothing.
 
     Args:
         run: whose masks are learned.
@@ -77,7 +77,7 @@ class OuterObjective:
         return window.counts
 
     def joined(self, ctx: StepContext, micro: Batch) -> Batch:
-        """What the objective sees of a micro-batch that was joined to the window."""
+        """Return the objective's view of a micro-batch that was joined to the window."""
         raise NotImplementedError(f"{type(self).__name__} joins no micro-batches to a window")
 
     def gradients(self, ctx: StepContext) -> None:
@@ -123,7 +123,7 @@ class RaisedReconstruction(OuterObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadUpdate:
-    """What the last hypergradient came from. Attributes: head: the head's step; train, validation: micro-batches."""
+    """Inputs of the last hypergradient. Attributes: head: the head's step; train, validation: micro-batches."""
 
     head: HeadStep
     train: list[Batch]
@@ -173,7 +173,7 @@ class ValidationLoss(OuterObjective):
             self.level.frozen_step(ctx.engine, window, ctx.step, self.head_rule(ctx))
 
     def head_rule(self, ctx: StepContext) -> HeadRule:
-        """How the head steps at the end of a cycle."""
+        """Return the head's update rule at the end of a cycle."""
         return partial(self.level.head.adamw_step, scale=self.scale(ctx))
 
     def encoder_gradient(self, ctx: StepContext) -> Shards:

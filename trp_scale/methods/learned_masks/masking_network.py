@@ -25,7 +25,7 @@ class MaskingNetwork(nn.Module):
 
     @staticmethod
     def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
-        """Of the first layer and of the second, for one image."""
+        """Return the multiply-adds of the first and of the second layer, for one image."""
         raise NotImplementedError("a masking network says what it costs")
 
     @property

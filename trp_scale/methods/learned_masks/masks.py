@@ -295,8 +295,8 @@ class Masker:
 
     @torch.no_grad()
     def _overlaps(self, windows: Sequence[MaskedWindow]) -> dict[str, Tensor]:
-        """Whose masks T's present ones are, on the images and embeddings that it has just learned from. A random mask
-        would share the mask ratio with any other, whatever was learned, so it is not compared with."""
+        """Measure the overlap of T's current masks with earlier ones, on the images and embeddings of the last update.
+        A random mask would share the mask ratio with any other, whatever was learned, so it is not compared with."""
         pairs = [pair for window in windows for pair in zip(window.micros, window.selections, strict=True)]
         before = [chosen.masked for _, chosen in pairs]
         now = [self._chosen_again(chosen) for _, chosen in pairs]
@@ -327,7 +327,7 @@ class Masker:
         self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
 
     def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
-        """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""
+        """Subtract the weighted mean if weights are normalised: scaling all probabilities then changes nothing."""
         if self.settings.weights == "raw":
             return gradients
         pairs = zip(window.micros, window.selections, gradients, strict=True)

@@ -93,7 +93,7 @@ class LearnedMasksSettings(MultilevelSettings):
         yield from self._levels(config)
 
     def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        """What the levels of this kind need."""
+        """Yield requirements of this kind's levels."""
         return iter(())
 
     def _final_ratio(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
@@ -227,7 +227,7 @@ class HeadSettings(LabelledSettings):
             )
 
     def _ahead(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        """What other hooks only find out in the step itself is not known to steps that are made before it."""
+        """Yield hooks whose values are known only within the step, not to steps that are computed ahead."""
         if config.adversary.kind == "pixels":
             yield (
                 "--multilevel.mode is look_ahead but --adversary.kind is pixels, whose shifts of the next images are "

@@ -88,7 +88,7 @@ class UnrolledValidationLoss(ValidationLoss):
         return [pair for pairs in results for pair in pairs]
 
     def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
-        """With the exact hypergradient of the last of the steps."""
+        """Compare with the exact hypergradient of the last of the steps."""
         engine, present = step.ctx.engine, step.ctx.engine.weights()
         before = present if step.place is None else present.plus(step.place)
         places = (before, present.plus(end), present.times(0.0).shifted(rate))

@@ -28,7 +28,7 @@ Wanted = Literal["prediction", "prediction_and_class", "class_token", "features"
 
 
 class MaeOutput(NamedTuple):
-    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
     Attributes:
         prediction: [B, M, P], what is predicted of each masked patch.
@@ -96,15 +96,15 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """That of its blocks."""
+        """Plan of its blocks."""
         heads = {"vision__decoder_heads": self.vision.decoder_heads} if self.decoder_blocks else {}
         block = cast(TransformerBlock, self.blocks[0])
         return block_plan(self, model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
 
     @property
     def index(self) -> IndexKind:
-        """How unperturbed offsets find their entries: the reference that a coordinate adversary starts from is its
-        own index without a shift."""
+        """Index of unperturbed offsets: the reference that a coordinate adversary starts from is its own index without
+        a shift."""
         if self.adversary.kind == "relative_coordinate":
             return cast(IndexKind, self.adversary.index)
         return self.vision.index

@@ -69,7 +69,8 @@ class MaskedPatchReconstruction:
         return self.compute_errors(self.run(forward, batch, clean).prediction, batch, clean)
 
     def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
-        """What the model gives for a batch, its patches [B, N, P], and what hooks added; `wanted` is its `give`."""
+        """Return the model's output for a batch, its patches [B, N, P], and the hooks' extras; `wanted` is its
+        `give`."""
         seen = clean
         if (shift := batch.extras.get(PIXEL_SHIFT)) is not None:
             seen = self.patches(batch, shift)

@@ -91,7 +91,7 @@ class ImageUpstream(UpstreamParts):
 
     @classmethod
     def inference_config(cls, config: MaeConfig) -> MaeConfig:
-        """With masks drawn at random: no classes are needed, and images that were kept for tests may be read."""
+        """Return settings with random masks: no classes are needed, and images reserved for tests may be read."""
         config = copy(config)
         config.multilevel = RandomMasksSettings()
         return config

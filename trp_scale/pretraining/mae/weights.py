@@ -165,7 +165,7 @@ def stored_positions(grid: int, width: int, order: PositionOrder = "column_row")
 
 
 def order_of(positions: Tensor) -> PositionOrder | None:
-    """Which fixed sine-cosine positions of a square grid [N, D] these are; None if they are no such positions."""
+    """Return the order of fixed sine-cosine positions of a square grid [N, D]; `None` for other positions."""
     grid, width = round(len(positions) ** 0.5), positions.shape[-1]
     if grid**2 != len(positions) or width % 4:
         return None

@@ -114,7 +114,7 @@ class TaskDecoder(nn.Module):
 
 
 class MultimodalOutput(NamedTuple):
-    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
     Attributes:
         predictions: [R, N, P_t] of each task, in the order of modalities.outputs (Modality.values).
@@ -180,7 +180,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """That of its blocks, and the decoders' look at the visible tokens, whose queries can be split."""
+        """Plan of its blocks, and of the decoders' cross-attention, whose queries can be split."""
         cross = "decoders.*.cross_attention"
         plan = block_plan(self, **self.divided)
         before = ("query_norm", "cross_attention", "norm", "mlp")

@@ -115,7 +115,7 @@ class MultimodalReconstruction:
         return self.balanced
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """At what each decoder reads of the encoder, [T, R, 1 + V, D]: both places are there."""
+        """Return the tap on each decoder's input from the encoder, [T, R, 1 + V, D], which is both places."""
         rows, visible = batch["visible"].shape
         return Tap(TASK_TAPS, (len(self.tasks), rows, 1 + visible, self.hidden_size))
 

@@ -51,7 +51,7 @@ class RunModalities:
 
 
 def visible_slots(visible: Tensor, tokens: int) -> Tensor:
-    """Where among the V visible tokens each of all tokens is.
+    """Return the index of each token among the V visible tokens.
 
     Args:
         visible: [R, V] int64, numbers of the visible tokens.

@@ -1,4 +1,4 @@
-"""What a modality is: everything that a run, a data set or a picture has to know of one, in one class.
+"""Definition of a modality: everything that a run, a data set or a picture needs, in one class.
 
 A modality's file says how its maps are stored (`format`), what enters a batch, how a patch becomes a token, what is
 predicted and by which loss, what that costs, and how it is shown. The rest of the package asks for it by its name.
@@ -61,7 +61,7 @@ class MapFiles:
         return read_png(content)
 
     def numbers(self, numbers: Map) -> Map:
-        """What is stored for the numbers of a file; the very same array where nothing is changed.
+        """Convert a file's numbers to stored numbers; returns the same array if nothing changes.
 
         Raises:
             DataError: numbers that cannot be stored.
@@ -98,7 +98,7 @@ class PseudoLabels(ABC):
 
     @abstractmethod
     def read_model(self, where: str, config: Any) -> Any:
-        """What a model's configuration says of its labels; small, it is sent to every process.
+        """Return the description of labels in a model's configuration; small, it is sent to every process.
 
         Args:
             where: how the model was given, for messages.
@@ -126,7 +126,7 @@ class PseudoLabels(ABC):
 
     @abstractmethod
     def interpret(self, processor: Any, said: Any, settings: Any) -> Interpret:
-        """How the model's output becomes maps, on its device and without waiting for it."""
+        """Return the function from the model's output to maps, on its device and without waiting for it."""
 
 
 class Modality(ABC):
@@ -163,7 +163,7 @@ class Modality(ABC):
 
     @classmethod
     def classes(cls, stored: StoredMaps) -> int:
-        """How many classes its maps tell apart: what the model's shapes depend on beside the settings; 0: none."""
+        """Return the number of classes in the maps, which model shapes depend on; 0 without classes."""
         return len(cls.class_names(stored))
 
     @classmethod
@@ -237,13 +237,13 @@ class Modality(ABC):
         }
 
     def unknown(self, rows: int, crops: CropConfig) -> dict[str, Tensor]:
-        """What a batch holds of rows of which nothing is known."""
+        """Return the fields of a batch for rows without content."""
         cropper, sizes = Cropper(crops), np.ones((rows, 2), dtype=np.int64)
         drawn = cropper.draw(np.zeros(rows, dtype=np.uint64), sizes)
         return self.fields(DecodedRows(samples=[None] * rows, reasons={}), drawn, cropper, self.stored_unknown(rows))
 
     def stored_unknown(self, rows: int) -> Sequence[Any]:
-        """What `fields` asks of the data sets of rows that are not there; most ask nothing."""
+        """Return the arguments of `fields` for absent rows; most need none."""
         return []
 
     @abstractmethod
@@ -328,7 +328,7 @@ class Modality(ABC):
 
     @classmethod
     def meaning(cls, stored: Any) -> str:
-        """What the colours of stored maps mean, where they do not say it themselves."""
+        """Return the meaning of colours in stored maps that do not state it."""
         return ""
 
     @staticmethod
@@ -354,7 +354,7 @@ class Modality(ABC):
 
 
 def count_patches(valid: npt.NDArray[np.bool_], side: int) -> npt.NDArray[np.int32]:
-    """How many of each patch's pixels are valid, [R, N] for maps [R, N^(1/2) side, N^(1/2) side]."""
+    """Count the valid pixels of each patch, [R, N] for maps [R, N^(1/2) side, N^(1/2) side]."""
     rows, size, _ = valid.shape
     across = size // side
     # Lines first, in 16 bits: five times as fast as both at once.

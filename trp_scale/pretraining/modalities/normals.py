@@ -42,7 +42,7 @@ class Normals(Modality):
         return SceneMap(stored_normals(scene.normals, 16), {})
 
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[np.float32]:
-        """Of length 1 again, since stored numbers are rounded; a mirrored surface faces the other side."""
+        """Normalise to length 1, since stored numbers are rounded; a mirrored surface faces the other side."""
         known = (numbers != UNKNOWN).any(axis=-1, keepdims=True)
         normals = numbers.astype(np.float32) * np.float32(2 / np.iinfo(numbers.dtype).max) - np.float32(1)
         if mirrored:

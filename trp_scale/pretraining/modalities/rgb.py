@@ -50,7 +50,7 @@ class Rgb(Modality):
         return self._image_patches(batch["images"])
 
     def seen(self, patches: Tensor, batch: Batch) -> Tensor:
-        """With `pixel_shift` [R, 3, S, S] of the batch's extras added, which a hook may put there."""
+        """Add `pixel_shift` [R, 3, S, S] of the batch's extras, which a hook may set."""
         shift = batch.extras.get(PIXEL_SHIFT)
         return patches if shift is None else self._image_patches(batch["images"], shift)
 
@@ -62,7 +62,7 @@ class Rgb(Modality):
         return (guess - target).square().mean(-1)
 
     def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """Of rgb with the true patch's mean and deviation, as is usual."""
+        """Return rgb with the true patch's mean and deviation, as is usual."""
         if task == RAW:
             return prediction
         variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)

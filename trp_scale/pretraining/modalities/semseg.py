@@ -52,7 +52,8 @@ class ClassFormat(MapFormat):
     """8 bits, one class a pixel. dataset.json has "classes": their names, in the order of their numbers."""
 
     def readable(self, content: bytes | bytearray) -> bool:
-        """In a palette too, of any bits: the places in it are the classes, in whichever colours they are shown."""
+        """Return whether the content is readable, also as a palette of any bits: its indexes are the classes, in
+        whichever colours."""
         return self.fits(content) or png_format(content)[1] == PALETTE
 
     def stored(self, path: Path, name: str, description: Description) -> StoredClasses:
@@ -260,7 +261,8 @@ def unlisted_class(numbers: Map, classes: int) -> int | None:
 
 
 def class_maps(processor: Any, classes: int) -> Interpret:
-    """How to make maps of a segmentation model's output: what is none of so many classes (such as -1) is VOID."""
+    """Return the function from a segmentation model's output to maps: values outside of the classes (such as -1) become
+    VOID."""
 
     def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
         found = processor.post_process_semantic_segmentation(output, target_sizes=list(sizes))

@@ -53,7 +53,7 @@ WordLosses = Callable[[Tensor, Tensor], Tensor]
 
 
 class BertOutput(NamedTuple):
-    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
     Attributes:
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
@@ -71,7 +71,7 @@ class BertOutput(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Which places of rows are in a list, and where.
+    """List of kept places of rows, and their positions.
 
     Attributes:
         kept: [K] int64, places of the flattened rows, each once.

@@ -118,7 +118,7 @@ class PosMaskedLanguageModelling:
         return words if at == "weights" else (*words, self.next_sentence)
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """At the transform's output [R, M, D], or at the heads' input [R, 1 + M, D]."""
+        """Return the tap at the transform's output [R, M, D], or at the heads' input [R, 1 + M, D]."""
         rows, masked = batch["masked_positions"].shape
         return Tap(TAPS[at], (rows, masked if at == "weights" else 1 + masked, self.hidden_size))
 

@@ -12,7 +12,7 @@ from trp_scale.config.settings import setting
 
 @dataclass(kw_only=True)
 class PosBertObjectiveConfig:
-    """Which losses there are, and which of them takes part in the maximum (TRP 4.1)."""
+    """Losses, and which of them take part in the maximum (TRP 4.1)."""
 
     other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
     """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,

@@ -112,7 +112,7 @@ class TextUpstream(UpstreamParts):
 
     @cached_property
     def step_flops(self) -> float:
-        """With as much padding left out as in the first rows of the training order."""
+        """Return the FLOPs of a step with as much padding left out as in the first rows of the training order."""
         batch = self._first_rows()
         return bert_step_flops(
             self.config.model,
