@@ -86,8 +86,12 @@ def test_each_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read.append(f"{path.name}/{entry.name}")
         return original(path, entry)
 
+    paths = [save_step(tmp_path, step) for step in (1, 2, 3, 4)]  # which reads them back too
     monkeypatch.setattr(keeper_module, "damage", damage)
-    kept(tmp_path, Keeper(tmp_path), 1, 2, 3, 4, newest=3)
+    keeper = Keeper(tmp_path)
+    for path in paths:
+        keeper.written(path, Kept(newest=3))
+        keeper.finish(lambda: None)
     assert len(read) == len(set(read)) == 8
 
 
