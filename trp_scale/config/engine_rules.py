@@ -1,5 +1,4 @@
-"""Requirements of engines. The engines of the package are declared in engines/settings.py. The engines of the package
-declare themselves in engines/settings.py."""
+"""Requirements of engines; the engines of the package are declared in engines/settings.py."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class EngineRules(Settings):
     shards_everything: ClassVar[bool] = False
 
     def refusals(self, config: Any) -> Iterator[str]:
-        """Yield what a run of this engine cannot have: flag, value, and what is allowed."""
+        """Yield settings that a run of this engine cannot have: flag, value, and allowed values."""
         return iter(())
 
     def keeps_states_in_files(self, config: Any) -> bool:
@@ -60,7 +59,7 @@ def distributed_engines() -> list[str]:
 
 
 def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
-    """Refuse what the chosen engine or machine does not have.
+    """Refuse settings that the chosen engine or machine does not support.
 
     Raises:
         RefusedError: settings of another engine, what the engine refuses, fp16 without a loss scaler or without a GPU,

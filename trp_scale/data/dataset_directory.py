@@ -38,7 +38,7 @@ def open_dataset(path: Path, source: str) -> Any:
     """Open a directory written by datasets.save_to_disk, a Dataset or a DatasetDict.
 
     Args:
-        said: how it is named in messages.
+        source: name of the directory in messages.
 
     Raises:
         DataError: it cannot be opened.
@@ -65,7 +65,7 @@ def check_rows(rows: Any, first: int, last: int, source: str) -> None:
     Args:
         rows: a Dataset without a selection.
         first, last: rows first ... last - 1.
-        said: how it is named in messages.
+        source: name of the directory in messages.
 
     Raises:
         DataError: offsets or lengths of one of them lead elsewhere.

@@ -44,7 +44,7 @@ def require_dataset(directory: Path, source: str = "") -> None:
     """Refuse a directory that is no data set.
 
     Args:
-        said: how it is named in the message; empty: its path.
+        source: name of the directory in the message; "" for its path.
 
     Raises:
         DataError: says what is there, and the command that makes a data set of it.

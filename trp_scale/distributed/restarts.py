@@ -1,8 +1,7 @@
 """In-place restarts: the launched process is a supervisor that forks the rank and forks it again after a fault.
 
-When a rank ends by a fault, the supervisors end all ranks and fork them again, and the run continues from its newest
-checkpoint; the launcher does not notice. They agree through the store of the rendezvous, which outlives the ranks (of
-torchrun's agent, or of a further process). A supervisor never touches a GPU, which cannot be used after a fork.
+After a fault of a rank all ranks are ended, forked again, and continue from the newest checkpoint.
+Supervisors agree through a store that outlives the ranks, and never touch a GPU, which cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from types import FrameType
 from torch.distributed import DistNetworkError, DistStoreError  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from trp_scale.distributed import stop
 from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, leave
-from trp_scale.distributed.stop import STOP_SIGNALS, asked_early, handle_signals, listen_early, note_early
 from trp_scale.exit_status import ExitStatus
 
 POLL_S, GRACE_S, STORE_TIMEOUT = 1.0, 5.0, timedelta(seconds=10)
@@ -47,35 +46,33 @@ def run_with_restarts(run: Callable[[int], int], *, info: RankInfo, restarts: in
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counts GPUs without touching them
     imports()
     supervisors, supervisor = _Supervisors(info), _Supervisor()
-    handlers = handle_signals(STOP_SIGNALS, supervisor.forward_signal)
-    for attempt in range(restarts + 1):
-        supervisor.fork(run, attempt)
-        while not supervisor.has_ended(POLL_S):
-            if supervisors.first_report(attempt).startswith("restart") and not supervisor.has_ended(GRACE_S):
-                os.kill(supervisor.pid, signal.SIGKILL)
-        is_fault = supervisor.status not in NOT_FAULTS and not supervisor.stop_requested
-        report = f"{'restart' if is_fault and attempt < restarts else 'end'} {info.rank}"
-        first = supervisors.first_report(attempt, report)
-        if not first.startswith("restart"):
-            break
-        if first == report:
-            cause = SIGNALS.get(supervisor.status, f"status {supervisor.status}")
-            message = f"ended with {cause}: all ranks start again, {attempt + 1} of {restarts} (--reliability.restarts)"
-            print(f"[rank {info.rank} on {socket.gethostname()}] {message}", file=sys.stderr, flush=True)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop.signal_handlers(stop.STOP_SIGNALS, supervisor.forward_signal):
+        for attempt in range(restarts + 1):
+            supervisor.fork(run, attempt)
+            while not supervisor.has_ended(POLL_S):
+                if supervisors.first_report(attempt).startswith("restart") and not supervisor.has_ended(GRACE_S):
+                    os.kill(supervisor.pid, signal.SIGKILL)
+            is_fault = supervisor.status not in NOT_FAULTS and not supervisor.stop_requested
+            report = f"{'restart' if is_fault and attempt < restarts else 'end'} {info.rank}"
+            first = supervisors.first_report(attempt, report)
+            if not first.startswith("restart"):
+                break
+            if first == report:
+                cause = SIGNALS.get(supervisor.status, f"status {supervisor.status}")
+                message = f"[rank {info.rank} on {socket.gethostname()}] ended with {cause}: all ranks start again"
+                print(f"{message}, {attempt + 1} of {restarts} (--reliability.restarts)", file=sys.stderr, flush=True)
     return supervisor.status
 
 
 class _Supervisor:
     def __init__(self) -> None:
-        self.pid, self.status, self.stop_requested = 0, 0, asked_early() is not None  # status of the last rank
+        self.pid, self.status, self.stop_requested = 0, 0, stop.asked_early() is not None  # status of the last rank
         self._began = time.monotonic()
 
     def fork(self, run: Callable[[int], int], attempt: int) -> None:
         if (pid := os.fork()) == 0:
-            handle_signals([signal.SIGINT], signal.default_int_handler)
-            listen_early()
+            stop.handle_signals([signal.SIGINT], signal.default_int_handler)
+            stop.listen_early()
             os.environ |= {ATTEMPT: str(attempt), BEGAN: str(self._began)}
             status: int = ExitStatus.FAILED
             try:
@@ -85,12 +82,13 @@ class _Supervisor:
             except BaseException:
                 traceback.print_exc()
             leave(status)
-        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+        self.pid, self._pidfd, self._poll = pid, os.pidfd_open(pid), select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
         if self.stop_requested:  # perhaps while no rank existed
             os.kill(pid, signal.SIGTERM)
 
     def has_ended(self, timeout_s: float) -> bool:
-        if self.pid and select.select([self._pidfd], [], [], timeout_s)[0]:
+        if self.pid and self._poll.poll(1000 * timeout_s):
             pid, self.pid = self.pid, 0  # from here on no signal is forwarded to it
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(self._pidfd)
@@ -102,7 +100,7 @@ class _Supervisor:
         if self.pid:
             os.kill(self.pid, number)
         else:
-            note_early(signal.Signals(number))  # in a rank that was just forked
+            stop.note_early(signal.Signals(number))  # in a rank that was just forked
 
 
 class _Supervisors:
@@ -135,7 +133,7 @@ def _fork_store(info: RankInfo) -> None:
     (read, write), parent = os.pipe(), os.getpid()
     if os.fork() == 0:
         try:
-            for number in STOP_SIGNALS:  # Ctrl-C reaches the whole group
+            for number in stop.STOP_SIGNALS:  # Ctrl-C reaches the whole group
                 signal.signal(number, signal.SIG_IGN)
             store = open_store(info, STORE_TIMEOUT)
             os.write(write, b"open")

@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from trp_scale.exit_status import ExitStatus
@@ -41,8 +41,7 @@ _first_at: float | None = None
 
 
 def signal_came_at() -> float | None:
-    """Return when this process first received a signal to stop, by time.monotonic(), or `None`. For waits outside of
-    steps. For what waits where no step can end."""
+    """Return when this process first received a signal to stop, by time.monotonic(), or `None`."""
     return _first_at
 
 
@@ -51,14 +50,20 @@ def _note_time() -> None:
     _first_at = time.monotonic() if _first_at is None else _first_at
 
 
-def _forget_time() -> None:
-    global _first_at
-    _first_at = None
-
-
 def handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
-    """Install a handler for those of the signals that are not ignored; return the handlers before, to be put back."""
+    """Install a handler for the signals that are not ignored; return the previous handlers."""
     return {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+
+@contextmanager
+def signal_handlers(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+    """Install a handler inside the context, for the signals that are not ignored."""
+    before = handle_signals(numbers, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def listen_early() -> None:
@@ -116,27 +121,25 @@ class StopRequests:
         self._looked = float("-inf")
         self._interrupted = float("-inf")
         self._reason: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = signal_handlers(STOP_SIGNALS, self._hear)
         self._listener: _Listener | None = None
         self._gone: float | None = None
 
     def __enter__(self) -> StopRequests:
         self._start = self._clock() if self._began is None else self._began
-        self._before = handle_signals(STOP_SIGNALS, self._hear)
+        self._handlers.__enter__()
         early = asked_early()
         self._reason = self._reason or early  # a signal may have come since the first line
         self._listener = _Listener()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        global _first_at
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        _forget_time()  # the next run of a notebook's process was not asked to stop
+        self._handlers.__exit__(None, None, None)
+        _first_at = None  # the next run of a notebook's process was not asked to stop
 
     def requested(self) -> str | None:
         """Return the reason of this rank's stop request, for the log, or `None`. The first reason stays."""
@@ -246,15 +249,14 @@ def gone_launcher(launchers: tuple[int, ...]) -> int | None:
     """The first of these that is no longer what it was: the parent of the one before, or of this process."""
     child: int | None = None
     for expected in launchers:
-        found = os.getppid() if child is None else _parent_of(child)
-        if found != expected:
+        parent = os.getppid() if child is None else _parent_of(child)
+        if parent != expected:
             return expected
         child = expected
     return None
 
 
 def _parent_of(process: int) -> int | None:
-    """None where there is no such process."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

@@ -101,10 +101,7 @@ def check_names(wanted: Collection[str], names: Collection[str]) -> None:
 
 
 def check_shapes(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """
-    Args:
-        own: a model's parameters, by name.
-        given: shapes of what they are to be.
+    """Refuse tensors whose shapes are not those of the model's parameters. Both are by name.
 
     Raises:
         OtherTensorsError: those of another shape.
@@ -129,7 +126,7 @@ def take(
 
     Args:
         sources: by parameter, the names of what it is made of.
-        given: those tensors.
+        tensors: by these names.
         ours: makes a parameter's value of its sources, or its shape of theirs, which are then on the meta device.
 
     Raises:

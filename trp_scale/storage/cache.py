@@ -109,10 +109,10 @@ class Cache:
         return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
 
     def open(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
-        """A descriptor of the file at `place`, which is fetched if it is not there.
+        """Return a descriptor of the file at `path`; fetch the file if it is missing.
 
         Args:
-            place: below the root.
+            path: below the root.
             size: its bytes.
             fetch: writes them into a descriptor.
 
@@ -154,7 +154,7 @@ class Cache:
         """Remove a file whose content is wrong, unless another process has replaced it.
 
         Args:
-            place: below the root.
+            path: below the root.
             inode: of the wrong file, which the caller holds open or mapped.
         """
         with self._alone(), suppress(FileNotFoundError):
@@ -174,7 +174,7 @@ class Cache:
         """Fetch a file that will be opened, unless it is there or another process fetches it.
 
         Args:
-            place, size, fetch: as of `open`.
+            path, size, fetch: as of `open`.
 
         Raises:
             RemoteError: no room.

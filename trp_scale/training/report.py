@@ -192,7 +192,7 @@ def held_out_name(history: RunHistory) -> str:
 
 def _in_per_cent(history: RunHistory) -> str:
     """Describe the change of the loss of a single task; "" with several tasks or learned masks, whose loss at the end
-    is that of other patches. Nothing where masks are learned: at the end the loss is that of other patches."""
+    is that of other patches."""
     start, end = history.loss_start, history.loss_end
     if len(history.tasks) != 1 or history.lesson is not None or not start or end is None or end == start:
         return ""

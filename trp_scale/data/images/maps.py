@@ -189,12 +189,12 @@ def own_directory(path: Path, name: str, description: Description) -> str:
 
 
 def class_names(path: Path, field_path: str, value: object) -> tuple[str, ...] | None:
-    """Names of classes in dataset.json, or None.
+    """Return the names of classes in dataset.json, or `None`.
 
     Args:
         path: of dataset.json, for messages.
-        place: where they stand in it, for messages.
-        found: what stands there.
+        field_path: of the field, for messages.
+        value: of the field.
 
     Raises:
         DataError: neither a list of names nor null.

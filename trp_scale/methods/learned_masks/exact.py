@@ -82,10 +82,10 @@ class ExactComparison:
         approximate: Sequence[MaskGradient],
         step: WholeStep,
     ) -> None:
-        """Take note of how well a hypergradient agrees; all ranks call it together.
+        """Record how well a hypergradient agrees with the exact one; all ranks call it together.
 
         Args:
-            found: the hypergradient, by micro-batch of this rank.
+            approximate: the hypergradient, by micro-batch of this rank.
             step: the step that it is the hypergradient of.
         """
         if self._module is None:

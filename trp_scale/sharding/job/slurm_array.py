@@ -51,10 +51,10 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
 
 
 def submit_job(array_flags: str, flags: str, script: str) -> str:
-    """Submit a job, and give its number.
+    """Submit a job, and return its number.
 
     Args:
-        own: flags of sbatch; given: further ones, of the user; script: what the job runs.
+        array_flags, flags: of sbatch, the second of the user; script: command that the job runs.
 
     Raises:
         DataError: SLURM refuses it, or there is none.

@@ -44,7 +44,7 @@ class Labeller:
     """Labels images with one model.
 
     Args:
-        found: the model.
+        source: where the model is from.
         model: loaded, on `device`.
         processor: its image processor.
         interpret: makes maps of its output.
