@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.text.corpus import embedded_documents
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
+
+
+def small_text_config(source: Path, output: Path) -> ShardTextConfig:
+    """Settings of `small_text_dataset`."""
+    return ShardTextConfig(
+        inputs=[str(source)],
+        output=output,
+        tagger="textblob",
+        length=64,
+        vocab_size=1000,
+        rows_per_block=16,
+        shard_bytes=20_000,
+        processes=1,
+        progress=False,
+    )
 
 
 def small_text_dataset(
@@ -37,19 +53,8 @@ def small_text_dataset(
         if left <= 0:
             break
     source.write_text("".join(lines), encoding="utf-8")
-    return shard_text(
-        ShardTextConfig(
-            inputs=[str(source)],
-            output=directory,
-            tagger="textblob",
-            length=length,
-            vocab_size=vocab_size,
-            rows_per_block=rows_per_block,
-            shard_bytes=shard_bytes,
-            processes=1,
-            progress=False,
-        )
-    )
+    sizes = {"length": length, "vocab_size": vocab_size, "rows_per_block": rows_per_block, "shard_bytes": shard_bytes}
+    return shard_text(replace(small_text_config(source, directory), **sizes))
 
 
 def small_image_dataset(

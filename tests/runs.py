@@ -96,6 +96,18 @@ def start(
     )
 
 
+def run_command(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of trp-scale in this checkout, without the environment of the tests."""
+    return subprocess.run(
+        [sys.executable, "-m", "trp_scale", command, *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

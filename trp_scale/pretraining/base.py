@@ -178,6 +178,13 @@ class UpstreamParts:
             device_type=device_type,
         )
 
+    @classmethod
+    def open_rank_sources(cls, config: Any, environment: Environment) -> Sources:
+        """Open this rank's part of the data, with at most as many workers as it has CPUs."""
+        rank, world = environment.data.rank, environment.data.size
+        config = sources.within_cpus(config, environment.cpus)
+        return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
+
     @staticmethod
     def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
         """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""

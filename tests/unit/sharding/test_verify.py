@@ -6,8 +6,6 @@ import io
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zlib
 from dataclasses import replace
@@ -18,13 +16,12 @@ import pytest
 
 from tests.fixtures import small_text_dataset
 from tests.grids import always
+from tests.runs import run_command
 from trp_scale.cli import main as cli
 from trp_scale.data.index import Block, Member, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.text.stored import read_block, row_texts
 from trp_scale.sharding.verify import verify_dataset
-
-ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +32,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "data"))
-
-
-def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "trp_scale", command, *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_a_whole_data_set_is_whole(whole: Path) -> None:
@@ -77,7 +62,7 @@ def test_the_script_names_the_member_and_exits_with_1(copy: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[member.offset + 200] ^= 0xFF
     shard.write_bytes(content)
-    result = run("verify", str(copy))
+    result = run_command("verify", str(copy))
     assert result.returncode == 1
     assert (
         f"{shard}: block {block.key}, member tags.npy, bytes {member.offset}-{member.offset + member.length - 1}"
@@ -207,7 +192,7 @@ def test_rows_are_shown_as_text(whole: Path) -> None:
     shown = list(row_texts(shard, 3, key))
     assert [name for name, _ in shown] == [f"{key} row {row}" for row in range(3)]
     assert any("bold red" in str(span.style) for _, text in shown for span in text.spans)
-    result = run("inspect", str(shard), "--rows", "2", "--block", key)
+    result = run_command("inspect", str(shard), "--rows", "2", "--block", key)
     assert result.returncode == 0 and result.stdout.count(key) == 2
     assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
 

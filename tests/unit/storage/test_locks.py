@@ -13,7 +13,7 @@ import pytest
 from trp_scale.errors import DataError
 from trp_scale.storage.locks import only_run
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import OpenLabelled, within_cpus
+from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.methods.learned_masks.flops import multilevel_step_flops
@@ -59,12 +59,7 @@ class ImageUpstream(UpstreamParts):
     def __init__(self, config: MaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
-        self.sources = self.open_sources(
-            within_cpus(config, environment.cpus),
-            rank=data.rank,
-            world=data.size,
-            device_type=environment.device.type,
-        )
+        self.sources = self.open_rank_sources(config, environment)
         self.reconstruction = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
         if config.objective.uniformity > 0:
             self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)

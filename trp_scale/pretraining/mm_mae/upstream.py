@@ -19,7 +19,6 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
-from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import shorten
 from trp_scale.models.flops import TRAINING_OVER_FORWARD
@@ -59,14 +58,8 @@ class MultimodalUpstream(UpstreamParts):
     open_rows = staticmethod(open_rows)
 
     def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
-        data = environment.data
         self.config = config
-        self.sources = self.open_sources(
-            within_cpus(config, environment.cpus),
-            rank=data.rank,
-            world=data.size,
-            device_type=environment.device.type,
-        )
+        self.sources = self.open_rank_sources(config, environment)
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
         self.classes = classes_of(self.objective.modalities, self.sources.meta)

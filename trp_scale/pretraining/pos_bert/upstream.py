@@ -19,7 +19,6 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
-from trp_scale.data.sources import within_cpus
 from trp_scale.data.text.dataset import TextMeta, tokenizer_digest
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
@@ -70,12 +69,7 @@ class TextUpstream(UpstreamParts):
         data = environment.data
         self.config = config
         self._group = data
-        self.sources = self.open_sources(
-            within_cpus(config, environment.cpus),
-            rank=data.rank,
-            world=data.size,
-            device_type=environment.device.type,
-        )
+        self.sources = self.open_rank_sources(config, environment)
         self.source = self.sources.train
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)

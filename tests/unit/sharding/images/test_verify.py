@@ -6,8 +6,6 @@ import io
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zlib
 from dataclasses import replace
@@ -18,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.fixtures import small_image_dataset
+from tests.runs import run_command
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
@@ -27,7 +26,6 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.images.display import contact_sheet, stored_images
 from trp_scale.sharding.verify import verify_dataset
 
-ROOT = Path(__file__).resolve().parents[4]
 SIZE = 32
 
 
@@ -39,18 +37,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "data"))
-
-
-def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "trp_scale", command, *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_a_whole_data_set_is_whole(whole: Path) -> None:
@@ -163,7 +149,7 @@ def test_the_script_names_the_sample_and_exits_with_1(copy: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[member.offset + 100] ^= 0xFF
     shard.write_bytes(content)
-    result = run("verify", str(copy))
+    result = run_command("verify", str(copy))
     assert result.returncode == 1
     last = member.offset + member.length - 1
     assert f"{shard}: block {block.key}, member jpg, bytes {member.offset}-{last}" in result.stderr
@@ -173,7 +159,9 @@ def test_the_script_names_the_sample_and_exits_with_1(copy: Path) -> None:
 def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Path) -> None:
     shard = whole / "shards" / "image-000000.tar"
     keys = [block.key for block in read_index(shard).blocks]
-    result = run("inspect", str(whole), "--rows", "3", "--block", keys[4], "--output", str(tmp_path / "sheet.png"))
+    result = run_command(
+        "inspect", str(whole), "--rows", "3", "--block", keys[4], "--output", str(tmp_path / "sheet.png")
+    )
     assert result.returncode == 0, result.stderr
     for key in keys[4:7]:
         label = int(stored(whole)[key]["cls"])
@@ -182,7 +170,7 @@ def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Pat
     assert keys[3] not in result.stdout and keys[7] not in result.stdout
     assert result.stdout.count("depth.png 32 x 32 I;16") == result.stdout.count("semseg.png 32 x 32 L") == 3
     assert Image.open(tmp_path / "sheet.png").format == "PNG"
-    missing = run("inspect", str(shard), "--block", "nothing")
+    missing = run_command("inspect", str(shard), "--block", "nothing")
     assert missing.returncode == 2 and "no image 'nothing'" in missing.stderr
 
 

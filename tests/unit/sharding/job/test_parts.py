@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import small_text_dataset
+from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -22,7 +22,7 @@ from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.job.job import PortionReport, check_skipped
 from trp_scale.sharding.job.parts import begun_parts, find_part
 from trp_scale.sharding.merge import merge
-from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
+from trp_scale.sharding.text.shard import shard_text
 from trp_scale.storage.locks import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -39,20 +39,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
     """Make a part with the settings that `text` was made with."""
-    config = ShardTextConfig(
-        inputs=[str(text.with_suffix(".jsonl"))],
-        output=output,
-        tagger="textblob",
-        length=64,
-        vocab_size=1000,
-        rows_per_block=16,
-        shard_bytes=20_000,
-        processes=1,
-        progress=False,
-        shard_index=index,
-        num_shards=count,
-    )
-    shard_text(replace(config, **changes))
+    config = small_text_config(text.with_suffix(".jsonl"), output)
+    shard_text(replace(config, shard_index=index, num_shards=count, **changes))
 
 
 def text_command(text: Path, output: Path) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.fixtures import small_text_dataset
+from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
@@ -38,17 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(made: Path, output: Path, **changes: object) -> ShardTextConfig:
     """The settings that `made` was made with."""
-    config = ShardTextConfig(
-        inputs=[str(made.with_name("data.jsonl"))],
-        output=output,
-        tagger="textblob",
-        length=64,
-        vocab_size=1000,
-        rows_per_block=16,
-        shard_bytes=20_000,
-        processes=1,
-        progress=False,
-    )
+    config = small_text_config(made.with_name("data.jsonl"), output)
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
