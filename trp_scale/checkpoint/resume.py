@@ -7,7 +7,6 @@ global batches, the model and the method stay as they were.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from trp_scale.config.loader import flat, from_dict, to_dict
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import LEASE
 from trp_scale.errors import CheckpointError, listed_problems, quote, shorten
-from trp_scale.storage.files import sync_directory
+from trp_scale.storage.files import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +190,7 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
     if not path.exists():
         return CutMetrics(kept=0, later=0, damaged=0)
     kept = later = damaged = 0
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as output:
+    with atomic_write(path) as output:
         for _, line in json_lines(path):
             number = _step_of(line)
             if number is None:
@@ -202,10 +200,6 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
             else:
                 kept += 1
                 output.write(line)
-        output.flush()
-        os.fsync(output.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
     return CutMetrics(kept=kept, later=later, damaged=damaged)
 
 

@@ -36,7 +36,7 @@ from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_
 from trp_scale.data.index import BINARY_INDEX, index_path
 from trp_scale.data.stores.tars import find_store
 from trp_scale.errors import DataError, quote
-from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.files import atomic_write
 
 NAME = BINARY_INDEX
 
@@ -189,16 +189,9 @@ class IndexWriter:
 
 @contextmanager
 def new_index(directory: Path, suffixes: Sequence[str]) -> Iterator[IndexWriter]:
-    """A writer; the file is renamed to its name at the end, and an older one goes with that."""
-    temporary = temporary_beside(directory / NAME)
-    try:
-        with temporary.open("wb") as stream:
-            yield IndexWriter(directory, stream, suffixes)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(directory / NAME)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Context with a writer of the index of `directory`."""
+    with atomic_write(directory / NAME) as stream:
+        yield IndexWriter(directory, stream, suffixes)
 
 
 class BinaryIndex:

@@ -17,7 +17,7 @@ from typing import Any
 from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
 from trp_scale.config.schema import Fields, Whole, record
 from trp_scale.errors import DataError, RefusedError, quote, shorten
-from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.files import write_text
 
 BINARY_INDEX = "index.bin"
 """One index of all tars of a folder (binary_index.py), beside them."""
@@ -174,10 +174,8 @@ def read_index_document(shard: Path) -> IndexDocument:
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
-    """Write sorted, indented JSON so that the file never exists half-written under its name, whoever else writes it."""
-    temporary = temporary_beside(path)
-    temporary.write_text(json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """Write sorted, indented JSON by `atomic_write`."""
+    write_text(path, json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from trp_scale.finetuning.encoder_source import open_encoder
 from trp_scale.finetuning.few_rows import few_rows
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
 from trp_scale.pretraining.base import Upstream
+from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
     from trp_scale.models.image_encoder import OnImageEncoder
@@ -57,14 +59,14 @@ class Predictions(Protocol):
 
 
 def write_table(path: Path, columns: Sequence[str], lines: Iterable[Sequence[object]], *, separator: str) -> None:
-    """Write a table with a header, under a temporary name, then rename."""
+    """Write a table with a header by `atomic_write`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
+    with atomic_write(path) as stream:
+        file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
         writer = csv.writer(file, delimiter=separator, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(lines)
-    temporary.replace(path)
+        file.detach()
 
 
 def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:

@@ -15,6 +15,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_json
 from trp_scale.config.schema import record
 from trp_scale.errors import quote, shorten
+from trp_scale.storage.files import write_text
 
 RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
@@ -155,10 +156,8 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a dataclass as JSON under a temporary name, then rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")  # type: ignore[call-overload]
-    temporary.replace(path)
+    """Write a dataclass as JSON by `atomic_write`."""
+    write_text(path, json.dumps(asdict(content), indent=2) + "\n")  # type: ignore[call-overload]
 
 
 def read_seed(path: Path) -> SeedResult | None:

@@ -11,7 +11,6 @@ import fcntl
 import math
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trp_scale.errors import RefusedError
+from trp_scale.storage.files import private_directory
+from trp_scale.storage.locks import has_name, locked, try_lock
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
@@ -45,12 +46,7 @@ def cache_root() -> Path:
         root = Path(directory).absolute()
         root.mkdir(parents=True, exist_ok=True)
         return root
-    root = Path(tempfile.gettempdir()) / f"trp_scale_cache-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    status = root.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or root.is_symlink():
-        raise RefusedError(f"{root}: not a directory that belongs to this user alone; remove it, or set {DIRECTORY}")
-    return root
+    return private_directory("trp_scale_cache", DIRECTORY)
 
 
 def given_bound() -> int | None:
@@ -186,11 +182,9 @@ class Cache:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_part(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(descriptor):
                 return
-            if _is(_part(path), descriptor) and self._filled(path, os.dup(descriptor), size, fetch, close=True):
+            if has_name(_part(path), descriptor) and self._filled(path, os.dup(descriptor), size, fetch, close=True):
                 self.ahead += 1
                 self.ahead_bytes += size
         finally:
@@ -238,18 +232,15 @@ class Cache:
         while True:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                while True:
-                    with suppress(BlockingIOError):
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    if not _is(part, descriptor):
+                while not try_lock(descriptor):
+                    if not has_name(part, descriptor):
                         break
                     if os.fstat(descriptor).st_size and _written_lately(descriptor):
                         end = time.monotonic() + patience()
                     if time.monotonic() > end:
                         raise RemoteError(f"{path}: another process of this machine fetches it and does not get on")
                     time.sleep(_POLL)
-                if _is(part, descriptor):
+                if has_name(part, descriptor):
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -306,7 +297,7 @@ class Cache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with locked(self.root / ".lock"):
+        with locked(self.root / ".lock", DIRECTORY):
             yield
 
 
@@ -324,26 +315,6 @@ def use_of_caches() -> CacheUse | None:
     return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Context that one process of the machine at a time is in.
-
-    Raises:
-        RefusedError: the file system has no locks.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise RefusedError(
-                f"{path}: no lock ({error.strerror}); set {DIRECTORY} to a disk of this machine"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
 PART_MARK = "@"
 """Between the name of a tar and the bytes of it that a file of the cache holds."""
 
@@ -357,14 +328,6 @@ def _part(path: Path) -> Path:
     return path.with_name(path.name + _PART)
 
 
-def _is(path: Path, descriptor: int) -> bool:
-    """Whether the open file still has this name."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _written_lately(descriptor: int) -> bool:
     return time.time() - os.fstat(descriptor).st_mtime < 1.0
 
@@ -376,12 +339,9 @@ def _removed_abandoned(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is(path, descriptor):  # it has just been renamed
+        if not try_lock(descriptor) or not has_name(path, descriptor):  # another process writes it, or has renamed it
             return False
         path.unlink()
         return True
-    except BlockingIOError:
-        return False
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A lock on a data set: one run at a time makes it. The lock ends with its process, however that ends."""
+"""Locks on files, by flock: a lock ends with its process, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,55 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trp_scale.errors import DataError
+from trp_scale.errors import DataError, RefusedError
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """What flock says on a file system that has none, such as Lustre mounted without them. Two runs of one part then only
 waste time: half-made files have names of their own, and both make the same bytes."""
 
 log = logging.getLogger(__name__)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process alone; `False` if another process has it locked."""
+    try:
+        # Not lockf: its locks belong to the process, and would let a second run of this process in.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def has_name(path: Path, descriptor: int) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def locked(path: Path, variable: str) -> Iterator[None]:
+    """Context that one process of the machine at a time is in; others wait.
+
+    Args:
+        path: of the lock file.
+        variable: environment variable that chooses its directory, for the message.
+
+    Raises:
+        RefusedError: the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RefusedError(
+                f"{path}: no lock ({error.strerror}); set {variable} to a directory on a disk of this machine"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -42,10 +84,10 @@ def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterato
         except FileNotFoundError:  # a run that has just ended took the directory away
             continue
         with stream:
-            if not _taken(stream.fileno(), path, deadline):
+            if not _locked_by_this_run(stream.fileno(), path, deadline):
                 continue
             # A run that has just ended took the file away: the lock of a file that is gone keeps nobody out.
-            if _is_at(path, stream.fileno()):
+            if has_name(path, stream.fileno()):
                 stream.truncate(0)
                 stream.write(f"process {os.getpid()} on {socket.gethostname()}")
                 stream.flush()
@@ -56,30 +98,25 @@ def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterato
                 return
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _locked_by_this_run(descriptor: int, path: Path, deadline: float) -> bool:
+    """Lock the file; `False` if that is to be tried again.
 
-
-def _taken(descriptor: int, path: Path, deadline: float) -> bool:
-    """Whether the lock is this run's now. It is tried again until the deadline."""
+    Raises:
+        DataError: another run has it at the deadline.
+    """
     try:
-        # Not lockf: its locks belong to the process, and would let a second run of this process in.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            log.warning("%s: this file system has no locks; see that no command is run twice at once", path)
+        if try_lock(descriptor):
             return True
-        if not isinstance(error, BlockingIOError):
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
             raise
-        if time.monotonic() < deadline:
-            time.sleep(0.1)
-            return False
-        holder = os.pread(descriptor, 300, 0).decode() or "a process that has just started"
-        raise DataError(
-            f"--output {path.parent.parent}: another run is making this data set ({holder} holds {path}); "
-            "wait for it and run the same command again, or choose another --output"
-        ) from error
-    return True
+        log.warning("%s: this file system has no locks; see that no command is run twice at once", path)
+        return True
+    if time.monotonic() < deadline:
+        time.sleep(0.1)
+        return False
+    holder = os.pread(descriptor, 300, 0).decode() or "a process that has just started"
+    raise DataError(
+        f"--output {path.parent.parent}: another run is making this data set ({holder} holds {path}); "
+        "wait for it and run the same command again, or choose another --output"
+    )

@@ -10,9 +10,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.errors import DataError
+from trp_scale.storage.files import atomic_write, private_directory, remove_leftovers
+from trp_scale.storage.locks import locked, try_lock
 
 SHARED_FROM = 1 << 18
 """Smaller arrays (2 MB of 64-bit words) are computed by each process for itself."""
@@ -90,35 +91,15 @@ def node_array(length: int, key: Callable[[], str], make: Callable[[], npt.NDArr
     """
     if length < SHARED_FROM:
         return NodeArray(make())
-    directory = _directory()
+    directory = private_directory("trp_scale", "TMPDIR")
     path = directory / f"{key()}.npy"
     while True:
         with suppress(FileNotFoundError):
             return NodeArray(path=path)
-        with _making(directory):
+        with locked(directory / "making.lock", "TMPDIR"):
             if not path.exists():
                 _remove_unused(directory)
                 _write(path, make())
-
-
-def _directory() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"trp_scale-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or directory.is_symlink():
-        raise DataError(f"{directory}: not a directory that belongs to this user alone; remove it, or set TMPDIR")
-    return directory
-
-
-@contextmanager
-def _making(directory: Path) -> Iterator[None]:
-    """Context in which no other process of the machine makes an array."""
-    descriptor = os.open(directory / "making.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _opened(path: Path) -> tuple[npt.NDArray[Any], int]:
@@ -139,13 +120,10 @@ def _opened(path: Path) -> tuple[npt.NDArray[Any], int]:
 
 
 def _write(path: Path, values: npt.NDArray[Any]) -> None:
-    temporary = path.with_suffix(".tmp")
     try:
-        with temporary.open("wb") as stream:
+        with atomic_write(path, durable=False) as stream:
             np.save(stream, values, allow_pickle=False)
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
             f"{path.parent}: no room for {values.nbytes} bytes of the order of the data ({error.strerror}); set TMPDIR "
             "to a directory on a disk of this machine"
@@ -153,11 +131,13 @@ def _write(path: Path, values: npt.NDArray[Any]) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
+    """Remove what no process uses; called by the only process that may write."""
+    remove_leftovers(directory)
     for path in directory.glob("*.npy"):
-        with suppress(FileNotFoundError, BlockingIOError):
+        with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if try_lock(descriptor):
+                    path.unlink()
             finally:
                 os.close(descriptor)

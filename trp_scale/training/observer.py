@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -17,6 +16,7 @@ from typing import Any
 from trp_scale.config import Config
 from trp_scale.config.json_files import read_object
 from trp_scale.models.flops import peak_flops, peak_memory_bytes
+from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, finite, read_history, worst_task
 from trp_scale.training.progress import Display, open_display
 from trp_scale.training.records import RunInfo, StepRecord
@@ -224,16 +224,12 @@ class Observer:
     def _leave(self, name: str, content: Callable[[], str]) -> None:
         """Write a file of the run directory, whole or not at all; storage that refuses it is asked a few times."""
         path = self.run_dir / name
-        temporary = path.with_name(f".{name}.tmp")
         for pause in (0.2, 1.0, 0.0):
             try:
-                temporary.write_text(content(), encoding="utf-8")
-                temporary.replace(path)
+                write_text(path, content(), durable=False)
                 return
             except OSError as error:
                 refused = error
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
             time.sleep(pause)
         print(f"{path}: could not be written ({refused})", file=sys.stderr)
 

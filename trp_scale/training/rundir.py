@@ -34,6 +34,7 @@ from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
+from trp_scale.storage.files import write_text
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -104,7 +105,7 @@ def continue_command(words: Sequence[str], run_dir: Path) -> str:
 def write_config(run_dir: Path, config: Config, world: Group) -> None:
     """Write config.yaml on rank 0. After the checks of a resume: it replaces the last start's."""
     if world.rank == 0:
-        _replace(run_dir / CONFIG_FILE, dump(config))
+        write_text(run_dir / CONFIG_FILE, dump(config))
 
 
 def write_environment(
@@ -148,7 +149,7 @@ def write_environment(
             "git": git_state(Path(trp_scale.__file__).resolve().parent),
         }
         found["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
-        _replace(run_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2) + "\n")
+        write_text(run_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2) + "\n")
     return world.broadcast_object(found)
 
 
@@ -202,10 +203,3 @@ def _earlier(path: Path) -> list[dict[str, Any]]:
     earlier = Fields(last, str(path), RefusedError, advice).take("earlier", list[dict[str, Any]], [])
     last.pop("earlier", None)
     return [*earlier, last]
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename: a reader sees the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

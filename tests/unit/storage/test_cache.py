@@ -223,7 +223,7 @@ def test_bounds_and_places_that_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     place = tmp_path / f"trp_scale_cache-{os.getuid()}"
     assert cache_root() == place
     place.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"belongs to this user alone.*TRP_SCALE_CACHE"):
+    with pytest.raises(RefusedError, match="TRP_SCALE_CACHE"):
         cache_root()
 
 

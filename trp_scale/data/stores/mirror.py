@@ -13,7 +13,6 @@ sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,9 @@ from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
 from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
 from trp_scale.data.stores.external import PLACES
 from trp_scale.errors import DataError, quote
-from trp_scale.storage.cache import PART_MARK, Cache, cache_root, kept_as, locked, shared_cache
-from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.cache import DIRECTORY, PART_MARK, Cache, cache_root, kept_as, shared_cache
+from trp_scale.storage.files import atomic_write
+from trp_scale.storage.locks import locked
 from trp_scale.storage.transfer import (
     AT_ONCE,
     DataReplacedError,
@@ -66,7 +66,7 @@ def _mirrored(url: str, root: Path) -> Path:
     """Once in a process: a run sees one state of its data."""
     directory = url_directory(url, root)
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / ".lock"):
+    with locked(directory / ".lock", DIRECTORY):
         marker = directory / MARKER
         if not marker.exists() or time.time() - marker.stat().st_mtime > FRESH_SECONDS:
             _Update(url.rstrip("/"), root, directory).run()
@@ -159,15 +159,8 @@ class _Update:
         if not is_within(name) or not path.resolve().is_relative_to(self._directory.resolve()):
             raise DataError(f"{self._url}: file name {quote(name)} leads out of the data set")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(path)
-        try:
-            with temporary.open("wb") as file:
-                fill(file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            fill(file)
 
     def _remove(self, tars: list[str]) -> None:
         gone = {self._directory / name for name in tars}

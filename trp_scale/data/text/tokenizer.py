@@ -14,7 +14,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_t
 from trp_scale.config.json_files import read_object
 from trp_scale.data.index import write_json
 from trp_scale.errors import DataError, error_text
-from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.files import temporary_beside
 
 LARGEST = 256 << 20
 """Bytes of tokenizer.json; those of large vocabularies have some 20 MB."""

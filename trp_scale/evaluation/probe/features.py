@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.checkpoint.tensor_file import reading_tensors
@@ -23,6 +23,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.errors import CheckpointError
 from trp_scale.finetuning.task import GatheredRows
+from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.probe.encoder import FrozenEncoder
@@ -132,6 +133,5 @@ def _require_writable(cache: Path) -> None:
 
 
 def _write(path: Path, features: LabelledFeatures) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file({"features": np.ascontiguousarray(features.features), "labels": features.labels}, temporary)
-    temporary.replace(path)
+    with atomic_write(path) as stream:
+        stream.write(save({"features": np.ascontiguousarray(features.features), "labels": features.labels}))

@@ -22,6 +22,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.detection.annotations import Annotations, encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
+from trp_scale.storage.files import write_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -355,11 +356,7 @@ class PredictedObjects(CollectedDetections):
 
         def write() -> None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_name(f".{self._path.name}.tmp")
-            temporary.write_text(
-                json.dumps([entry for image in images for entry in self.entries(image)]), encoding="utf-8"
-            )
-            temporary.replace(self._path)
+            write_text(self._path, json.dumps([entry for image in images for entry in self.entries(image)]))
 
         on_rank_zero(self._group, f"writing {self._path}", write)
         return [self._path]

@@ -43,8 +43,8 @@ from trp_scale.sharding.images.tar_places import find_tars, unique_names
 from trp_scale.sharding.job.job import MAX_LISTED, PortionReport, check_ranges, check_skipped, refuse_differences
 from trp_scale.sharding.job.parts import Part, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Progressed, run_portions
+from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.locks import only_run
-from trp_scale.storage.temporary import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
 
 log = logging.getLogger(__name__)

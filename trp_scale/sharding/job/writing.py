@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
-from trp_scale.storage.temporary import temporary_beside
+from trp_scale.storage.files import atomic_write
 
 
 class ShardWriter:
@@ -61,14 +60,10 @@ class OpenShard:
 def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
     """The tar, then its report, then its index; each appears under its name when it is whole. The index is last: it
     marks a finished shard."""
-    temporary = temporary_beside(shard)
-    with temporary.open("wb") as stream:
+    with atomic_write(shard) as stream:
         opened = OpenShard(ShardWriter(stream))
         yield opened
         index = opened.writer.finish(shard.name)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(shard)
     write_json(report, opened.report)
     write_index(shard, index)
 

@@ -27,8 +27,8 @@ from trp_scale.data.index import index_path, read_fields, read_index_document, r
 from trp_scale.errors import DataError, quote
 from trp_scale.sharding.job.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.sharding.job.writing import report_path
+from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.locks import only_run
-from trp_scale.storage.temporary import remove_leftovers
 
 UNREADABLE = "unreadable"
 REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}

@@ -29,8 +29,8 @@ from trp_scale.sharding.text.corpus import Corpus, Portion, embedded_documents, 
 from trp_scale.sharding.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.sharding.text.portion import RowSettings, TextReport, write_portion
 from trp_scale.sharding.text.taggers import ANOTHER_LANGUAGE, make_tagger, resolve_tagger, unknown_words
+from trp_scale.storage.files import write_text
 from trp_scale.storage.locks import only_run
-from trp_scale.storage.temporary import temporary_beside
 
 SAMPLED_PORTIONS = 64
 """Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
@@ -164,11 +164,8 @@ def _plan(config: ShardTextConfig, path: Path) -> Corpus:
     """Find the input; the embedded corpus is written to `path` first, so that it is read like any other."""
     inputs, kind = config.inputs, config.format
     if config.embedded:
-        temporary = temporary_beside(path)
-        with temporary.open("w", encoding="utf-8", newline="\n") as stream:
-            for name, text in embedded_documents():
-                stream.write(json.dumps({"id": name, "text": text}) + "\n")
-        temporary.replace(path)
+        documents = (json.dumps({"id": name, "text": text}) + "\n" for name, text in embedded_documents())
+        write_text(path, "".join(documents))
         inputs, kind = [str(path)], "jsonl"
     return plan_corpus(inputs, kind, config.split, config.documents == "file", config.shard_bytes)
 
