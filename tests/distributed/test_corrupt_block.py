@@ -33,11 +33,11 @@ def damaged(text_dataset: Path, tmp_path: Path) -> tuple[Path, str, int]:
     """A copy of the data with a training block whose bytes changed; its key, and the steps of an epoch."""
     copy = tmp_path / "damaged"
     shutil.copytree(text_dataset, copy)
-    table = table_of(copy)
-    training = np.flatnonzero(~held_out(table.identities, 0.1, where=""))
+    _, blocks = table_of(copy)
+    training = np.flatnonzero(~held_out(blocks.identities, 0.1, where=""))
     # The last bytes are padding of a stored row: every value is still allowed, only the checksum tells.
     key = damage(copy, block=int(training[0]), member=0, place=-2, content=b"\x07\x00")
-    return copy, key, -(-int(table.rows[training].sum()) // EPOCH["batch__global_size"])
+    return copy, key, -(-int(blocks.rows[training].sum()) // EPOCH["batch__global_size"])
 
 
 def run_and_listen(arguments: list[str]) -> tuple[int, str]:
@@ -101,9 +101,9 @@ LAUNCHED: dict[str, dict[str, Any]] = {"torchrun": {"engine": "fsdp"}, "deepspee
 
 def seed_with_rank_1_first(data: Path) -> int:
     """A seed whose order has rank 1 come across the damaged block some steps before rank 0 does."""
-    table = table_of(data)
-    training = ~held_out(table.identities, 0.1, where="")
-    member = Member(name="", weight=Fraction(1), table=table, chosen=training)
+    _, blocks = table_of(data)
+    training = ~held_out(blocks.identities, 0.1, where="")
+    member = Member(name="", weight=Fraction(1), table=blocks, chosen=training)
     size = EPOCH["batch__global_size"]
     for seed in range(20):
         plan = TrainPlan(seed=seed, members=[member], blocks_per_group=1)

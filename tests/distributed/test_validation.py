@@ -66,9 +66,9 @@ def computed_anew(dataset: Path, checkpoint: Path) -> tuple[list[float], list[fl
 @pytest.mark.parametrize("name", always(["plain", "fsdp", "zero0", "zero2", "zero3"], "plain", "fsdp"))
 def test_losses_are_those_of_the_held_out_rows(two_ranks: Ranks, text_dataset: Path, tmp_path: Path, name: str) -> None:
     last = metrics_of(two_ranks, name, text_dataset, tmp_path, validation__every=4)[-1]
-    table = table_of(text_dataset)
-    chosen = held_out(table.identities, CHANGES["data__validation_fraction"], where="")
-    rows = int(table.rows[chosen].sum())
+    _, blocks = table_of(text_dataset)
+    chosen = held_out(blocks.identities, CHANGES["data__validation_fraction"], where="")
+    rows = int(blocks.rows[chosen].sum())
     assert rows % CHANGES["batch__micro_size"] != 0, "the last micro-batch should not be full"
     tasks = last["validation"]["tasks"]
     assert tasks["next_sentence"]["count"] == rows

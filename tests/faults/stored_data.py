@@ -30,12 +30,11 @@ from tests.unit.data.stored import config_for, npy, write_dataset
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.png import write_png
-from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.images.rows import decode_image, decode_scaled, jpeg_size
 from trp_scale.data.index import index_path, write_json
-from trp_scale.data.shard_reader import ShardReader, parse_npy
-from trp_scale.data.stores.external import PLACES, find_places
+from trp_scale.data.stores.external import PLACES, find_external_tars
 from trp_scale.data.stores.mirror import MARKER, find_mirror
+from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
@@ -66,7 +65,7 @@ def read_text(directory: Path) -> None:
     """Open a data set of text and every block of it; what cannot be read is left out, as in a run."""
     dataset = open_text_dataset(directory)
     dataset.digest()
-    reader = ShardReader(dataset.blocks, verify=False)
+    reader = ArrayReader(dataset.samples, dataset.blocks, verify=False)
     for block in range(len(dataset.blocks.rows)):
         reader.arrays(block)
 
@@ -183,11 +182,11 @@ def places(directory: Path) -> Case:
     (data / "shards" / "index.bin").unlink()
 
     def read() -> None:
-        found = find_places(data / "shards")
-        assert found is not None
-        for name in found.tars:
-            found.fetches(Path(name))
-            found.where(Path(name))
+        external = find_external_tars(data / "shards")
+        assert external is not None
+        for name in external.tars:
+            external.is_remote(Path(name))
+            external.where(Path(name))
         read_images(data, used=())
 
     return Case(targets=[Target(path=data / "shards" / PLACES, kind="json")], read=read)

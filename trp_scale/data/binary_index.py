@@ -12,8 +12,8 @@ DIRECTORY/index.bin, beside the tars and their JSON indexes, which it is made fr
 
 A JSON index takes 249 bytes and 5 microseconds an image in each process: 100 GB and half an hour for 400 M images. Of
 this file a process reads the description, and the kernel keeps one copy of what is used of the rest for all processes
-of a machine. The order is the same with and without it: the hashes of `BlockTable` and `SampleTable`, which checkpoints
-hold, are computed from the JSON and stored.
+of a machine. The order is the same with and without it: the hash of a `SampleTable`, which checkpoints hold, is
+computed from the JSON and stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from trp_scale.config.json_files import LARGEST_INDEX, parse_json
 from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_name
 from trp_scale.data.index import BINARY_INDEX, index_path
-from trp_scale.data.stores.tars import find_store
+from trp_scale.data.stores.tars import TarStore
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.files import atomic_write
 
@@ -59,8 +59,8 @@ _END = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where an array lies."""
+class _StoredArray:
+    """Position and type of an array in the file."""
 
     dtype: str
     length: Whole
@@ -75,26 +75,46 @@ class TarColumns:
     Attributes:
         name: of the tar.
         size: its bytes.
+        keys: of the samples, in stored order.
+        rows: [n] rows of each sample.
         members: [n, M, 3] offset, length and crc32 of each member.
         labels: [n] class of each image; -1 where there is none.
-        key_digest: hash of the keys, in their order.
     """
 
     name: str
     size: int
+    keys: list[str]
+    rows: npt.NDArray[np.int64]
     members: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
-    key_digest: bytes
+
+    def key_digest(self) -> bytes:
+        """Hash of the keys, in their order."""
+        return hashlib.blake2b("\n".join(self.keys).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderBlocks:
-    """Blocks as order and split see them: identities, rows and first samples, [b] each; keys of text, else none."""
+    """Blocks as order and split see them, in stored order: samples of text; of images, consecutive ones of a tar.
 
+    Single images would do for a shuffle; blocks keep reads within few shards at a time (data/plan.py).
+
+    Attributes:
+        keys: [b] of text, the sample's key; of images "SHARD/FIRST", see `BlockNames`.
+        identities: [b] uint64, `hashing.name_hash` of the key.
+        rows: [b] rows of each block.
+        first: [b] number of each block's first sample.
+        index: the binary index whose mapped file the arrays are; None: they were read from the JSON indexes.
+    """
+
+    keys: Sequence[str]
     identities: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
-    keys: Sequence[str] = ()
+    index: BinaryIndex | None = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return super().__reduce__() if self.index is None else (BinaryIndex.blocks, (self.index,))
 
 
 def record_type(members: int) -> np.dtype[Any]:
@@ -143,7 +163,7 @@ class IndexWriter:
         self._digest.update(content)
         self._stream.write(content)
         beside = index_path(self._directory / tar.name)
-        self._tars.append([tar.name, tar.size, beside.stat().st_size, _end_digest(beside), tar.key_digest.hex()])
+        self._tars.append([tar.name, tar.size, beside.stat().st_size, _end_digest(beside), tar.key_digest().hex()])
         self._counts.append(len(records))
         self._highest_label = max(self._highest_label, int(tar.labels.max(initial=-1)))
 
@@ -159,7 +179,7 @@ class IndexWriter:
         self._append("identities", blocks.identities)
         self._append("rows", blocks.rows.astype(np.int32))
         self._append("first", blocks.first)
-        if blocks.keys:
+        if rows_per_block is None:
             self._append("keys", np.frombuffer("\n".join(blocks.keys).encode(), dtype=np.uint8))
         document = {
             **self._document,
@@ -202,6 +222,7 @@ class BinaryIndex:
         paths: of the tars.
         sizes: [tars] bytes.
         counts: [tars] samples.
+        starts: [tars + 1] number of each tar's first sample; the last entry is the number of all.
         suffixes: of each sample's members, in the columns' order.
         digest: of the table that the JSON indexes give.
         key_digests: of each tar's keys.
@@ -223,11 +244,12 @@ class BinaryIndex:
         self.paths = TarPaths(path.parent, self.tars)
         self.key_digests = [_from_hex(tar[4], fields) for tar in tars]
         self.counts = np.array(fields.take("counts", list[Whole]), dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
         self.suffixes: tuple[str, ...] = tuple(fields.texts("suffixes"))
         self.digest = fields.text("digest")
         self.highest_label = fields.whole("highest_label", least=-1)
         self.rows_per_block: int | None = fields.take("rows_per_block", Positive | None)
-        self._arrays: dict[str, _Place] = fields.take("arrays", dict[str, _Place])
+        self._arrays: dict[str, _StoredArray] = fields.take("arrays", dict[str, _StoredArray])
         self.samples: npt.NDArray[Any] = self.array("samples", record_type(len(self.suffixes)))
         if len(self.counts) != len(self.tars) or sum(self.counts.tolist()) != len(self.samples):
             raise fields.refusal(
@@ -292,15 +314,18 @@ class BinaryIndex:
         return f"make it again: trp-scale index {self.path.parent.parent}"
 
     def blocks(self) -> OrderBlocks:
-        """Blocks without keys, for order and split."""
-        return OrderBlocks(identities=self.array("identities"), rows=self.array("rows"), first=self.array("first"))
-
-    def keys(self) -> list[str]:
-        """Keys of text blocks.
+        """Blocks for order and split.
 
         Raises:
-            DataError: not as many as blocks.
+            DataError: the keys of text are damaged.
         """
+        first = self.array("first")
+        keys = self._keys() if self.rows_per_block is None else BlockNames(self.paths, self.starts, first)
+        return OrderBlocks(
+            keys=keys, identities=self.array("identities"), rows=self.array("rows"), first=first, index=self
+        )
+
+    def _keys(self) -> list[str]:
         try:
             keys = self.array("keys").tobytes().decode().split("\n")
         except UnicodeDecodeError as error:
@@ -309,7 +334,9 @@ class BinaryIndex:
             raise DataError(f"{self.path}: {len(keys)} keys found for {len(self.samples)} blocks")
         return keys
 
-    def check(self, shards: Sequence[str], suffixes: Sequence[str], rows_per_block: int | None = None) -> None:
+    def check(
+        self, shards: Sequence[str], suffixes: Sequence[str], rows_per_block: int | None, store: TarStore
+    ) -> None:
         """Compare with dataset.json and, on the first rank of each machine, with the tars and the JSON indexes: each
         machine asks a shared file system for 10,000 tars once, not each rank.
 
@@ -333,28 +360,26 @@ class BinaryIndex:
                 )
         if not first_rank_here():
             return
-        store = find_store(directory)
-        if store is not None:  # where the JSON indexes were left
-            for name, size in zip(self.tars, self.sizes.tolist(), strict=True):
-                actual_size = store.size(directory / name)
-                if actual_size not in (None, size):
-                    raise DataError(
-                        f"{directory / name}: {actual_size} bytes found, {NAME} was made of {size} bytes; {advice}"
-                    )
+        sizes = list(zip(self.paths, self.sizes.tolist(), strict=True))
+        for tar, size in sizes:
+            actual_size = store.size(tar)
+            if actual_size not in (None, size):
+                raise DataError(
+                    f"{tar}: {actual_size} bytes found, {NAME} was made of {size} bytes; {advice} makes it again"
+                )
+        if type(store) is not TarStore:  # the JSON indexes may be elsewhere
             return
         modified = self.path.stat().st_mtime_ns
-        for name, size, (json_size, json_end) in zip(self.tars, self.sizes.tolist(), self._beside, strict=True):
-            tar = directory / name
-            beside = index_path(tar)
-            for path, expected in ((tar, size), (beside, json_size)):
-                status = _status(path)
-                if status.st_size != expected:
-                    raise DataError(
-                        f"{path}: {status.st_size} bytes found, {NAME} was made of {expected} bytes; {advice} makes it "
-                        "again"
-                    )
-            if status.st_mtime_ns > modified and _end_digest(beside) != json_end:
-                raise DataError(f"{beside}: newer than {NAME}, and other content; {advice} makes it again")
+        for (tar, _), (json_size, json_end) in zip(sizes, self._beside, strict=True):
+            path = index_path(tar)
+            status = _status(path)
+            if status.st_size != json_size:
+                raise DataError(
+                    f"{path}: {status.st_size} bytes found, {NAME} was made of {json_size} bytes; {advice} "
+                    "makes it again"
+                )
+            if status.st_mtime_ns > modified and _end_digest(path) != json_end:
+                raise DataError(f"{path}: newer than {NAME}, and other content; {advice} makes it again")
 
     def verify(self) -> None:
         """Read all arrays.
@@ -362,12 +387,12 @@ class BinaryIndex:
         Raises:
             DataError: one differs from its hash.
         """
-        for name, place in self._arrays.items():
+        for name, stored in self._arrays.items():
             digest = hashlib.blake2b(digest_size=16)
             array = self.array(name, self.samples.dtype if name == "samples" else None)
             for first in range(0, len(array), _CHUNK):
                 digest.update(array[first : first + _CHUNK].tobytes())
-            if digest.hexdigest() != place.digest:
+            if digest.hexdigest() != stored.digest:
                 raise DataError(f"{self.path}: {quote(name)} are damaged; {self._advice}")
 
 

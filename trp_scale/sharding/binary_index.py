@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trp_scale.config.schema import Fields
-from trp_scale.data.blocks import write_block_index
-from trp_scale.data.images.dataset import write_image_index
 from trp_scale.data.images.maps import OWN_TAR, second_directories
+from trp_scale.data.samples import write_binary_index
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError
 
@@ -27,9 +26,9 @@ def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Pa
     fields = Fields(document, str(directory / "dataset.json"), DataError)
     kind, shards = fields.take("kind", Literal["text", "image"]), fields.file_names("shards")
     if kind == "text":
-        return [write_block_index(directory / OWN_TAR, shards, SUFFIXES)]
+        return [write_binary_index(directory / OWN_TAR, shards, SUFFIXES, None)]
     rows_per_block = fields.whole("rows_per_block", least=1)
-    written = [write_image_index(directory / OWN_TAR, shards, tuple(fields.texts("suffixes")), rows_per_block)]
+    written = [write_binary_index(directory / OWN_TAR, shards, tuple(fields.texts("suffixes")), rows_per_block)]
     for name, maps in second_directories(directory / "dataset.json", document).items():
-        written.append(write_image_index(directory / name, shards, (maps.suffix,), rows_per_block))
+        written.append(write_binary_index(directory / name, shards, (maps.suffix,), rows_per_block))
     return written

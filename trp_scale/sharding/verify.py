@@ -12,7 +12,7 @@ from trp_scale.config.schema import Fields, Whole
 from trp_scale.data.binary_index import find_index
 from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
-from trp_scale.data.stores.external import find_places
+from trp_scale.data.stores.external import find_external_tars
 from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.sharding.images import verify as images
 from trp_scale.sharding.images.index_tars import member_choice, verify_tar
@@ -60,16 +60,16 @@ def verify_dataset(directory: Path) -> Verified:
             binary.verify()
     entries = blocks = rows = size = 0
     seen: set[str] = set()
-    places = find_places(directory / "shards")
+    external = find_external_tars(directory / "shards")
     for name in dataset["shards"]:
         shard = directory / "shards" / name
         index = read_index(shard)
-        if places is None:
+        if external is None:
             _verify_shard(shard, index, dataset, kind)
         else:
-            verify_tar(shard, places.where(shard), member_choice(shard), images.check_decodes)
+            verify_tar(shard, external.where(shard), member_choice(shard), images.check_decodes)
         for block in index.blocks:
-            if places is None and block.key in seen:  # tars of others may each count from 0
+            if external is None and block.key in seen:  # tars of others may each count from 0
                 raise DataError(f"{shard}: block {shorten(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         entries += len(index.blocks)

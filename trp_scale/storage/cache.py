@@ -93,6 +93,9 @@ class Cache:
         self.found = self.fetched = self.fetched_bytes = self.ahead = self.ahead_bytes = 0
         self._told = CacheUse()
 
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return shared_cache, (self.root,)
+
     def bound(self) -> int:
         """Bytes that the files may take."""
         bound = given_bound()
@@ -313,15 +316,6 @@ def use_of_caches() -> CacheUse | None:
     """Return the cache statistics of this process since the last call; `None` without caches."""
     uses = [cache.use() for cache in list(_shared.values())]
     return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
-
-
-PART_MARK = "@"
-"""Between the name of a tar and the bytes of it that a file of the cache holds."""
-
-
-def kept_as(path: Path, part: range | None) -> Path:
-    """The file that holds a part of a tar, beside where the tar would be."""
-    return path if part is None else path.with_name(f"{path.stem}{PART_MARK}{part.start}-{part.stop}{path.suffix}")
 
 
 def _part(path: Path) -> Path:

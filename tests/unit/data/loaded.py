@@ -8,7 +8,8 @@ import torch
 
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.data.blocks import BlockTable, read_blocks
+from trp_scale.data.binary_index import OrderBlocks
+from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.pretraining.base import open_sources
 
@@ -25,8 +26,9 @@ FIELDS = {
 }
 
 
-def table_of(dataset: Path) -> BlockTable:
-    return read_blocks(dataset / "shards", sorted(path.name for path in (dataset / "shards").glob("*.tar")), SUFFIXES)
+def table_of(dataset: Path) -> tuple[SampleTable, OrderBlocks]:
+    shards = sorted(path.name for path in (dataset / "shards").glob("*.tar"))
+    return read_samples(dataset / "shards", shards, SUFFIXES, None)
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor:
@@ -63,10 +65,10 @@ def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torc
 
 def damage(dataset: Path, block: int, member: int, place: int, content: bytes) -> str:
     """Overwrite bytes of a member, counted from its end if negative; returns the block's key."""
-    table = table_of(dataset)
-    shard = table.shards[table.shard[block]]
+    table, blocks = table_of(dataset)
+    shard = table.shards[table.shard_of(block)]
     stored = bytearray(shard.read_bytes())
     first = int(table.offsets[block, member]) + place + (int(table.lengths[block, member]) if place < 0 else 0)
     stored[first : first + len(content)] = content
     shard.write_bytes(stored)
-    return table.keys[block]
+    return blocks.keys[block]

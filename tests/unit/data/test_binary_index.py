@@ -20,9 +20,10 @@ from trp_scale.cli.main import main
 from trp_scale.data import binary_index
 from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import index_path, read_json, write_json
 from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.samples import read_samples
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError
 from trp_scale.sharding.binary_index import write_dataset_index
@@ -47,7 +48,7 @@ def text(tmp_path: Path) -> Path:
 
 def assert_tables_equal(one: object, other: object) -> None:
     for field in fields(one):  # type: ignore[arg-type]
-        if field.name in ("index", "samples", "blocks"):
+        if field.name in ("index", "store", "samples", "blocks"):
             continue
         ours, theirs = getattr(one, field.name), getattr(other, field.name)
         if isinstance(ours, np.ndarray):
@@ -104,10 +105,8 @@ def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> Non
     directory = images.write_images(tmp_path / "data", [samples], changes={"suffixes": list(order)})
     binary = find_index(indexed(directory) / "shards")
     assert binary is not None
-    from trp_scale.data.images.reader import read_samples
-
     for opened in (("jpg", "cls"), ("jpg", "semseg.png"), order, ("jpg", "depth.png", "semseg.png"), ("cls", "jpg")):
-        table = read_samples(directory / "shards", ["image-000000.tar"], order, opened, 4)
+        table, _ = read_samples(directory / "shards", ["image-000000.tar"], order, 4, opened=opened)
         assert table.index is not None
         members = SampleReader(table, verify=True).members(3)
         assert [bytes(content) for content in members] == [samples[3][suffix] for suffix in opened]

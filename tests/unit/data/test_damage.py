@@ -55,7 +55,7 @@ def test_values_out_of_range_leave_out_the_rows_they_touch(tmp_path: Path, membe
     window = open_sources(config, rank=0, world=1).train.next_window()
     step = joined([window])
     left_out = step["keys"][step["row_weights"] == 0].tolist()
-    identity = int(table_of(data).identities[1])
+    identity = int(table_of(data)[1].identities[1])
     assert (identity + 6) & (2**63 - 1) in left_out  # the last row of the block
     assert len(left_out) < 7
     assert {name for batch in window for name in batch.corrupt} == {key}

@@ -106,10 +106,10 @@ def test_workers_change_nothing(
 
 def test_every_row_once_an_epoch(dataset: Path) -> None:
     config = config_for(dataset, batch={"global_size": 29, "micro_size": 29})  # two steps are one epoch
-    table = table_of(dataset)
+    _, blocks = table_of(dataset)
     expected = sorted(
         int(identity + row) & (2**63 - 1)
-        for identity, rows in zip(table.identities.tolist(), table.rows.tolist(), strict=True)
+        for identity, rows in zip(blocks.identities.tolist(), blocks.rows.tolist(), strict=True)
         for row in range(rows)
     )
     found = steps(config, 1, 6)

@@ -13,37 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from trp_scale.config.schema import Fields, Positive
-from trp_scale.data.binary_index import NAME, BlockNames, OrderBlocks, new_index
-from trp_scale.data.hashing import Integers, Words, name_hash
+from trp_scale.data.binary_index import OrderBlocks
 from trp_scale.data.images.maps import (
+    IMAGE,
+    OWN_MODALITY,
     OWN_TAR,
     StoredMaps,
     class_names,
+    known_suffixes,
     map_formats,
     refuse_other_classes,
     required,
     stored_maps,
 )
-from trp_scale.data.images.reader import (
-    IMAGE,
-    OWN_MODALITY,
-    SampleTable,
-    known_suffixes,
-    read_aligned,
-    read_samples,
-    stored_part,
-    write_samples,
-)
-from trp_scale.data.index import read_fields
+from trp_scale.data.index import read_fields, read_index
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.stores.tars import StoredPart
-from trp_scale.errors import DataError, quote
+from trp_scale.data.samples import SampleTable, read_samples
+from trp_scale.data.stores.tars import StoredPart, TarStore
+from trp_scale.errors import DataError, quote, shorten
 
 FORMAT = 1
 
@@ -63,32 +54,6 @@ class ImageMeta:
     suffixes: tuple[str, ...]
     rows: int
     maps: Mapping[str, StoredMaps] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageBlocks:
-    """Blocks of `rows_per_block` consecutive images of a shard (the last of a shard may be shorter), in stored order.
-
-    Single images would do for a shuffle; blocks keep reads within few shards at a time (data/plan.py).
-
-    Attributes:
-        keys: [n] "SHARD/FIRST": the tar's name without its suffix, and the place of the block's first image in it.
-        identities: [n] uint64, `hashing.name_hash` of the key.
-        rows: [n] images of each block.
-        first: [n] number of the block's first image in the data set.
-        samples: the table that they are cut from, if the arrays are of its binary index; else None.
-    """
-
-    keys: Sequence[str]
-    identities: Words
-    rows: Integers
-    first: Integers
-    samples: SampleTable | None = None
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if self.samples is None:
-            return super().__reduce__()
-        return _mapped_blocks, (self.samples,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +80,7 @@ class ImageDataset:
     rows_per_block: int
     samples: SampleTable
     aligned: tuple[SampleTable, ...]
-    blocks: ImageBlocks
+    blocks: OrderBlocks
 
     def digest(self) -> str:
         """Equal on two ranks if they see the same dataset.json, indexes and tar sizes, as far as they are read.
@@ -127,11 +92,11 @@ class ImageDataset:
         parts = (self.name, f"ImageMeta({meta})", *self.maps, self.rows_per_block, tables)
         return " ".join(str(part) for part in parts)
 
-    def tars(self, block: int) -> list[StoredPart]:
-        """The tars that hold a block's images and maps, or the parts of them that the cache holds."""
+    def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
+        """The tars of a block's images and maps, or the parts of them that the cache holds, with their stores."""
         first = int(self.blocks.first[block])
         samples = range(first, first + int(self.blocks.rows[block]))
-        return [stored_part(table, samples) for table in (self.samples, *self.aligned)]
+        return [(table.store, table.stored_part(samples)) for table in (self.samples, *self.aligned)]
 
 
 def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()) -> ImageDataset:
@@ -153,7 +118,9 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     maps = required(directory, stored_maps(path, fields.document), used)
     shards = fields.file_names("shards")
     stored_suffixes = [map_.suffix for map_ in maps if map_.directory == OWN_TAR]
-    samples = read_samples(directory / OWN_TAR, shards, meta.suffixes, (IMAGE, *stored_suffixes), rows_per_block)
+    samples, blocks = read_samples(
+        directory / OWN_TAR, shards, meta.suffixes, rows_per_block, opened=(IMAGE, *stored_suffixes)
+    )
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
     highest = samples.highest_label
@@ -172,53 +139,48 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         rows_per_block=rows_per_block,
         samples=samples,
         aligned=tuple(
-            read_aligned(directory, map_, samples, rows_per_block) for map_ in maps if map_.directory != OWN_TAR
+            _read_aligned(directory, map_, samples, rows_per_block) for map_ in maps if map_.directory != OWN_TAR
         ),
-        blocks=cut_blocks(samples, rows_per_block),
+        blocks=blocks,
     )
 
 
-def cut_blocks(samples: SampleTable, rows_per_block: int) -> ImageBlocks:
-    """The blocks of a data set; those of a shard do not depend on the other shards."""
-    if samples.index is not None:
-        return _mapped_blocks(samples)
-    cut, keys = _cut([path.stem for path in samples.shards], np.diff(samples.starts), rows_per_block)
-    return ImageBlocks(keys=keys, identities=cut.identities, rows=cut.rows, first=cut.first)
+def _read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_per_block: int) -> SampleTable:
+    """Read the indexes of the tars in a modality's own directory.
 
-
-def _mapped_blocks(samples: SampleTable) -> ImageBlocks:
-    assert samples.index is not None
-    blocks = samples.index.blocks()
-    keys = BlockNames(samples.shards, samples.starts, blocks.first)
-    return ImageBlocks(keys=keys, identities=blocks.identities, rows=blocks.rows, first=blocks.first, samples=samples)
-
-
-def _cut(stems: Sequence[str], counts: Integers, rows_per_block: int) -> tuple[OrderBlocks, list[str]]:
-    """The blocks of tars with these names and numbers of images, and their names."""
-    firsts, rows = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    keys: list[str] = []
-    start = 0
-    for stem, count in zip(stems, counts.tolist(), strict=True):
-        first = np.arange(0, count, rows_per_block)  # [blocks of the shard]
-        keys += [f"{stem}/{number}" for number in first.tolist()]
-        firsts.append(start + first)
-        rows.append(np.minimum(rows_per_block, count - first))
-        start += count
-    identities = np.array([name_hash(key) for key in keys], dtype=np.uint64)
-    return OrderBlocks(identities=identities, rows=np.concatenate(rows), first=np.concatenate(firsts)), keys
-
-
-def write_image_index(directory: Path, shards: list[str], suffixes: tuple[str, ...], rows_per_block: int) -> Path:
-    """Write the binary index of the tars in `directory` from their JSON ones; returns where.
+    Args:
+        directory: of the data set.
+        maps: they lie in `directory / maps.directory`.
+        images: the data set's images.
+        rows_per_block: that a binary index must be of.
 
     Raises:
-        DataError: as `read_samples`.
+        DataError: a tar, a member or a key is missing or another than beside the image.
     """
-    with new_index(directory, suffixes) as writer:
-        digest = write_samples(writer, directory, shards, suffixes)
-        blocks, _ = _cut([Path(name).stem for name in shards], writer.counts, rows_per_block)
-        writer.finish(blocks, digest=digest, rows_per_block=rows_per_block)
-    return directory / NAME
+    advice = f"make the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
+    suffixes = (maps.suffix,)
+    try:
+        shards = [path.name for path in images.shards]
+        table, _ = read_samples(directory / maps.directory, shards, suffixes, rows_per_block)
+    except DataError as error:
+        raise DataError(f"{maps.name} maps beside the images: {error}; {advice}") from error
+    for images_tar, maps_tar, ours, theirs in zip(
+        images.shards, table.shards, images.key_digests, table.key_digests, strict=True
+    ):
+        if ours != theirs:
+            raise DataError(f"{first_difference(images_tar, maps_tar)}; {advice}")
+    return table
+
+
+def first_difference(images: Path, maps: Path) -> str:
+    """The first place at which two tars have different keys, by their indexes; "" if there is none."""
+    keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
+    for position, (ours, theirs) in enumerate(zip_longest(*keys)):
+        if ours != theirs:
+            difference = "no more maps" if theirs is None else f"a map of {shorten(theirs)}"
+            expected = "no more images" if ours is None else f"image {shorten(ours)}"
+            return f"{maps}: place {position}: {difference} found, {images} has {expected} there"
+    return ""
 
 
 def agree_images(datasets: list[ImageDataset]) -> ImageMeta:

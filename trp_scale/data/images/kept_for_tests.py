@@ -17,10 +17,10 @@ import numpy as np
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.hashing import Words
 from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
-from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import quote
 
 KEPT_FOR_TESTS = ("test", "val", "dev", "eval")

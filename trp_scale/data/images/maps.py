@@ -12,7 +12,7 @@ A text file may name classes: one name a line, in the order of their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,12 @@ from trp_scale.config.schema import is_plain_name
 from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
 from trp_scale.errors import DataError, error_text, quote
+
+IMAGE, CLASS = "jpg", "cls"
+"""Members of a sample: the image, and its class as an ASCII integer."""
+
+OWN_MODALITY = "; --module registers a modality of your own"
+"""Ends the refusal of a member that no modality has."""
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
@@ -127,6 +133,16 @@ class MapFormat:
         Args:
             members: (name, what is stored there) of each.
         """
+
+
+def known_suffixes() -> tuple[str, ...]:
+    """Members that a sample may have, in their order; every sample of a data set has the same ones."""
+    return (IMAGE, CLASS, *(form.suffix for form in map_formats().values()))
+
+
+def ordered_suffixes(suffixes: Collection[str]) -> tuple[str, ...]:
+    """The suffixes in the order of `known_suffixes`."""
+    return tuple(suffix for suffix in known_suffixes() if suffix in suffixes)
 
 
 def map_formats() -> dict[str, MapFormat]:

@@ -18,13 +18,13 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.maps import IMAGE, map_formats
 from trp_scale.data.images.other_formats import decode_other_format, is_other_format
 from trp_scale.data.images.pixel_limit import jpeg_frame_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.png import Map
-from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import reason_of
 from trp_scale.data.plan import Addresses
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, error_text
 
 Made = TypeVar("Made")

@@ -1,4 +1,4 @@
-"""Tars that others made and that stay where they are: on this machine's disks, or under URLs.
+"""External tars: made by others, read where they are stored, on this machine's disks or under URLs.
 
 DATASET/
   dataset.json
@@ -13,26 +13,28 @@ one is never taken for it.
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 from trp_scale.config.schema import FileName, Whole
 from trp_scale.data.index import read_fields, write_json
 from trp_scale.data.raw_files import open_regular
+from trp_scale.data.stores.tars import CachedStore, StoredPart
 from trp_scale.errors import DataError, quote
-from trp_scale.storage.cache import cache_root, kept_as, shared_cache
-from trp_scale.storage.transfer import Remote, is_url, shared_remote, url_directory
+from trp_scale.storage.cache import Cache, cache_root, shared_cache
+from trp_scale.storage.transfer import PIECE, Remote, is_url, shared_remote, url_directory
 
 PLACES = "places.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ExternalTar:
     """Where a tar lies.
 
     Attributes:
@@ -46,7 +48,7 @@ class Place:
     version: str
 
 
-def look_at(place: str) -> Place:
+def look_up(place: str) -> ExternalTar:
     """A tar as it is now.
 
     Raises:
@@ -54,130 +56,105 @@ def look_at(place: str) -> Place:
         RemoteError: it cannot be asked for.
     """
     if is_url(place):
-        remote, name = _remote_of(place)
+        remote, name = _split_url(place)
         stored = remote.stored(name)
-        return Place(place=place, size=stored.size, version=stored.version)
+        return ExternalTar(place=place, size=stored.size, version=stored.version)
     try:
         with open_regular(place) as stream:
             status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError(f"{place}: cannot be read ({error.strerror})") from error
-    return Place(place=place, size=status.st_size, version=str(status.st_mtime_ns))
+    return ExternalTar(place=place, size=status.st_size, version=str(status.st_mtime_ns))
 
 
-def _remote_of(url: str) -> tuple[Remote, str]:
+def _split_url(url: str) -> tuple[Remote, str]:
     """The directory of a file, and the file's name there."""
     directory, _, name = url.rpartition("/")
     return shared_remote(directory), name
 
 
-def write_places(directory: Path, places: Mapping[str, Place]) -> None:
+def write_places(directory: Path, places: Mapping[str, ExternalTar]) -> None:
     """Say where the tars of a folder lie, by the names that they have in the data set."""
     write_json(directory / PLACES, {"format": 1, "tars": {name: vars(entry) for name, entry in places.items()}})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Opens the tars of a folder where they lie.
+class ExternalTars(CachedStore):
+    """Opens the tars of a folder where they are stored.
 
-    Attributes:
+    Args:
         directory: the folder, shards/ of the data set.
         tars: by name.
     """
 
-    directory: Path
-    tars: Mapping[str, Place]
+    def __init__(self, directory: Path, tars: Mapping[str, ExternalTar]) -> None:
+        super().__init__(directory)
+        self.tars = tars
 
-    def open(self, tar: Path, size: int, part: range | None = None) -> int:
-        """A descriptor of a tar; one under a URL, or a part of it, is fetched first if the cache does not hold it.
+    @property
+    def cache(self) -> Cache:
+        return shared_cache(cache_root())
 
-        Raises:
-            DataError: it is not there, or has changed since it was indexed.
-            RemoteError: it cannot be fetched, or there is no room for it.
-        """
+    def cached_path(self, tar: Path) -> Path:
         known = self._known(tar)
-        if not is_url(known.place):
-            self._refuse_changed(known, look_at(known.place))
-            try:
-                return os.open(known.place, os.O_RDONLY)
-            except OSError as error:
-                raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
-        cache = shared_cache(cache_root())
-        wanted = range(size) if part is None else part
-        fetch = self._fetch(known, *_remote_of(known.place), wanted)
-        return cache.open(kept_as(_kept_as(known, cache.root), part), len(wanted), fetch)
+        directory, _, name = known.place.rpartition("/")
+        digest = hashlib.blake2b(f"{known.size} {known.version}".encode(), digest_size=6).hexdigest()
+        return url_directory(directory, self.cache.root) / f"{Path(name).stem}-{digest}.tar"
 
-    def fetches(self, tar: Path) -> bool:
-        """Whether a tar lies under a URL."""
-        return is_url(self._known(tar).place)
+    def open(self, stored: StoredPart) -> int:
+        if self.is_remote(stored.tar):
+            return super().open(stored)
+        known = self._known(stored.tar)
+        self._refuse_changed(known, look_up(known.place))
+        try:
+            return os.open(known.place, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
 
-    def _fetch(self, known: Place, remote: Remote, name: str, wanted: range) -> Callable[[int], None]:
+    def fetcher(self, stored: StoredPart, *, retry: bool) -> Callable[[int], None]:
+        known = self._known(stored.tar)
+        remote, name = _split_url(known.place)
+        reader = remote if retry else remote.once()
+
         def fetch(descriptor: int) -> None:
-            remote.read_into(descriptor, name, len(wanted), start=wanted.start)
-            now = remote.stored(name)  # after reading: it may have been replaced meanwhile
-            self._refuse_changed(known, Place(place=known.place, size=now.size, version=now.version))
+            reader.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
+            now = reader.stored(name)  # after reading: it may have been replaced meanwhile
+            self._refuse_changed(known, ExternalTar(place=known.place, size=now.size, version=now.version))
 
         return fetch
 
-    def drop(self, tar: Path, part: range | None, inode: int) -> None:
-        """Remove the cached copy of a tar, or of a part, which is wrong."""
-        cache = shared_cache(cache_root())
-        cache.drop(kept_as(_kept_as(self._known(tar), cache.root), part), inode)
+    def is_remote(self, tar: Path) -> bool:
+        return is_url(self._known(tar).place)
 
-    def keep(self, tar: Path, part: range | None = None) -> bool:
-        """Whether a tar, or a part, is on this machine; of those in the cache others go before it."""
-        known = self._known(tar)
-        if not is_url(known.place):
-            return True
-        cache = shared_cache(cache_root())
-        return cache.keep(kept_as(_kept_as(known, cache.root), part))
+    def drop(self, stored: StoredPart, inode: int) -> bool:
+        return self.is_remote(stored.tar) and super().drop(stored, inode)
 
-    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
-        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
-
-        Raises:
-            DataError: it is not there, or has changed since it was indexed.
-            RemoteError: it cannot be fetched, or there is no room for it.
-        """
-        known, cache = self._known(tar), shared_cache(cache_root())
-        remote, name = _remote_of(known.place)
-        wanted = range(size) if part is None else part
-        fetch = self._fetch(known, remote.once(), name, wanted)
-        cache.fetch_ahead(kept_as(_kept_as(known, cache.root), part), len(wanted), fetch)
+    def is_local(self, stored: StoredPart) -> bool:
+        return not self.is_remote(stored.tar) or super().is_local(stored)
 
     def room(self) -> int:
-        """Bytes that the cache may take; 0 where no tar lies under a URL."""
-        if not any(is_url(entry.place) for entry in self.tars.values()):
-            return 0
-        return shared_cache(cache_root()).bound()
+        return super().room() if any(is_url(tar.place) for tar in self.tars.values()) else 0
 
     def size(self, tar: Path) -> int | None:
-        """Bytes of a tar; None if it lies under a URL: then it is compared when it is fetched.
-
-        Raises:
-            DataError: it is not there, or has changed since it was indexed.
-        """
         known = self._known(tar)
-        if is_url(known.place):
+        if is_url(known.place):  # compared when it is fetched
             return None
-        current = look_at(known.place)
+        current = look_up(known.place)
         self._refuse_changed(known, current)
         return current.size
 
     def where(self, tar: Path) -> str:
-        """Path or URL of a tar, for messages."""
         return self._known(tar).place
 
-    def _known(self, tar: Path) -> Place:
+    def _known(self, tar: Path) -> ExternalTar:
         if tar.name not in self.tars:
-            raise DataError(f"{self.directory / PLACES}: no {tar.name} there; {self._advice}")
+            raise DataError(f"{self.directory / PLACES}: {tar.name} is missing; {self._advice}")
         return self.tars[tar.name]
 
     @property
     def _advice(self) -> str:
         return f"index the tars again: trp-scale index {self.directory.parent}"
 
-    def _refuse_changed(self, known: Place, current: Place) -> None:
+    def _refuse_changed(self, known: ExternalTar, current: ExternalTar) -> None:
         if current.size != known.size:
             raise DataError(
                 f"{known.place}: {current.size} bytes found, {known.size} bytes when it was indexed; {self._advice}"
@@ -191,30 +168,66 @@ def _time(nanoseconds: str) -> str:
     return datetime.datetime.fromtimestamp(int(nanoseconds) / 1e9).isoformat(" ", "seconds")
 
 
-def _kept_as(known: Place, root: Path) -> Path:
-    """The file of the cache that holds a tar."""
-    directory, _, name = known.place.rpartition("/")
-    digest = hashlib.blake2b(f"{known.size} {known.version}".encode(), digest_size=6).hexdigest()
-    return url_directory(directory, root) / f"{Path(name).stem}-{digest}.tar"
+def find_external_tars(directory: Path) -> ExternalTars | None:
+    """Return the external tars of a folder; `None` if it stores its tars itself.
 
-
-def find_places(directory: Path) -> Places | None:
-    """Return the places of a folder's external tars; `None` if it stores its tars itself."""
+    Raises:
+        DataError: places.json is damaged.
+    """
     path = directory / PLACES
-    try:
-        modified = path.stat().st_mtime_ns
-    except OSError:
+    if not path.exists():
         return None
-    return _read_places(path, modified)
-
-
-@functools.lru_cache(maxsize=16)
-def _read_places(path: Path, _: int) -> Places:
     fields = read_fields(path, f"index the tars again: trp-scale index {path.parent.parent}")
-    tars = fields.take("tars", dict[FileName, Place])
+    tars = fields.take("tars", dict[FileName, ExternalTar])
     for entry in tars.values():
         if "\0" in entry.place or not (is_url(entry.place) or entry.place.startswith("/")):
             raise fields.refusal(f"place {quote(entry.place)} found, an absolute path or a URL expected")
         if not is_url(entry.place) and not re.fullmatch(r"\d{1,19}", entry.version):
             raise fields.refusal(f"version {quote(entry.version)} found, the time it was written to expected")
-    return Places(directory=path.parent, tars=tars)
+    return ExternalTars(directory, tars)
+
+
+def open_stream(source: ExternalTar) -> BinaryIO:
+    """Open a tar where it is stored, not through the cache; one under a URL is read in large requests.
+
+    Raises:
+        OSError: a local file cannot be opened.
+    """
+    if not is_url(source.place):
+        return open(source.place, "rb")  # noqa: PTH123 - a place is text
+    return cast(BinaryIO, io.BufferedReader(_Pieces(source), 1 << 16))
+
+
+class _Pieces(io.RawIOBase):
+    """The bytes of a file; one piece of it is held."""
+
+    def __init__(self, source: ExternalTar) -> None:
+        directory, _, self._name = source.place.rpartition("/")
+        self._remote = shared_remote(directory)
+        self._size = source.size
+        self._at = 0
+        self._piece, self._first = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._size:
+            return 0
+        if not self._first <= self._at < self._first + len(self._piece):
+            end = min(self._at + PIECE, self._size)
+            self._piece = self._remote.read_range(self._name, self._at, end, self._size)
+            self._first = self._at if len(self._piece) == end - self._at else 0
+        start = self._at - self._first
+        content = self._piece[start : start + len(buffer)]
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

@@ -25,8 +25,9 @@ from trp_scale.config.json_files import LARGEST
 from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
 from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
 from trp_scale.data.stores.external import PLACES
+from trp_scale.data.stores.tars import PART_MARK, CachedStore, StoredPart
 from trp_scale.errors import DataError, quote
-from trp_scale.storage.cache import DIRECTORY, PART_MARK, Cache, cache_root, kept_as, shared_cache
+from trp_scale.storage.cache import DIRECTORY, Cache, cache_root, shared_cache
 from trp_scale.storage.files import atomic_write
 from trp_scale.storage.locks import locked
 from trp_scale.storage.transfer import (
@@ -197,119 +198,77 @@ def _tars(url: str, document: dict[str, Any]) -> list[str]:
     return [f"{folder}/{name}" for folder in dict.fromkeys(folders) for name in names]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mirror:
+class Mirror(CachedStore):
     """Opens the tars in one folder of a mirror.
 
-    Attributes:
-        directory: of the data set.
-        url: where it lies.
-        cache: the cache that it is part of.
-        files: size and version of the files there, by name; None where a server did not list them.
+    Args:
+        directory: the folder, such as DATASET/shards.
+        url: of the data set.
+        cache: the cache that the mirror is a part of.
+        files: size and version of the files under the URL, by name; None where a server did not list them.
     """
 
-    directory: Path
-    url: str
-    cache: Cache
-    files: dict[str, Stored] | None
+    def __init__(self, directory: Path, url: str, cache: Cache, files: dict[str, Stored] | None) -> None:
+        super().__init__(directory)
+        self.url, self.files, self._cache = url, files, cache
 
-    def open(self, tar: Path, size: int, part: range | None = None) -> int:
-        """A descriptor of a tar, or of a file with a part of its bytes, which is fetched first if the cache does not
-        hold it.
+    @property
+    def cache(self) -> Cache:
+        return self._cache
 
-        Raises:
-            DataError: there is none under the URL.
-            RemoteError: it cannot be fetched, or there is no room for it.
-        """
-        wanted = range(size) if part is None else part
+    def cached_path(self, tar: Path) -> Path:
+        return tar
+
+    def fetcher(self, stored: StoredPart, *, retry: bool) -> Callable[[int], None]:
+        name, size = self._name(stored.tar), stored.size
+        known = Stored(size, "") if self.files is None else self.files.get(name, Stored(size, ""))
 
         def fetch(descriptor: int) -> None:
-            self._fetch(descriptor, shared_remote(self.url), tar, size, wanted)
+            remote = shared_remote(self.url) if retry else shared_remote(self.url).once()
+            remote.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
+            with suppress(RemoteSetupError):  # a server that does not say the size
+                now = remote.stored(name)
+                if now.size == size and known.version in ("", now.version):
+                    return
+                listed = remote.listed() or {}  # a server may give versions of two kinds
+                if now.size == size and listed.get(name) == known:
+                    return
+                raise DataReplacedError(
+                    f"{remote.url}/{name}: replaced since this job began ({now.size} bytes now, {size} expected); "
+                    "start the job again, or put the earlier data back"
+                )
 
-        return self.cache.open(kept_as(tar, part), len(wanted), fetch)
+        return fetch
 
-    def _fetch(self, descriptor: int, remote: Remote, tar: Path, size: int, wanted: range) -> None:
-        name = tar.relative_to(self.directory).as_posix()
-        remote.read_into(descriptor, name, len(wanted), start=wanted.start)
-        known = Stored(size, "") if self.files is None else self.files.get(name, Stored(size, ""))
-        with suppress(RemoteSetupError):  # a server that does not say the size
-            now = remote.stored(name)
-            if now.size == size and known.version in ("", now.version):
-                return
-            listed = remote.listed() or {}  # a server may give versions of two kinds
-            if now.size == size and listed.get(name) == known:
-                return
-            raise DataReplacedError(
-                f"{remote.url}/{name}: replaced since this job began ({now.size} bytes now, {size} expected); "
-                "start the job again, or put the earlier data back"
-            )
+    def _name(self, tar: Path) -> str:
+        return tar.relative_to(self.directory.parent).as_posix()
 
-    def drop(self, tar: Path, part: range | None, inode: int) -> None:
-        """Remove the cached copy of a tar, or of a part, which is wrong."""
-        self.cache.drop(kept_as(tar, part), inode)
-
-    def fetches(self, tar: Path) -> bool:
-        """Every tar lies under the URL."""
+    def is_remote(self, tar: Path) -> bool:
         return True
 
-    def keep(self, tar: Path, part: range | None = None) -> bool:
-        """Whether the cache holds a tar, or a part; others go before it."""
-        return self.cache.keep(kept_as(tar, part))
-
-    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
-        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
-
-        Raises:
-            DataError: there is none under the URL.
-            RemoteError: it cannot be fetched, or there is no room for it.
-        """
-        remote = shared_remote(self.url).once()
-        wanted = range(size) if part is None else part
-        self.cache.fetch_ahead(
-            kept_as(tar, part), len(wanted), lambda descriptor: self._fetch(descriptor, remote, tar, size, wanted)
-        )
-
-    def room(self) -> int:
-        """Bytes that the cache may take."""
-        return self.cache.bound()
-
     def where(self, tar: Path) -> str:
-        """URL of a tar, for messages."""
-        return f"{self.url}/{tar.relative_to(self.directory).as_posix()}"
+        return f"{self.url}/{self._name(tar)}"
 
     def size(self, tar: Path) -> int | None:
-        """Bytes of a tar under the URL; None if they are not known.
-
-        Raises:
-            DataError: it is not there.
-        """
         if self.files is None:
             return None
-        name = tar.relative_to(self.directory).as_posix()
-        if name not in self.files:
+        if (name := self._name(tar)) not in self.files:
             raise DataError(f"{self.url}/{name}: not found")
         return self.files[name].size
 
 
 def find_mirror(directory: Path) -> Mirror | None:
-    """The mirror that a folder of tars belongs to; None: it lies on this machine."""
+    """Return the mirror that a folder of tars belongs to; `None` if it is not a copy of a URL.
+
+    Raises:
+        DataError: remote.json is damaged.
+    """
     marker = directory.parent / MARKER
-    try:
-        modified = marker.stat().st_mtime_ns
-    except OSError:
+    if not marker.exists():
         return None
-    return _read_mirror(marker, modified)
-
-
-@functools.lru_cache(maxsize=16)
-def _read_mirror(marker: Path, _: int) -> Mirror:
     read = _read_marker(marker)
-    return Mirror(
-        directory=marker.parent,
-        url=read.url,
-        cache=shared_cache(Path(read.cache)),
-        files=None if read.files is None else {name: Stored(*entry) for name, entry in read.files.items()},
-    )
+    files = None if read.files is None else {name: Stored(*entry) for name, entry in read.files.items()}
+    return Mirror(directory, read.url, shared_cache(Path(read.cache)), files)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 from trp_scale.data.binary_index import first_rank_here
 from trp_scale.data.hashing import Integers
 from trp_scale.data.plan import Plan
-from trp_scale.data.stores.tars import StoredPart, TarStore, find_store
+from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.errors import RefusedError
 
 AHEAD = "TRP_SCALE_TARS_AHEAD"
@@ -39,8 +39,8 @@ _CHUNK, _CHUNKS = 1024, 32
 class StoredTars(Protocol):
     """An opened data set, as far as this file knows it."""
 
-    def tars(self, block: int) -> list[StoredPart]:
-        """The tars that hold a block, or the parts of them that the cache holds of it."""
+    def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
+        """The tars that hold a block, or the parts of them that the cache holds of it, with their stores."""
         ...
 
 
@@ -126,7 +126,7 @@ class TarsAhead:
                 self._look_ahead()
                 continue
             try:
-                store.fetch_ahead(wanted.tar, wanted.size, wanted.part)
+                store.prefetch(wanted)
             except (RefusedError, OSError):  # who reads it meets the same, and says so
                 self._failed.add(wanted)
 
@@ -146,19 +146,17 @@ class TarsAhead:
         """The next tars that are not there, in the order in which they are needed."""
         room: int | None = None
         seen: set[StoredPart] = set()
-        for part in self._next_tars(position):
-            store = find_store(part.tar.parent)
-            if part in seen or store is None:
+        for store, part in self._next_tars(position):
+            if part in seen or not store.is_remote(part.tar):
                 continue
             seen.add(part)
-            size = part.size if part.part is None else len(part.part)
-            room = (store.room() // 2 if room is None else room) - size
+            room = (store.room() // 2 if room is None else room) - len(part.wanted)
             if room < 0 or len(seen) > most_ahead():
                 return
-            if not store.keep(part.tar, part.part) and part not in self._failed:
+            if not store.is_local(part) and part not in self._failed:
                 yield store, part
 
-    def _next_tars(self, position: int) -> Iterator[StoredPart]:
+    def _next_tars(self, position: int) -> Iterator[tuple[TarStore, StoredPart]]:
         blocks: set[tuple[int, int]] = set()
         for first in range(position, position + _CHUNKS * _CHUNK, _CHUNK):
             positions = np.arange(first, first + _CHUNK, dtype=np.int64)
@@ -181,7 +179,6 @@ def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = N
     worker = get_worker_info()
     if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
         return None
-    stores = [find_store(part.tar.parent) for block in stored for part in block.tars(0)]
-    if any(store is not None and store.room() for store in stores):
+    if any(store.room() for block in stored for store, _ in block.tars(0)):
         return TarsAhead(plan, stored, share)
     return None

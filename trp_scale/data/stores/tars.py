@@ -1,16 +1,16 @@
-"""Where the tars of a folder lie: in it, under the URL that it is a mirror of, or elsewhere, each at a place of its
-own."""
+"""Stores of tars: a data set asks its store to open them, whether they are local files or fetched through the cache."""
 
 from __future__ import annotations
 
 import logging
 import os
+from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import NamedTuple
 
-from trp_scale.data.stores.external import find_places
-from trp_scale.data.stores.mirror import find_mirror
-from trp_scale.errors import RefusedError
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.storage.cache import Cache
 
 logger = logging.getLogger(__name__)
 
@@ -18,115 +18,136 @@ PARTS = "TRP_SCALE_CACHE_PARTS"
 """Environment variable: whether the cache holds blocks in place of whole tars: auto (where it cannot hold the data
 set), always or never."""
 
+PART_MARK = "@"
+"""Between the name of a tar and the bytes of it that a file of the cache holds."""
+
 
 class StoredPart(NamedTuple):
-    """Tar that stores a block, of `size` bytes, or a `part` of its bytes."""
+    """Tar of `size` bytes that stores a block, or a `part` of its bytes. `tar` is its path in the data set's folder."""
 
     tar: Path
     size: int
     part: range | None = None
 
+    @property
+    def wanted(self) -> range:
+        """Bytes of the tar to read."""
+        return range(self.size) if self.part is None else self.part
 
-class TarStore(Protocol):
-    """Opens tars that do not lie in their folder."""
 
-    def open(self, tar: Path, size: int, part: range | None = None) -> int:
-        """A descriptor of a tar, or of a file with a part of its bytes; one under a URL is fetched first if the cache
-        does not hold it.
+class TarStore:
+    """Opens the tars of one folder; this class, those that are files in it.
+
+    Args:
+        directory: the folder, DATASET/shards or DATASET/MODALITY.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._exceeds_cache: dict[int, bool] = {}
+
+    def open(self, stored: StoredPart) -> int:
+        """Return a descriptor of a tar, or of a file with a part of its bytes; one under a URL is fetched first if the
+        cache does not hold it.
 
         Raises:
-            DataError: it is not there, or is another one now.
+            OSError: it cannot be opened.
+            DataError: it does not exist, or has been replaced.
             RemoteError: it cannot be fetched, or there is no room for it.
         """
-        ...
+        return os.open(stored.tar, os.O_RDONLY)
 
     def size(self, tar: Path) -> int | None:
-        """Bytes of a tar; None if that is known when it is fetched only.
+        """Bytes of a tar; `None` if they are known only when it is fetched.
 
         Raises:
-            DataError: it is not there.
+            DataError: it does not exist, or has been replaced.
         """
-        ...
+        try:
+            return tar.stat().st_size
+        except OSError as error:
+            raise DataError(f"{tar}: cannot be read ({error.strerror})") from error
 
-    def fetches(self, tar: Path) -> bool:
-        """Whether a tar lies under a URL."""
-        ...
+    def is_remote(self, tar: Path) -> bool:
+        """Whether a tar is stored under a URL."""
+        return False
 
-    def drop(self, tar: Path, part: range | None, inode: int) -> None:
-        """Remove the cached copy of a tar, or of a part, which is wrong, so that it is fetched again."""
-        ...
+    def drop(self, stored: StoredPart, inode: int) -> bool:
+        """Remove a damaged copy from the cache, so that it is fetched again; `False` if the tar is a local file.
 
-    def keep(self, tar: Path, part: range | None = None) -> bool:
-        """Whether a tar, or a part, need not be fetched; of those in the cache others go before it."""
-        ...
+        Args:
+            inode: of the copy, which the caller holds open or mapped.
+        """
+        return False
 
-    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
+    def is_local(self, stored: StoredPart) -> bool:
+        """Whether a tar, or a part, need not be fetched; the cache then removes others before it."""
+        return True
+
+    def prefetch(self, stored: StoredPart) -> None:
         """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
 
         Raises:
             RefusedError: it cannot be fetched, or there is no room for it.
         """
-        ...
 
     def room(self) -> int:
         """Bytes that the cache may take; 0: nothing is fetched."""
-        ...
+        return 0
 
     def where(self, tar: Path) -> str:
         """Path or URL of a tar, for messages."""
-        ...
+        return str(tar)
+
+    def reads_parts(self, tar: Path, total: int) -> bool:
+        """Whether the cache holds blocks of a tar in place of the whole: a block of each tar is read at a time, so
+        that whole tars of a data set of `total` bytes that it cannot hold would come and go.
+
+        Raises:
+            RefusedError: the environment variable has another value.
+        """
+        choice = os.environ.get(PARTS) or "auto"
+        if choice not in ("auto", "always", "never"):
+            raise RefusedError(f"{PARTS}: {choice!r} found; auto, always and never are allowed")
+        if choice == "never" or not self.is_remote(tar):
+            return False
+        if total not in self._exceeds_cache:  # once in a process: the room changes with the disk
+            self._exceeds_cache[total] = total > self.room()
+        return choice == "always" or self._exceeds_cache[total]
 
 
-def find_store(directory: Path) -> TarStore | None:
-    """Return the store that opens the tars of a folder; `None` if they are local files."""
-    return find_places(directory) or find_mirror(directory)
+class CachedStore(TarStore):
+    """Tars that are stored elsewhere and go through the cache."""
 
+    @property
+    @abstractmethod
+    def cache(self) -> Cache: ...
 
-def reads_parts(tar: Path, total: int) -> bool:
-    """Whether the cache holds blocks of a tar in place of the whole: a block of each tar is read at a time, so that of
-    a data set of `total` bytes that it cannot hold whole tars would come and go.
+    @abstractmethod
+    def cached_path(self, tar: Path) -> Path:
+        """Path of the whole tar in the cache."""
 
-    Raises:
-        RefusedError: the environment variable has another value.
-    """
-    choice = os.environ.get(PARTS) or "auto"
-    if choice not in ("auto", "always", "never"):
-        raise RefusedError(f"{PARTS}: {choice!r} found; auto, always and never are allowed")
-    store = find_store(tar.parent)
-    if store is None or choice == "never" or not store.fetches(tar):
-        return False
-    return choice == "always" or total > store.room()
+    @abstractmethod
+    def fetcher(self, stored: StoredPart, *, retry: bool) -> Callable[[int], None]:
+        """Return a function that writes the wanted bytes into a descriptor."""
 
+    def _path(self, stored: StoredPart) -> Path:
+        path, part = self.cached_path(stored.tar), stored.part
+        return path if part is None else path.with_name(f"{path.stem}{PART_MARK}{part.start}-{part.stop}{path.suffix}")
 
-def open_tar(tar: Path, size: int, part: range | None = None) -> IO[bytes]:
-    """A tar, opened where it lies; or a file with a part of its bytes, of one for which `reads_parts`.
+    def open(self, stored: StoredPart) -> int:
+        return self.cache.open(self._path(stored), len(stored.wanted), self.fetcher(stored, retry=True))
 
-    Args:
-        tar: its path in its folder.
-        size: its bytes.
-        part: bytes that are wanted; None: all.
+    def drop(self, stored: StoredPart, inode: int) -> bool:
+        self.cache.drop(self._path(stored), inode)
+        logger.warning("%s: the copy in the cache is damaged; it is fetched again", self.where(stored.tar))
+        return True
 
-    Raises:
-        OSError: it cannot be opened.
-        DataError, RemoteError: as `TarStore.open`.
-    """
-    return os.fdopen(tar_descriptor(find_store(tar.parent), tar, size, part), "rb", buffering=0)
+    def is_local(self, stored: StoredPart) -> bool:
+        return self.cache.keep(self._path(stored))
 
+    def prefetch(self, stored: StoredPart) -> None:
+        self.cache.fetch_ahead(self._path(stored), len(stored.wanted), self.fetcher(stored, retry=False))
 
-def drop_cached(stored: StoredPart, inode: int) -> bool:
-    """Remove a cached copy that is damaged, so that it is fetched again; `False` if the tar is not under a URL.
-
-    Args:
-        inode: of the copy, which the caller holds open or mapped.
-    """
-    store = find_store(stored.tar.parent)
-    if store is None or not store.fetches(stored.tar):
-        return False
-    store.drop(stored.tar, stored.part, inode)
-    logger.warning("%s: the copy in the cache is damaged; it is fetched again", store.where(stored.tar))
-    return True
-
-
-def tar_descriptor(store: TarStore | None, tar: Path, size: int, part: range | None = None) -> int:
-    """Open a tar of a folder whose store is known, like `open_tar`."""
-    return os.open(tar, os.O_RDONLY) if store is None else store.open(tar, size, part)
+    def room(self) -> int:
+        return self.cache.bound()

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from trp_scale.config.schema import Fields, Whole
-from trp_scale.data.blocks import BlockTable, read_blocks
+from trp_scale.data.binary_index import OrderBlocks
 from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.stores.tars import StoredPart
+from trp_scale.data.samples import SampleTable, read_samples
+from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.errors import DataError, quote
 
@@ -54,20 +55,28 @@ class TextMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataset:
-    """One opened data set; `name` is "" unless it is a member of a mixture."""
+    """One opened data set.
+
+    Attributes:
+        name: "" unless it is a member of a mixture.
+        meta: what its rows have in common.
+        samples: the stored blocks.
+        blocks: what order and split see of them.
+    """
 
     name: str
     meta: TextMeta
-    blocks: BlockTable
+    samples: SampleTable
+    blocks: OrderBlocks
 
     def digest(self) -> str:
         """Equal on two ranks if they see the same dataset.json, tokenizer, indexes and tar sizes."""
         parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
-        return f"{parts} {self.meta.tokenizer_digest} {self.blocks.digest()}"
+        return f"{parts} {self.meta.tokenizer_digest} {self.samples.digest}"
 
-    def tars(self, block: int) -> list[StoredPart]:
-        """The tar that holds a block, or the part of it that the cache holds."""
-        return [self.blocks.stored_part(block)]
+    def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
+        """The tar that holds a block, or the part of it that the cache holds, with its store."""
+        return [(self.samples.store, self.samples.stored_part(range(block, block + 1)))]
 
 
 def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
@@ -78,10 +87,13 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     """
     require_dataset(directory)
     fields = read_fields(directory / "dataset.json", "shard the data again")
+    meta = _read_meta(directory, fields)
+    samples, blocks = read_samples(directory / "shards", fields.file_names("shards"), SUFFIXES, None)
     return TextDataset(
         name=name,
-        meta=_read_meta(directory, fields),
-        blocks=read_blocks(directory / "shards", fields.file_names("shards"), SUFFIXES),
+        meta=meta,
+        samples=samples,
+        blocks=blocks,
     )
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import reason_of
-from trp_scale.data.shard_reader import ShardReader
+from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS
 from trp_scale.errors import DataError
 
@@ -56,7 +56,7 @@ class TextRowReader:
     def __init__(
         self,
         *,
-        readers: Sequence[ShardReader],
+        readers: Sequence[ArrayReader],
         names: Sequence[str],
         row_length: int,
         token_dtype: str,
@@ -146,5 +146,5 @@ class TextRowReader:
 
     def _key(self, code: int) -> str:
         name = self._names[code >> 40]
-        key = self._readers[code >> 40].table.keys[code & ((1 << 40) - 1)]
+        key = self._readers[code >> 40].blocks.keys[code & ((1 << 40) - 1)]
         return f"{name}/{key}" if name else key

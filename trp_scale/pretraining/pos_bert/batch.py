@@ -16,7 +16,7 @@ from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.rows import Rows, require_kind
-from trp_scale.data.shard_reader import ShardReader
+from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import TextDataset, TextMeta, agree, open_text_dataset
 from trp_scale.data.text.rows import TextRowReader, TextRows
 from trp_scale.pretraining.pos_bert.masking import Masked, Masker
@@ -52,7 +52,7 @@ class TextBatchBuilder:
         self._always_masked = config.training.compile in ("blocks", "whole")
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
         self._reader = TextRowReader(
-            readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
+            readers=[ArrayReader(dataset.samples, dataset.blocks, verify=config.data.verify) for dataset in datasets],
             names=[dataset.name for dataset in datasets],
             row_length=meta.row_length,
             token_dtype=meta.token_dtype,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from trp_scale.data.images.maps import OWN_TAR, StoredMaps, class_names, map_formats, stored_maps
+from trp_scale.data.images.maps import CLASS, OWN_TAR, StoredMaps, class_names, known_suffixes, map_formats, stored_maps
 from trp_scale.data.images.other_formats import FORMATS
 from trp_scale.data.images.png import png_size
-from trp_scale.data.images.reader import CLASS, known_suffixes
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import Block, read_fields, read_index
-from trp_scale.data.stores.tars import open_tar
+from trp_scale.data.stores import find_store
+from trp_scale.data.stores.tars import StoredPart
 from trp_scale.errors import DataError, error_text
 from trp_scale.pretraining.modalities import modality
 from trp_scale.sharding.images.verify import check_members
@@ -82,7 +83,7 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
     first = 0 if key is None else keys.index(key)
-    with open_tar(shard, index.size) as stream:
+    with os.fdopen(find_store(shard.parent).open(StoredPart(shard, index.size)), "rb") as stream:
         for block in blocks[first : first + count]:
             check_members(shard, block, dict(dataset))
             members = {}

@@ -8,8 +8,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 
-from trp_scale.data.images.maps import map_formats, read_names
-from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
+from trp_scale.data.images.maps import CLASS, IMAGE, known_suffixes, map_formats, ordered_suffixes, read_names
 from trp_scale.data.raw_files import (
     IMAGE_SUFFIXES,
     list_counts,

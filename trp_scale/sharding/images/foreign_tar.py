@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from trp_scale.config.json_files import parse_json
-from trp_scale.data.images.reader import CLASS, IMAGE
+from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.data.index import Block, Member
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.reencode import open_image

@@ -10,6 +10,7 @@ DATASET/
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,9 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
-from trp_scale.data.stores.external import PLACES, Place, look_at, write_places
-from trp_scale.data.stores.stream import open_stream
-from trp_scale.data.stores.tars import open_tar
+from trp_scale.data.stores import find_store
+from trp_scale.data.stores.external import PLACES, ExternalTar, look_up, open_stream, write_places
+from trp_scale.data.stores.tars import StoredPart
 from trp_scale.errors import DataError, quote, shorten
 from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.images.foreign_tar import AUTO, IMAGE_MEMBERS, NONE, REASONS, MemberChoice, ReadTar, read_tar
@@ -148,7 +149,7 @@ class TarReport(PortionReport):
 class _Tar:
     number: int
     name: str
-    source: Place
+    source: ExternalTar
 
 
 def index_tars(config: IndexTars) -> Path:
@@ -202,7 +203,7 @@ def _look_up_tars(config: IndexTars) -> tuple[list[_Tar], MemberChoice]:
     """All tars as they are now, and which of their members are read."""
     places = find_tars(config.tars)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        looked = list(pool.map(look_at, places))
+        looked = list(pool.map(look_up, places))
     tars = [_Tar(number=n, name=name, source=looked[n]) for n, name in enumerate(unique_names(places))]
     choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
     return tars, choice
@@ -248,7 +249,7 @@ def finish_tars(directory: Path, parts: Mapping[Part, Mapping[str, Any]], max_sk
     return _finish(config, tars, choice)
 
 
-def _label(config: IndexTars, source: Place) -> str:
+def _label(config: IndexTars, source: ExternalTar) -> str:
     """Resolve `--label auto`: `.cls` if the first images have one."""
     if config.label != AUTO:
         return config.label
@@ -270,7 +271,7 @@ def _label(config: IndexTars, source: Place) -> str:
     return NONE
 
 
-def _open_tar(source: Place) -> Any:
+def _open_tar(source: ExternalTar) -> Any:
     try:
         return open_stream(source)
     except OSError as error:
@@ -407,7 +408,7 @@ def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int
         DataError: the first thing that differs.
     """
     index = read_index(shard)
-    with open_tar(shard, index.size) as stream:
+    with os.fdopen(find_store(shard.parent).open(StoredPart(shard, index.size)), "rb", buffering=0) as stream:
         contents = read_tar(where, stream, choice, check=check)  # type: ignore[arg-type]  # raw, as a tar needs
     advice = f"index the tars again: trp-scale index {shard.parent.parent}"
     for ours, theirs in zip(index.blocks, contents.blocks, strict=False):

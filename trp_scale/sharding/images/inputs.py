@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from trp_scale.data.dataset_directory import check_rows, is_dataset_directory, load_dataset
+from trp_scale.data.images.maps import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.images.png import write_png
-from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.raw_files import all_files, files_fingerprint, kind_of, open_regular
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities import modalities

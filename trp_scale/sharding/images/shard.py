@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trp_scale.data.images.reader import CLASS, IMAGE
+from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.errors import shorten
 from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample

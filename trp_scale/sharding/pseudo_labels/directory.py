@@ -21,9 +21,9 @@ from typing import Any
 from trp_scale.config.json_files import LARGEST_INDEX, read_content
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.binary_index import NAME
-from trp_scale.data.images.dataset import write_image_index
 from trp_scale.data.images.maps import OWN_TAR, map_formats, stored_maps
 from trp_scale.data.index import index_path, read_fields, read_index_document, read_json, write_json
+from trp_scale.data.samples import write_binary_index
 from trp_scale.errors import DataError, quote
 from trp_scale.sharding.job.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.sharding.job.writing import report_path
@@ -341,4 +341,4 @@ def _write(directory: LabelDirectory, document: dict[str, Any], total: LabelRepo
 
 def _write_index(directory: LabelDirectory, document: Mapping[str, Any]) -> None:
     suffix = stored_maps(directory.dataset / "dataset.json", document)[directory.modality].suffix
-    write_image_index(directory.path, document["shards"], (suffix,), document["rows_per_block"])
+    write_binary_index(directory.path, document["shards"], (suffix,), document["rows_per_block"])

@@ -21,9 +21,10 @@ from torch import Tensor
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.images.png import Map, write_png
-from trp_scale.data.images.reader import SampleReader, SampleTable, read_samples
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import index_path, read_index
+from trp_scale.data.samples import SampleTable, read_samples
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Size
 from trp_scale.pretraining.modalities.settings import LabelSettings
@@ -231,7 +232,9 @@ class LabelWorker:
     def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
         dataset = self._work.tasks[0].directory.dataset
         path = dataset / OWN_TAR / shard
-        table = read_samples(path.parent, [shard], self._work.suffixes, ("jpg",))
+        table, _ = read_samples(
+            path.parent, [shard], self._work.suffixes, rows_per_block=1, opened=("jpg",), use_index=False
+        )
         keys = [block.key for block in read_index(path).blocks]
         digest = digest_of_images(dataset, shard)
         labellers = {

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from trp_scale.data import blocks
 from trp_scale.data.index import Block, read_index
-from trp_scale.data.shard_reader import parse_npy
+from trp_scale.data.samples import check_members as check_suffixes
+from trp_scale.data.tar_reader import parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.data.text.tokenizer import load_for_sharding
@@ -40,7 +40,7 @@ STYLES = {
 
 def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
     """All arrays of a block by suffix, without checking checksums (`verify` does)."""
-    blocks.check_members(shard, block.key, set(block.members), SUFFIXES)
+    check_suffixes(shard, block.key, set(block.members), SUFFIXES)
     arrays = {}
     with shard.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -60,7 +60,7 @@ def check_members(shard: Path, block: Block, dataset: dict[str, Any]) -> None:
     Raises:
         DataError: naming the member.
     """
-    blocks.check_members(shard, block.key, set(block.members), SUFFIXES)
+    check_suffixes(shard, block.key, set(block.members), SUFFIXES)
 
 
 def check_contents(

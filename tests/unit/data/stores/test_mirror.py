@@ -16,13 +16,13 @@ from tests.faulty_server import directory, faulty_server
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.data.blocks import write_block_index
-from trp_scale.data.images import reader
+from trp_scale.data import tar_reader
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.mixture import parse_paths
+from trp_scale.data.samples import write_binary_index
 from trp_scale.data.stores import mirror
 from trp_scale.data.stores.mirror import local_directory
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
@@ -62,7 +62,7 @@ def test_the_digest_is_that_of_the_local_data_set(stored: Path) -> None:
 
 def test_one_index_comes_in_place_of_one_for_each_tar(stored: Path) -> None:
     names = json.loads((stored / "dataset.json").read_text())["shards"]
-    write_block_index(stored / "shards", names, SUFFIXES)
+    write_binary_index(stored / "shards", names, SUFFIXES, None)
     url = f"file://{stored}"
     assert_same(steps(config_for(url), world=1, count=4), steps(config_for(stored), world=1, count=4))
     here = local_directory(url)
@@ -86,7 +86,7 @@ def test_images_under_a_url(image_dataset: Path) -> None:
 
 def test_few_tars_are_kept_open_that_the_cache_cannot_hold_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is open keeps its room on the disk when the cache removes it."""
-    monkeypatch.setattr(reader, "OPEN_IN_CACHE", 2)
+    monkeypatch.setattr(tar_reader, "OPEN_IN_CACHE", 2)
     far = write_images(tmp_path / "far", [[sample(number, 8, 8)] for number in range(5)])
     size = sum(path.stat().st_size for path in far.rglob("*.tar"))
     for where, bound, expected in ((str(far), 1, 5), (f"file://{far}", 0.7 * size, 2), (f"file://{far}", size, 5)):
@@ -228,8 +228,8 @@ def test_local_data_imports_no_fsspec(stored: Path) -> None:
         "from pathlib import Path\n"
         "from trp_scale.data.mixture import parse_paths\n"
         "from trp_scale.data.text.dataset import open_text_dataset\n"
-        "from trp_scale.data.shard_reader import ShardReader\n"
+        "from trp_scale.data.tar_reader import ArrayReader\n"
         "data = open_text_dataset(parse_paths(sys.argv[1])[0].path)\n"
-        "ShardReader(data.blocks, verify=True).arrays(0)\n"
+        "ArrayReader(data.samples, data.blocks, verify=True).arrays(0)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(stored)], check=True)

@@ -60,7 +60,7 @@ def held(cache: Path) -> set[str]:
 def order(dataset: TextDataset, plan: TrainPlan, start: int, stop: int) -> list[str]:
     """Names of the tars of these positions, in the order in which they come."""
     blocks = plan.locate(np.arange(start, stop)).block.tolist()
-    return list(dict.fromkeys(dataset.tars(block)[0].tar.name for block in blocks))
+    return list(dict.fromkeys(dataset.tars(block)[0][1].tar.name for block in blocks))
 
 
 def test_the_next_tars_of_the_order_are_fetched(stored: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

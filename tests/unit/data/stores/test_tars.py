@@ -15,12 +15,11 @@ from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.cli.main import main
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.images.reader import SampleReader
-from trp_scale.data.stores import mirror
+from trp_scale.data.stores import find_store, mirror
 from trp_scale.data.stores.mirror import local_directory
-from trp_scale.data.stores.tars import reads_parts
+from trp_scale.data.stores.tars import PART_MARK
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, RefusedError
-from trp_scale.storage.cache import PART_MARK
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_a_block_is_asked_for_once_and_nothing_else(
     with faulty_server(directory(pictures.parent)) as (url, faults):
         dataset = open_image_dataset(local_directory(f"{url}/images"))
         assert whole(dataset) == whole(local)
-        parts = [part for block in range(len(dataset.blocks.rows)) for part in dataset.tars(block)]
+        parts = [part for block in range(len(dataset.blocks.rows)) for _, part in dataset.tars(block)]
         asked = [(path.rpartition("/")[2], span) for _, path, span in faults.asked if path.endswith(".tar") and span]
         assert sorted(asked) == sorted(
             (part.tar.name, f"bytes={part.part.start}-{part.part.stop - 1}") for part in parts if part.part is not None
@@ -147,16 +146,18 @@ def test_parts_of_tars_that_have_changed_go(text: Path, cache: Path, monkeypatch
 
 def test_the_choice_is_by_size_unless_one_is_made(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     far = local_directory(f"file://{text}") / "shards" / "text-000000.tar"
+    store = find_store(far.parent)
     monkeypatch.setenv("TRP_SCALE_CACHE_GB", "0.000001")
     for choice, expected in (("auto", (False, True)), ("", (False, True)), ("always", (True, True))):
         monkeypatch.setenv("TRP_SCALE_CACHE_PARTS", choice)
-        assert (reads_parts(far, 1000), reads_parts(far, 1001)) == expected
-    assert not reads_parts(text / "shards" / "text-000000.tar", 1 << 40), "a local one"
+        assert (store.reads_parts(far, 1000), store.reads_parts(far, 1001)) == expected
+    near = text / "shards" / "text-000000.tar"
+    assert not find_store(near.parent).reads_parts(near, 1 << 40)
     monkeypatch.setenv("TRP_SCALE_CACHE_PARTS", "never")
-    assert not reads_parts(far, 1 << 40)
+    assert not store.reads_parts(far, 1 << 40)
     monkeypatch.setenv("TRP_SCALE_CACHE_PARTS", "perhaps")
-    with pytest.raises(RefusedError, match=r"TRP_SCALE_CACHE_PARTS: 'perhaps' found; auto, always and never"):
-        reads_parts(far, 1000)
+    with pytest.raises(RefusedError, match=r"TRP_SCALE_CACHE_PARTS.*perhaps"):
+        store.reads_parts(far, 1000)
 
 
 def test_an_index_that_leads_out_of_its_tar(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

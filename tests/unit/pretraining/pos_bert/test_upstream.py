@@ -13,8 +13,8 @@ from tests.runs import flags, image_flags
 from tests.unit.data.loaded import table_of
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
-from trp_scale.data.shard_reader import ShardReader
 from trp_scale.data.split import held_out
+from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.distributed.environment import Environment
 from trp_scale.pretraining.pos_bert.upstream import TextUpstream, piece_counts
 
@@ -29,9 +29,9 @@ def upstream(dataset: Path, run_dir: Path, **changes: Any) -> TextUpstream:
 def test_pieces_are_counted_as_they_are_stored(text_dataset: Path, tmp_path: Path) -> None:
     """All training rows, whole: without pairs of sentences a row is used once."""
     task = upstream(text_dataset, tmp_path, objective__next_sentence="off")
-    table = table_of(text_dataset)
-    reader, stored = ShardReader(table, verify=False), np.zeros(task.meta.vocab_size, dtype=np.int64)
-    for block in np.flatnonzero(~held_out(table.identities, 0.1, where="")):
+    table, blocks = table_of(text_dataset)
+    reader, stored = ArrayReader(table, blocks, verify=False), np.zeros(task.meta.vocab_size, dtype=np.int64)
+    for block in np.flatnonzero(~held_out(blocks.identities, 0.1, where="")):
         tokens, _, ends = reader.arrays(int(block))
         inside = np.arange(tokens.shape[1]) < ends[:, -1:].astype(np.int64)
         stored += np.bincount(tokens[inside], minlength=len(stored))

@@ -26,10 +26,10 @@ from tests.unit.data.images.stored import config_for, joined, photograph, steps
 from trp_scale.cli.main import main
 from trp_scale.data.images import dataset as images
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import read_index, read_json
-from trp_scale.data.stores.external import find_places
+from trp_scale.data.stores.external import find_external_tars
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
 from trp_scale.sharding.images.tar_members import tar_members
@@ -211,7 +211,7 @@ def test_a_text_file_lists_tars_and_names_are_told_apart(tmp_path: Path) -> None
     found = index(tmp_path / "list.txt", tmp_path / "data")
     names = ["train-000000.tar", "a-train-000001.tar", "b-train-000001.tar"]
     assert read_json(found / "dataset.json")["shards"] == names
-    places = find_places(found / "shards")
+    places = find_external_tars(found / "shards")
     assert places is not None
     assert [places.where(Path(name)) for name in names] == [
         f"{tmp_path}/a/train-000000.tar",

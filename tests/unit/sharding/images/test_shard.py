@@ -21,7 +21,7 @@ from PIL import Image
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.images.reader import known_suffixes
+from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import read_index, read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.samples import Sample, cut_into_portions

@@ -20,7 +20,7 @@ from tests.runs import run_command
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.reader import known_suffixes
+from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import Member, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.display import contact_sheet, stored_images

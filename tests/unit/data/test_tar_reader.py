@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.unit.data.stored import config_for, npy, write_dataset, write_shard
-from trp_scale.data.blocks import read_blocks
 from trp_scale.data.index import index_path
-from trp_scale.data.shard_reader import ShardReader, parse_npy
+from trp_scale.data.samples import read_samples
+from trp_scale.data.tar_reader import ArrayReader, parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
@@ -116,32 +116,32 @@ def test_keys_are_unique_and_shard_names_plain(tmp_path: Path) -> None:
     shards = tmp_path / "a" / "shards"
     write_shard(shards / "other.tar", {"text-000000-000000": members()}, {"text-000000-000000": 2})
     with pytest.raises(DataError, match="'text-000000-000000' comes twice"):
-        read_blocks(shards, ["text-000000.tar", "other.tar"], SUFFIXES)
+        read_samples(shards, ["text-000000.tar", "other.tar"], SUFFIXES, None)
     with pytest.raises(DataError, match="not a plain file name"):
-        read_blocks(shards, ["../shards/text-000000.tar"], SUFFIXES)
+        read_samples(shards, ["../shards/text-000000.tar"], SUFFIXES, None)
 
 
 def test_checksum_is_checked_when_asked(tmp_path: Path) -> None:
     dataset = dataset_with(tmp_path / "data", a=members())
     shard = dataset / "shards" / "text-000000.tar"
-    table = read_blocks(shard.parent, [shard.name], SUFFIXES)
+    table, blocks = read_samples(shard.parent, [shard.name], SUFFIXES, None)
     content = bytearray(shard.read_bytes())
     content[int(table.offsets[0, 0]) + int(table.lengths[0, 0]) - 1] ^= 1  # a bit of the last token
     shard.write_bytes(content)
-    assert ShardReader(table, verify=False).arrays(0)[0].shape == (2, 21)
+    assert ArrayReader(table, blocks, verify=False).arrays(0)[0].shape == (2, 21)
     with pytest.raises(DataError, match=r"a\.tokens\.npy: checksum"):
-        ShardReader(table, verify=True).arrays(0)
+        ArrayReader(table, blocks, verify=True).arrays(0)
 
 
 def test_reader_gives_what_was_stored_and_pickles_without_maps(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", block_rows=[[2, 3], [4]])
-    table = read_blocks(dataset / "shards", ["text-000000.tar", "text-000001.tar"], SUFFIXES)
-    reader = ShardReader(table, verify=True, keep=1)  # fewer than are read: closes and opens again
+    table, blocks = read_samples(dataset / "shards", ["text-000000.tar", "text-000001.tar"], SUFFIXES, None)
+    reader = ArrayReader(table, blocks, verify=True, keep=1)  # fewer than are read: closes and opens again
     for _ in range(2):
-        for block, key in enumerate(table.keys):
+        for block, key in enumerate(blocks.keys):
             tokens, tags, sentences = reader.arrays(block)
-            assert len(tokens) == len(tags) == len(sentences) == table.rows[block], key
-            content = table.shards[table.shard[block]].read_bytes()
+            assert len(tokens) == len(tags) == len(sentences) == blocks.rows[block], key
+            content = table.shards[table.shard_of(block)].read_bytes()
             first = int(table.offsets[block, 0])
             assert zlib.crc32(content[first : first + int(table.lengths[block, 0])]) == table.checksums[block, 0]
             assert content[first:][: int(table.lengths[block, 0])].endswith(tokens.tobytes())
@@ -152,15 +152,15 @@ def test_reader_gives_what_was_stored_and_pickles_without_maps(tmp_path: Path) -
 
 def test_shard_that_changes_under_way_is_a_damaged_block(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", block_rows=[[2]])
-    table = read_blocks(dataset / "shards", ["text-000000.tar"], SUFFIXES)
+    table, blocks = read_samples(dataset / "shards", ["text-000000.tar"], SUFFIXES, None)
     shard = table.shards[0]
     for content in (shard.read_bytes()[:1000], b""):
         shard.write_bytes(content)
         with pytest.raises(DataError, match=r"text-000000\.tar"):
-            ShardReader(table, verify=False).arrays(0)
+            ArrayReader(table, blocks, verify=False).arrays(0)
     shard.unlink()
-    with pytest.raises(DataError, match="cannot be mapped"):
-        ShardReader(table, verify=False).arrays(0)
+    with pytest.raises(DataError, match=r"text-000000\.tar"):
+        ArrayReader(table, blocks, verify=False).arrays(0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""Read the members of samples: arrays of text by memory map, bytes of images by `pread`. Nothing else in a tar is ever
+opened, and nothing is ever unpickled.
+
+A memory map of a file that is cut short *while* it is mapped, or that lies on a failing disk, ends the process with
+SIGBUS, and torch's DataLoader reports the worker. Shorter files are found before they are mapped.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import zlib
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.lib.format as npy
+import numpy.typing as npt
+
+from trp_scale.data.binary_index import OrderBlocks
+from trp_scale.data.images.maps import CLASS, IMAGE
+from trp_scale.data.samples import SampleTable
+from trp_scale.data.stores.tars import StoredPart
+from trp_scale.errors import DataError, RefusedError
+
+OPEN_IN_CACHE = 32
+"""Tars kept open at most where the cache cannot hold all: one that is open keeps its room on the disk."""
+
+_LONGEST_HEADER = 4096
+
+Opened = TypeVar("Opened")
+Content = TypeVar("Content")
+
+
+class TarReader(Generic[Opened]):
+    """Opens tars, or cached parts of them, when they are first read; pickles as its table alone, so that a worker opens
+    its own.
+
+    Args:
+        table: the samples.
+        verify: check each member's crc32.
+        keep: tars kept open; each has a file descriptor.
+    """
+
+    def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128) -> None:
+        self.table = table
+        self._verify = verify
+        self._keep = keep
+        self._files: OrderedDict[StoredPart, tuple[Opened, int]] = OrderedDict()  # with their inodes
+        self._fetched_again: set[StoredPart] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": OrderedDict()}
+
+    def __del__(self) -> None:
+        for opened, _ in self.__dict__.get("_files", {}).values():
+            self._close(opened)
+
+    @abstractmethod
+    def _attach(self, descriptor: int, stored: StoredPart) -> Opened:
+        """Return what members are read from; takes over the descriptor."""
+
+    @abstractmethod
+    def _close(self, opened: Opened) -> None: ...
+
+    def _file(self, stored: StoredPart) -> Opened:
+        """The opened tar, or part of one; the one that was used longest ago is closed where too many are open."""
+        if stored in self._files:
+            self._files.move_to_end(stored)
+            return self._files[stored][0]
+        try:
+            descriptor = self.table.store.open(stored)
+            inode = os.fstat(descriptor).st_ino
+            self._files[stored] = self._attach(descriptor, stored), inode
+        except RefusedError:  # of the network, or there is no such tar
+            raise
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise DataError(f"{stored.tar}: cannot be opened ({error})") from error
+        if len(self._files) > self._keep:
+            self._close(self._files.popitem(last=False)[1][0])
+        return self._files[stored][0]
+
+    def _retry(self, stored: StoredPart, read: Callable[[], Content]) -> Content:
+        """Read, and once more after an error if the cached copy of the tar could be dropped, once in a process."""
+        try:
+            return read()
+        except DataError:
+            if stored in self._fetched_again or stored not in self._files:
+                raise
+            self._fetched_again.add(stored)
+            opened, inode = self._files.pop(stored)
+            dropped = self.table.store.drop(stored, inode)
+            self._close(opened)
+            if not dropped:
+                raise
+            return read()
+
+
+class ArrayReader(TarReader[mmap.mmap]):
+    """Reads blocks of text as arrays over the mapped tar: rows are read where they are stored, without a copy.
+
+    Args:
+        keys: of the blocks, for messages.
+        rows: [n] rows of each block.
+    """
+
+    def __init__(self, table: SampleTable, blocks: OrderBlocks, *, verify: bool, keep: int = 128) -> None:
+        super().__init__(table, verify=verify, keep=keep)
+        self.blocks = blocks
+        self._arrays: OrderedDict[int, tuple[npt.NDArray[Any], ...]] = OrderedDict()
+        self._damaged: dict[int, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_arrays": OrderedDict()}
+
+    def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
+        """The members of a block as read-only arrays, in the order of the table's suffixes.
+
+        Raises:
+            DataError: the block cannot be read: short or missing file, bad header, wrong number of rows, checksum. The
+                answer is remembered for the life of the process.
+        """
+        arrays = self._arrays.get(block)
+        if arrays is not None:
+            self._arrays.move_to_end(block)
+            return arrays
+        if block in self._damaged:
+            raise DataError(self._damaged[block])
+        try:
+            stored = self.table.stored_part(range(block, block + 1))
+            arrays = self._retry(stored, lambda: self._read(stored, block))
+        except DataError as error:
+            self._damaged[block] = str(error)
+            raise
+        self._arrays[block] = arrays
+        if len(self._arrays) > self._keep:
+            self._arrays.popitem(last=False)
+        return arrays
+
+    def _read(self, stored: StoredPart, block: int) -> tuple[npt.NDArray[Any], ...]:
+        table, rows = self.table, int(self.blocks.rows[block])
+        view = memoryview(self._file(stored))
+        arrays = []
+        for position, suffix in enumerate(table.suffixes):
+            where = f"{stored.tar}: {self.blocks.keys[block]}.{suffix}"
+            start = int(table.offsets[block, position]) - stored.wanted.start
+            content = view[start : start + int(table.lengths[block, position])]
+            if self._verify and zlib.crc32(content) != int(table.checksums[block, position]):
+                raise DataError(f"{where}: checksum differs from the index")
+            array = parse_npy(content, where)
+            if array.ndim == 0 or len(array) != rows:
+                raise DataError(f"{where}: shape {array.shape} found, {rows} rows expected")
+            arrays.append(array)
+        return tuple(arrays)
+
+    def _attach(self, descriptor: int, stored: StoredPart) -> mmap.mmap:
+        with os.fdopen(descriptor, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(mapped) != len(stored.wanted):
+            raise DataError(f"{stored.tar}: {len(mapped)} bytes found, {len(stored.wanted)} expected")
+        return mapped
+
+    def _close(self, opened: mmap.mmap) -> None:
+        """The map goes with the last array over it."""
+
+
+class SampleReader(TarReader[int]):
+    """Reads members of images by `pread`.
+
+    Not by memory map, as text: an image is read once an epoch and decoded from a copy in any case, one request for the
+    whole of it is what a network file system serves best, and a file cut short is a short read, not a signal.
+
+    Args:
+        table: the images.
+        verify: check each member's crc32. Maps are checked in any case: a damaged one may unpack to other numbers, and
+            compared with unpacking it this is nothing.
+        keep: tars kept open; at most OPEN_IN_CACHE of those that the cache cannot hold all.
+        blocks: of the images: the cache may hold single ones. None: it holds whole tars.
+    """
+
+    def __init__(
+        self,
+        table: SampleTable,
+        *,
+        verify: bool,
+        keep: int = 128,
+        blocks: OrderBlocks | None = None,
+    ) -> None:
+        super().__init__(table, verify=verify, keep=keep)
+        self._blocks = blocks
+        self._is_limited = False
+
+    def members(self, sample: int) -> list[bytearray]:
+        """The members of an image, in the order of the table's suffixes.
+
+        Raises:
+            DataError: the tar is missing or is shorter than at the start, or a checksum differs; also after a cached
+                copy was fetched again.
+        """
+        stored = self._stored_part(sample)
+        return self._retry(stored, lambda: self._read(stored, sample))
+
+    def _read(self, stored: StoredPart, sample: int) -> list[bytearray]:
+        table = self.table
+        descriptor = self._file(stored)
+        contents = []
+        for position, suffix in enumerate(table.suffixes):
+            offset, length = int(table.offsets[sample, position]), int(table.lengths[sample, position])
+            where = f"{stored.tar}: image {sample - int(table.starts[table.shard_of(sample)])}, .{suffix}"
+            if offset < 0 or offset + length > stored.size:  # a binary index is not checked as a whole
+                raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
+            content = bytearray(length)
+            try:
+                count = os.preadv(descriptor, [content], offset - stored.wanted.start)
+            except OSError as error:
+                raise DataError(f"{where}: cannot be read ({error.strerror})") from error
+            if count != len(content):
+                raise DataError(f"{where}: {count} bytes found, {len(content)} expected")
+            checked = self._verify or suffix not in (IMAGE, CLASS)
+            if checked and zlib.crc32(content) != int(table.checksums[sample, position]):
+                raise DataError(f"{where}: checksum differs from the index")
+            contents.append(content)
+        return contents
+
+    def _stored_part(self, sample: int) -> StoredPart:
+        """The tar, or the part of it, that holds an image."""
+        table = self.table
+        if not self._is_limited:  # at the first image
+            self._is_limited = True
+            if 0 < table.store.room() < int(table.sizes.sum()):
+                self._keep = min(self._keep, OPEN_IN_CACHE)
+        if self._blocks is None:
+            shard = table.shard_of(sample)
+            return StoredPart(table.shards[shard], int(table.sizes[shard]))
+        first = self._blocks.first
+        number = int(np.searchsorted(first, sample, side="right"))
+        end = int(first[number]) if number < len(first) else table.rows
+        return table.stored_part(range(int(first[number - 1]), end))
+
+    def _attach(self, descriptor: int, stored: StoredPart) -> int:
+        return descriptor
+
+    def _close(self, opened: int) -> None:
+        os.close(opened)
+
+
+def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:
+    """An array over the bytes of a .npy member, without copying it.
+
+    Only plain integers and floats in row order: an object array (whose content is a pickle) is refused by its header.
+
+    Raises:
+        DataError: not a .npy file, another version, type or order, or fewer bytes than its header says.
+    """
+    header = io.BytesIO(bytes(content[:_LONGEST_HEADER]))
+    try:
+        version = npy.read_magic(header)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, fortran_order, dtype = read(header)
+    except Exception as error:  # numpy reads the header as Python: a damaged one raises what its tokens lead to
+        raise DataError(f"{where}: bad npy header ({type(error).__name__}: {error})") from error
+    if dtype.kind not in "uif" or not dtype.isnative or fortran_order:
+        raise DataError(f"{where}: {dtype.str} in {'column' if fortran_order else 'row'} order; plain numbers expected")
+    count = math.prod(shape)
+    available = len(content) - header.tell()
+    if min(shape, default=0) < 0 or count * dtype.itemsize != available:
+        raise DataError(f"{where}: {count * dtype.itemsize} bytes for shape {shape} expected, {available} found")
+    return np.frombuffer(content, dtype=dtype, count=count, offset=header.tell()).reshape(shape)
