@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trp_scale.config import Config
-from trp_scale.config.loader import from_dict, setting_name, to_dict, upstream_settings
+from trp_scale.config.loader import from_dict, to_dict, upstream_settings
 from trp_scale.config.registry import names
-from trp_scale.config.settings import Settings
+from trp_scale.config.settings import Settings, setting_name
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:

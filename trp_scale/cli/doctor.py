@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from trp_scale.config.flags import read
+from trp_scale.config.settings import check_settings, setting
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ class DoctorArguments:
     own. Not given: storage is not measured."""
     hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Of deepspeed's launcher: its lines, and whether ssh reaches each host without a password."""
-    mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = 64
+    mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = setting(64, at_least=1)
     """Size of each of those files, and of what is all-reduced."""
-    timeout_minutes: float = 2.0
+    timeout_minutes: float = setting(2.0, above=0)
     """How long ranks that have not come are awaited."""
     json: bool = False
     """Print one JSON object in place of lines."""
@@ -46,9 +47,7 @@ class DoctorArguments:
 def doctor(argv: Sequence[str]) -> int:
     """`trp-scale doctor`."""
     arguments = read(DoctorArguments, argv, prog="trp-scale doctor")
-    for name, value in (("mebibytes", arguments.mebibytes), ("timeout_minutes", arguments.timeout_minutes)):
-        if value <= 0:
-            raise RefusedError(f"--{name} is {value:g}; allowed: above 0")
+    check_settings(arguments)
     findings = _examine_run(arguments.run_dir, arguments) if arguments.run_dir else _examine_machines(arguments)
     return int(any(finding.state == "wrong" for finding in findings))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 import trp_scale
-from trp_scale.cli.refusals import run
-from trp_scale.config.flags import HELP, clean_text
+from trp_scale.config.flags import HELP, clean_text, is_rank_zero_env
 from trp_scale.console import EscapedStream
-from trp_scale.distributed.launchers import leave
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, leave
 from trp_scale.distributed.stop import listen_early
-from trp_scale.errors import RefusedError, nearest
+from trp_scale.errors import RefusedError, exit_status_and_message, nearest
 from trp_scale.exit_status import ExitStatus
 
 
@@ -63,7 +64,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "fine-tune an encoder on downstream tasks, over seeds",
         ),
         "launch-files": Command(
-            "trp_scale.cli.launch_files:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
+            "trp_scale.cli.training:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
         ),
     },
     "look at the machines": {
@@ -140,6 +141,42 @@ def usage() -> Iterator[str]:
 
 def _refuse(name: str, commands: dict[str, Command]) -> int:
     raise RefusedError(f"{name!r} is no command of trp-scale{nearest(name, commands)}; allowed: {', '.join(commands)}")
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run a command and show a refusal as one message without a traceback; of several ranks, rank 0 speaks."""
+    try:
+        return command()
+    except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
+        if isinstance(error.__context__, BrokenPipeError):  # as below, by rich
+            return ExitStatus.DONE
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    except BrokenPipeError:  # `trp-scale recipes NAME | head`: nobody reads the rest
+        if _is_read():
+            raise
+        return ExitStatus.DONE
+    except BaseException as error:
+        status, line = exit_status_and_message(error)
+        if not line:
+            raise
+        _let_rank_0_speak_first()
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        return status
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what this process prints."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # that a pipe has no reader is always told
+    return not output.poll(0)
+
+
+def _let_rank_0_speak_first() -> None:
+    """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
+    if not is_rank_zero_env():
+        time.sleep(FIRST_WORD_SECONDS)
 
 
 def _open_closed_streams() -> None:

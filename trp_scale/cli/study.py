@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from trp_scale.config.flags import HELP, HELP_ALL, asks_for_help, read
+from trp_scale.config.settings import check_settings, setting
 from trp_scale.errors import RefusedError, nearest
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class RunArguments:
     """Directory of all runs of the study."""
     input: Inputs = field(default_factory=list)
     """Where an input of the study is; once for each (`trp-scale study show`)."""
-    jobs: int = 0
+    jobs: int = setting(0, at_least=0)
     """Commands at a time, each with its share of the cores; 0 = one a core where the scale has no GPU, else one."""
     executor: Literal["local", "slurm-array"] = "local"
     """local: by processes of this machine. slurm-array: as arrays of jobs, one array after the other where runs need
@@ -151,8 +152,7 @@ def run(argv: Sequence[str]) -> int:
 
     study = load_study(arguments.file)
     scale = study.scale(arguments.scale)
-    if arguments.jobs < 0:
-        raise RefusedError(f"--jobs is {arguments.jobs}, allowed: 1 or more, or 0")
+    check_settings(arguments)
     graph = _graph(study, scale, arguments.run_dir, arguments.input)
     if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
         raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")

@@ -1,16 +1,21 @@
-"""Commands that train: `pretrain`, `finetune`; and `plan`, which says what that would take. Under a launcher
-each rank runs the same command line."""
+"""Commands that train: `pretrain`, `finetune`; `plan`, which predicts what that takes; `launch-files`, which copies
+the scripts of launchers. Under a launcher each rank runs the same command line."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from trp_scale.cli.refusals import run
-from trp_scale.config.flags import phase
+import tyro
+
+from trp_scale.cli.main import run
+from trp_scale.config.flags import phase, read
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -103,3 +108,44 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
         return run(train)
 
     return run_with_restarts(attempt, info=info, restarts=restarts, imports=imports)
+
+
+FILES = Path(__file__).parents[1] / "launch_files"
+"""Links to `ds_configs/` and `launch/`, which a wheel stores as files."""
+
+
+@dataclass(kw_only=True)
+class LaunchFilesArguments:
+    """Write DeepSpeed's JSON files (ds_configs/), the scripts for launchers (launch/), the SLURM batch script
+    (launch/slurm/) and the Kubernetes Job (launch/kubernetes/) into a directory, to be started from there or changed. A
+    file that is there already stays, and is refused if it differs."""
+
+    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """Directory to write them into; made if it is not there."""
+
+
+def launch_files(argv: Sequence[str]) -> int:
+    """`trp-scale launch-files`.
+
+    Raises:
+        RefusedError: the directory cannot be written, or holds other files of these names.
+    """
+    directory = read(LaunchFilesArguments, argv, prog="trp-scale launch-files").directory
+    folders = (Path(folder) for folder, _, _ in os.walk(FILES, followlinks=True) if Path(folder).name != "__pycache__")
+    files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
+    targets = {path: directory / path.relative_to(FILES) for path in files}
+    changed = [
+        target for source, target in targets.items() if target.exists() and target.read_bytes() != source.read_bytes()
+    ]
+    if changed:
+        raise RefusedError(
+            f"{', '.join(map(str, changed))}: there already, with other content; allowed: a directory without them"
+        )
+    try:
+        for source, target in targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    except OSError as error:
+        raise RefusedError(f"{directory} cannot be written: {error.strerror}") from error
+    print("\n".join(map(str, targets.values())))
+    return 0

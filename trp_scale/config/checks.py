@@ -1,12 +1,17 @@
-"""Checks of settings against each other; every message names the flag to change."""
+"""Checks of settings against each other and against the engine; every message names the flag to change.
+
+The engines of the package are declared in engines/settings.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.registry import find
-from trp_scale.config.settings import Section, range_problems, sections
+from trp_scale.config.registry import find, names
+from trp_scale.config.settings import Section, Settings, find_problems, non_default_values, sections
 
 
 def check(config: Config) -> None:
@@ -23,10 +28,7 @@ def check(config: Config) -> None:
 
 def general_problems(config: Config) -> Iterator[str]:
     """Yield problems that pre-training and fine-tuning runs share."""
-    yield from range_problems(config)
-    for section in sections(config).values():
-        if isinstance(section, Section):
-            yield from section.problems(config)
+    yield from find_problems(config)
     yield from config.problems()
     yield from hook_problems(config)
 
@@ -59,3 +61,80 @@ def hook_problems(config: Config) -> Iterator[str]:
         late = [first for first in find("hook", name).after if first in listed[position + 1 :]]
         if late:
             yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
+
+
+@dataclass(kw_only=True)
+class EngineRules(Settings):
+    """Declaration of an engine, registered as `@component("engine", NAME, "module:Class")`.
+
+    Attributes:
+        section: section of a run's settings that is for this engine alone; empty if it has none.
+        one_process: it runs in one process, without a process group.
+        reads_ds_config: it needs --ds_config; engines that do not, refuse it.
+        scales_loss: it has a loss scaler, so that it can train in fp16.
+        shards_everything: weights, gradients and moments are shared by the ranks of a copy.
+    """
+
+    section: ClassVar[str] = ""
+    one_process: ClassVar[bool] = False
+    reads_ds_config: ClassVar[bool] = False
+    scales_loss: ClassVar[bool] = False
+    shards_everything: ClassVar[bool] = False
+
+    def refusals(self, config: Any) -> Iterator[str]:
+        """Yield settings that a run of this engine cannot have: flag, value, and allowed values."""
+        return iter(())
+
+    def keeps_states_in_files(self, config: Any) -> bool:
+        """Return whether weights and moments are files, and may not fit into memory."""
+        return False
+
+    def join_groups(self, config: Any, environment: Any) -> None:
+        """Create the process groups that the engine needs; all ranks call it."""
+        if not self.one_process:
+            environment.ensure_process_group()
+
+
+def engine_rules(name: str) -> EngineRules:
+    """Return the declaration of an engine.
+
+    Raises:
+        RefusedError: no engine has this name.
+    """
+    rules: EngineRules = find("engine", name, "--engine").settings()
+    return rules
+
+
+def distributed_engines() -> list[str]:
+    """Return the names of the engines that run on several ranks."""
+    return [name for name in names("engine") if not engine_rules(name).one_process]
+
+
+def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
+    """Refuse settings that the chosen engine or machine does not support.
+
+    Raises:
+        RefusedError: settings of another engine, what the engine refuses, fp16 without a loss scaler or without a GPU,
+            a snapshot of a GPU's memory without a GPU.
+    """
+    rules = engine_rules(engine)
+    for other in names("engine"):
+        section = engine_rules(other).section
+        if other != engine and section and (settings := non_default_values(getattr(config, section))):
+            name, value = next(iter(settings.items()))
+            raise RefusedError(
+                f"--{section}.{name} is {value} and the engine {engine}; allowed: --engine {other}, or without it"
+            )
+    if problems := list(rules.refusals(config)):
+        raise RefusedError(f"--engine {engine}: " + "; ".join(problems))
+    if config.logging.memory_snapshot and not gpu:
+        raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
+    if config.training.precision != "fp16":
+        return
+    if not rules.scales_loss:
+        raise RefusedError(
+            f"--training.precision fp16 needs DeepSpeed's loss scaler, --engine is {engine}; "
+            "allowed: bf16, fp32, or --ds_config FILE"
+        )
+    if not gpu:
+        raise RefusedError("--training.precision fp16 needs a GPU, this machine shows none; allowed: bf16, fp32")

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -146,7 +145,7 @@ def read(
         RefusedError: a module that cannot be imported.
     """
     if issubclass(kind, TakesModules):
-        for module in _modules(argv):
+        for module in first_words(argv, "module"):
             load_module(module)
     if issubclass(kind, TakesModalities):
         kind = kind.with_modality_sections()
@@ -154,11 +153,24 @@ def read(
     return parsed
 
 
-def _modules(argv: Sequence[str]) -> list[str]:
-    """The modules that --module gives: what they register may have flags of its own."""
-    words = pairwise([*argv, ""])
-    paths = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
-    return [module for module in paths if module]
+def flag_words(argv: Sequence[str]) -> dict[str, list[list[str]]]:
+    """Return the words of each flag of a command line, for each time that it occurs: the first of two readings, before
+    it is known which flags exist, since what a module registers may have flags of its own."""
+    flags: dict[str, list[list[str]]] = {}
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            words = [value] if equals else []
+            flags.setdefault(name.removeprefix("--").replace("-", "_"), []).append(words)
+        elif word not in HELP:
+            words.append(word)
+    return flags
+
+
+def first_words(argv: Sequence[str], flag: str) -> list[str]:
+    """Return the values of a flag that may be given several times."""
+    return [words[0] for words in flag_words(argv).get(flag, []) if words and words[0]]
 
 
 def _parse(kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]) -> Any:

@@ -14,8 +14,8 @@ import tyro
 from trp_scale.config import PretrainConfig
 from trp_scale.config.flags import Modules, TakesModules, read
 from trp_scale.config.json_files import read_lines
-from trp_scale.config.loader import known_recipes, load_recipe, recipe_path, resolve, to_dict
-from trp_scale.config.recipes import RECIPES, registered_document, registered_recipes
+from trp_scale.config.loader import known_recipes, load_recipe, resolve, to_dict
+from trp_scale.config.recipes import RECIPES, recipe_path, registered_document, registered_recipes
 from trp_scale.config.yaml_files import write_yaml
 
 DEFAULT = "default"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -14,10 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
-from trp_scale.config.checks import check
-from trp_scale.config.engine_rules import distributed_engines, engine_rules
+from trp_scale.config.checks import check, distributed_engines, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.flags import Modules, asks_for_help, read
+from trp_scale.config.flags import Modules, asks_for_help, first_words, flag_words, read
 from trp_scale.config.loader import (
     TRAINING,
     describe_owners,
@@ -25,14 +23,14 @@ from trp_scale.config.loader import (
     from_dict,
     known_recipes,
     load_recipe,
-    read_document,
-    setting_name,
     task_settings,
     to_dict,
     upstream_settings,
 )
+from trp_scale.config.recipes import read_document
 from trp_scale.config.registry import find, load_module, own_modules
 from trp_scale.config.schema import Fields
+from trp_scale.config.settings import setting_name, setting_names
 
 EngineName = Literal["plain", "ddp", "fsdp", "megatron", "deepspeed"]
 
@@ -124,22 +122,22 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
 
     Raises: as `parse`.
     """
-    first = read_first(argv)
-    modules = list(dict.fromkeys(load_module(module) for module in first.modules))
-    if not first.recipe and not asks_for_help(argv):
+    flags = flag_words(argv)
+    modules = list(dict.fromkeys(map(load_module, first_words(argv, "module"))))
+    chosen = {name: occurrences[-1] for name, occurrences in flags.items()}
+    if not chosen.get("recipe") and not asks_for_help(argv):
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
         raise RefusedError(
             f"--recipe is missing{hint}; allowed: {', '.join(known_recipes(settings))}, or a path to a .yaml file"
         )
-    config = starting_settings(first, modules, settings, prog=prog)
-    config = with_components(config, component_flags(argv, type(config)))
-    refuse_settings_of_others(argv, config)
+    config = starting_settings(chosen, modules, settings, prog=prog)
+    refuse_settings_of_others(flags, config)
     arguments = read(
         kind,
         argv,
         prog=prog,
-        default=kind(config=config, recipe=first.recipe, module=list(first.modules)),
+        default=kind(config=config, recipe=_word(chosen, "recipe"), module=first_words(argv, "module")),
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
     )
@@ -159,11 +157,10 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
         RefusedError: as `parse`; also for unknown settings and values of a wrong type, all in one message.
     """
     arguments.module = list(dict.fromkeys([*map(load_module, arguments.module), *own_modules()]))
-    upstream, run_dir = str(settings.get("upstream", "")), str(arguments.run_dir or "")
-    first = First(recipe=arguments.recipe, run_dir=run_dir, modules=tuple(arguments.module), upstream=upstream)
-    config = starting_settings(first, arguments.module, PretrainConfig, prog="trp_scale.pretrain")
-    listed = {} if hooks is None else {"hooks": list(hooks)}
-    document = to_dict(with_components(config, flat(settings) | listed))
+    chosen = flat(settings) | {"recipe": arguments.recipe, "run_dir": str(arguments.run_dir or "")}
+    chosen |= {} if hooks is None else {"hooks": list(hooks)}
+    words = {name: value if isinstance(value, list) else [str(value)] for name, value in chosen.items()}
+    document = to_dict(starting_settings(words, arguments.module, PretrainConfig, prog="trp_scale.pretrain"))
     for name, value in settings.items():
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
     arguments.config = from_dict(document, source="trp_scale.pretrain")
@@ -172,135 +169,81 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
     return arguments
 
 
-def starting_settings(first: First, modules: list[str], settings: type[Config], *, prog: str) -> Config:
-    """The settings of the recipe, of another upstream or task if one is named, before flags change them.
+def starting_settings(
+    chosen: Mapping[str, list[str]], modules: list[str], settings: type[Config], *, prog: str
+) -> Config:
+    """Return the settings of the recipe, with the upstream or task, the components, and the lists of components that
+    flags name, before the other flags change them.
 
     Args:
+        chosen: words of each flag.
         modules: those of --module, imported.
         settings: what the command's recipes describe.
 
     Raises:
-        RefusedError: no such recipe, upstream or task, or a run directory of other modules.
+        RefusedError: no such recipe or component, or a run directory of other modules.
     """
-    nothing: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
-    config = load_recipe(first.recipe) if first.recipe else from_dict(nothing)
+    recipe = _word(chosen, "recipe")
+    empty: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
+    config = load_recipe(recipe) if recipe else from_dict(empty)
     if not isinstance(config, settings):
         other = TRAINING["task" if isinstance(config, FinetuneConfig) else "upstream"]
         raise RefusedError(
-            f"--recipe {first.recipe} is not one of {prog}'s, it is for {other}; allowed here: "
+            f"--recipe {recipe} is not one of {prog}'s, it is for {other}; allowed here: "
             f"{', '.join(known_recipes(settings))}, or a path to a .yaml file of that kind"
         )
-    if first.upstream and isinstance(config, PretrainConfig):
-        config = of_upstream(config, first.upstream)
-    if first.task and isinstance(config, FinetuneConfig) and first.task != config.downstream.kind:
-        config = of_task(config, first.task)
     config.modules = modules
-    require_modules(first.run_dir, modules)
-    return config
+    require_modules(_word(chosen, "run_dir"), modules)
+    return _change_components(_change_run(config, chosen), chosen)
 
 
-@dataclass(frozen=True, kw_only=True)
-class First:
-    """Flags that select the kind of run; they are read before the settings.
-
-    Attributes:
-        recipe: name or path.
-        run_dir: directory, or "".
-        modules: given by --module.
-        upstream: given by --upstream, or "".
-        task: given by --downstream.kind, or "".
-    """
-
-    recipe: str = ""
-    run_dir: str = ""
-    modules: tuple[str, ...] = ()
-    upstream: str = ""
-    task: str = ""
+def _word(chosen: Mapping[str, list[str]], flag: str) -> str:
+    return (chosen.get(flag) or [""])[0]
 
 
-def read_first(argv: Sequence[str]) -> First:
-    """The flags that decide which other flags there are; all others are left to be read after them."""
-    parser = _partial_parser()
-    parser.add_argument("--recipe", default="")
-    parser.add_argument("--run_dir", "--run-dir", default="")
-    parser.add_argument("--module", action="append", default=[])
-    parser.add_argument("--upstream", default="")
-    parser.add_argument("--downstream.kind", dest="task", default="")
-    flags = _known_flags(parser, argv)
-    modules = tuple(flags.pop("module", ()))
-    return First(modules=modules, **flags)
-
-
-def _partial_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-
-
-def _known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The flags of `parser`; none where one lacks its value, which whoever reads all flags tells."""
-    try:
-        return vars(parser.parse_known_args(list(argv))[0])
-    except SystemExit:
-        return {}
-
-
-def component_sections(kind: type[Config]) -> dict[str, str]:
-    """{section: role} of the sections whose settings are those of a component of this kind."""
-    return {field.name: field.metadata["role"] for field in dataclasses.fields(kind) if "role" in field.metadata}
-
-
-def of_upstream(config: Config, upstream: str) -> Config:
-    """The settings of another upstream's run: its own defaults, but for the settings that both have from one class."""
-    return from_dict(_keep_values(config, upstream_settings(upstream, "--upstream")) | {"upstream": upstream})
-
-
-def of_task(config: FinetuneConfig, kind: str) -> Config:
-    """Return the settings of another task's run with the values that both have."""
-    kept = _keep_values(config, task_settings(kind, "--downstream.kind"))
-    kept["downstream"] |= {"kind": kind}
-    return from_dict(kept)
-
-
-def _keep_values(config: Config, new: type[Config]) -> dict[str, Any]:
-    """The values of the settings that a run and another kind of run have from one class."""
-    types, other = get_type_hints(type(config)), get_type_hints(new)
-    kept: dict[str, Any] = {}
+def _change_run(config: Config, chosen: Mapping[str, list[str]]) -> Config:
+    """Return the settings of another upstream's or task's run: its own defaults, except for the settings that both have
+    from one class."""
+    upstream, task = _word(chosen, "upstream"), _word(chosen, "downstream.kind")
+    if upstream and isinstance(config, PretrainConfig):
+        new: type[Config] = upstream_settings(upstream, "--upstream")
+    elif task and isinstance(config, FinetuneConfig) and task != config.downstream.kind:
+        new = task_settings(task, "--downstream.kind")
+    else:
+        return config
+    types, new_types = get_type_hints(type(config)), get_type_hints(new)
+    document: dict[str, Any] = {}
     for name, value in to_dict(config).items():
-        if name in config.hooks or other.get(name) == types[name]:
-            kept[name] = value
-        elif dataclasses.is_dataclass(types[name]) and name in other:
-            kept[name] = _shared_values(types[name], other[name], value)
-    return kept
+        if name in config.hooks or new_types.get(name) == types[name]:
+            document[name] = value
+        elif dataclasses.is_dataclass(types[name]) and name in new_types:
+            document[name] = _shared_values(types[name], new_types[name], value)
+    if upstream:
+        document["upstream"] = upstream
+    else:
+        document["downstream"]["kind"] = task
+    return from_dict(document)
 
 
-def component_flags(argv: Sequence[str], run: type[Config]) -> dict[str, Any]:
-    """Return the flags that select a run's components: --SECTION.kind and the lists."""
-    parser = _partial_parser()
-    for section in component_sections(run):
-        parser.add_argument(f"--{section}.kind")
-    for listed in run.lists:
-        parser.add_argument(f"--{listed}", nargs="*")
-    return {name: value for name, value in _known_flags(parser, argv).items() if value is not None}
-
-
-def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
-    """Return the settings with the named components. Another kind starts from its own defaults, but for the settings
-    that both kinds have from one class; another list of hooks or modalities keeps the sections of those that stay.
-
-    Args:
-        chosen: {"section.field": value}, of which `section.kind` and the run's lists are read.
-    """
-    run, roles, document = type(config), component_sections(type(config)), to_dict(config)
-    for section, role in roles.items():
-        if (kind := chosen.get(f"{section}.kind")) and kind != getattr(config, section).kind:
-            old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
-            document[section] = _shared_values(old, new, document[section]) | {"kind": kind}
+def _change_components(config: Config, chosen: Mapping[str, list[str]]) -> Config:
+    """Return the settings with the named components. Another kind starts from its own defaults, except for the settings
+    that both kinds have from one class; another list of hooks or modalities keeps the sections of those that stay."""
+    run = type(config)
+    roles = {field.name: field.metadata["role"] for field in dataclasses.fields(run) if "role" in field.metadata}
+    kinds = {section: kind for section in roles if (kind := _word(chosen, f"{section}.kind"))}
+    lists = [name for name in run.lists if name in chosen]
+    if not lists and all(kind == getattr(config, section).kind for section, kind in kinds.items()):
+        return config
+    document = to_dict(config)
     before = run.parts(document, [])
-    for name in chosen.get("hooks", ()):
-        find("hook", name, "--hooks")
-    for listed in run.lists:
+    for section, kind in kinds.items():
+        new = find(roles[section], kind, f"--{section}.kind").settings
+        document[section] = _shared_values(type(getattr(config, section)), new, document[section]) | {"kind": kind}
+    for listed in lists:
         section, _, name = listed.rpartition(".")
-        if listed in chosen:
-            (document[section] if section else document)[name] = chosen[listed]
+        (document[section] if section else document)[name] = chosen[listed]
+    for name in document["hooks"]:
+        find("hook", name, "--hooks")
     stay = run.parts(document, [])
     for gone in (part.name for part in before if part.has_settings and part not in stay):
         document.pop(gone)
@@ -308,13 +251,13 @@ def with_components(config: Config, chosen: Mapping[str, Any]) -> Config:
 
 
 def _shared_values(old: type[Any], new: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the settings that two sections have from one class; of `kind` each has its own."""
+    """Return the values of the settings that two sections have from one class; `kind` is none of them."""
     owners, others = _owners(old), _owners(new)
     return {name: value for name, value in values.items() if name != "kind" and owners[name] is others.get(name)}
 
 
 def _owners(kind: type[Any]) -> dict[str, type[Any]]:
-    """{setting: class that declares it}."""
+    """Return {setting: class that declares it}."""
     return {setting_name(name): owner for owner in reversed(kind.__mro__) for name in inspect.get_annotations(owner)}
 
 
@@ -331,21 +274,16 @@ def require_modules(run_dir: str, modules: Sequence[str]) -> None:
         )
 
 
-def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
+def refuse_settings_of_others(flags: Iterable[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, and name the kind."""
-    for argument in argv:
-        flag = argument.removeprefix("--").partition("=")[0]
-        section, _, name = flag.replace("-", "_").partition(".")
+    for flag in flags:
+        section, _, name = flag.partition(".")
         current = getattr(config, section, None)
-        if not argument.startswith("--") or not name:
+        if not name or (dataclasses.is_dataclass(current) and name in setting_names(current)):
             continue
-        if current is None and (words := config.absent(section)):
-            raise RefusedError(f"--{section}.{name}: {words}")
-        kind: type[Any] = type(config if current is None else current)
-        known = {setting_name(field.name) for field in dataclasses.fields(kind)}
-        if current is not None and name in known:
-            continue
-        if words := describe_owners(type(config), kind, section, name):
+        words = config.absent(section) if current is None else ""
+        kind = type(config if current is None else current)
+        if words := words or describe_owners(type(config), kind, section, name):
             raise RefusedError(f"--{section}.{name}: {words}")
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from trp_scale.errors import RefusedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
@@ -90,15 +92,25 @@ def near_divisors(whole: int, wanted: int) -> str:
     return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
 
 
-def given(section: Section) -> dict[str, Any]:
-    """The settings of a section that are not at their defaults."""
+def setting_name(field: str) -> str:
+    """Return the name that users write for a field: a Python keyword such as `from` has an underscore in the class."""
+    return field.rstrip("_")
+
+
+def setting_names(kind: Any) -> list[str]:
+    """Return the names of the settings of a section."""
+    return [setting_name(field_.name) for field_ in dataclasses.fields(kind)]
+
+
+def non_default_values(section: Section) -> dict[str, Any]:
+    """Return the settings of a section that differ from their defaults."""
     default = type(section)()
     values = {field_.name: getattr(section, field_.name) for field_ in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def sections(config: Any) -> Mapping[str, Any]:
-    """The sections of a run, or of a command, by name."""
+    """Return the sections of a run, or of a command, by name."""
     return {
         field_.name: value
         for field_ in dataclasses.fields(config)
@@ -107,20 +119,32 @@ def sections(config: Any) -> Mapping[str, Any]:
 
 
 def range_problems(config: Any) -> Iterator[str]:
-    """Every number of a section outside its range."""
+    """Yield every number outside its range: of a run or a command, and of its sections."""
+    yield from _section_range_problems("--", config)
     for name, section in sections(config).items():
-        for field_ in dataclasses.fields(section):
-            allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
-            if allowed is None or value is None or isinstance(value, str):  # a word such as auto, in place of a number
-                continue
-            if value not in allowed:
-                finite = ", and finite" if value == math.inf else ""
-                words = f"{allowed}{finite}{_or_words(section, field_)}"
-                yield f"--{name}.{field_.name.rstrip('_')} is {value}, allowed: {words}"
+        yield from _section_range_problems(f"--{name}.", section)
 
 
-def _or_words(section: Any, setting: dataclasses.Field[Any]) -> str:
-    """The words that a setting may have in place of a number."""
-    kinds = get_args(get_type_hints(type(section))[setting.name])
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    return "".join(f", or {word}" for word in words)
+def find_problems(settings: Any) -> Iterator[str]:
+    """Yield the numbers outside their ranges, and the problems of each section, of a run or a command."""
+    yield from range_problems(settings)
+    for section in sections(settings).values():
+        if isinstance(section, Section):
+            yield from section.problems(settings)
+
+
+def check_settings(settings: Any, error: type[RefusedError] = RefusedError) -> None:
+    """Refuse the problems of a command's settings, all of them in one message."""
+    if problems := list(find_problems(settings)):
+        raise error("\n".join(problems))
+
+
+def _section_range_problems(prefix: str, section: Any) -> Iterator[str]:
+    for field_ in dataclasses.fields(section):
+        allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
+        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # a word such as auto
+            continue
+        kinds = get_args(get_type_hints(type(section))[field_.name])
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
+        yield f"{prefix}{setting_name(field_.name)} is {value}, allowed: {limits}"

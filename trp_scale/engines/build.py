@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config
-from trp_scale.config.engine_rules import engine_rules
+from trp_scale.config.checks import engine_rules
 from trp_scale.config.registry import find
 from trp_scale.core.engine import Engine, EngineError
 from trp_scale.distributed.groups import Group

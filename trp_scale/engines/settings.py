@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trp_scale.config import Config, PretrainConfig
-from trp_scale.config.engine_rules import EngineRules
+from trp_scale.config.checks import EngineRules
 from trp_scale.config.registry import component
 
 

@@ -15,6 +15,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import ReadsRuns, read
 from trp_scale.config.loader import data_command
 from trp_scale.config.run_flags import Arguments, parse_run
+from trp_scale.config.settings import check_settings, setting
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.data.mixture import require_data, require_made
 from trp_scale.finetuning.robustness_sets import parse_sets
@@ -35,7 +36,7 @@ class FinetuneArguments(Arguments):
     the run goes on, name the checkpoint itself to repeat the command."""
     weights: Weights = "last"
     """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
-    seeds: int = 1
+    seeds: int = setting(1, at_least=1)
     """Runs of each task, with training.seed, training.seed + 1, ..."""
     task: str = ""
     """GLUE: a task, several with commas between, or all; empty = the recipe's --downstream.task."""
@@ -68,8 +69,7 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         from trp_scale.finetuning.encoder_source import open_encoder
 
         open_encoder(arguments.from_).adopt(config)
-    if arguments.seeds < 1:
-        raise RefusedError(f"--seeds is {arguments.seeds}, allowed: 1 or more")
+    check_settings(arguments)
     if arguments.resume not in ("auto", "never"):
         raise RefusedError(
             f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
@@ -117,7 +117,7 @@ class EvaluateArguments(ReadsRuns):
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on, of a run
     of pre-training what it holds out."""
-    rows: int = 0
+    rows: int = setting(0, at_least=0)
     """Of a run of pre-training: rows that are measured at most, the first as they are stored; 0 = all."""
     background: Annotated[str, tyro.conf.arg(metavar="CLASS,CLASS")] = ""
     """Of a run of a masked autoencoder, with --data of images with segmentation maps: measure in place of losses where
@@ -144,7 +144,7 @@ class EvaluateArguments(ReadsRuns):
     data's maps. Detection: TASK.json in COCO's form of results."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
-    micro_size: int = 0
+    micro_size: int = setting(0, at_least=0)
     """Rows of one forward pass on one rank; 0 = the run's batch.micro_size."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory with another results.json: the table gives differences to it."""
@@ -180,9 +180,6 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         raise RefusedError(
             "--background is for images with segmentation maps, which --data names; allowed: --data DIR with it"
         )
-    if arguments.rows < 0:
-        raise RefusedError(f"--rows is {arguments.rows}, allowed: 1 or more, or 0 for all")
-    if arguments.micro_size < 0:
-        raise RefusedError(f"--micro_size is {arguments.micro_size}, allowed: 1 or more, or 0 for the run's")
+    check_settings(arguments)
     parse_sets(arguments.robustness)
     return arguments

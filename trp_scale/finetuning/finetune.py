@@ -12,7 +12,7 @@ from pathlib import Path
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.engine_rules import check_engine, engine_rules
+from trp_scale.config.checks import check_engine, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict

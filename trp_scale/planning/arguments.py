@@ -12,6 +12,7 @@ import tyro
 from trp_scale.config import PretrainConfig, RefusedError
 from trp_scale.config.checks import check
 from trp_scale.config.run_flags import Arguments, parse_run
+from trp_scale.config.settings import check_settings, setting
 
 NO_DATA = "(none)"
 """Stands for --data.path where a plan is made without data."""
@@ -24,19 +25,19 @@ class PlanArguments(Arguments):
     the fastest first, with their command lines. Every other --section.field flag is as for `trp-scale pretrain`;
     without --data.path the shapes of the data are the flags'."""
 
-    gpus: int = 8
+    gpus: int = setting(8, at_least=1)
     """In all."""
     gpu: str = "a100-80"
     """a100-40, a100-80, h100 or h200."""
     predict: str = ""
     """Numbers of GPUs to draw the curve over, such as 8,64,256,1024."""
-    best: int = 5
+    best: int = setting(5, at_least=1)
     """Layouts that are listed with their commands."""
     length: int = 0
     """Text: pieces of a sequence; 0 = --model.max_positions."""
-    vocabulary: int = 30522
+    vocabulary: int = setting(30522, at_least=1)
     """Text: pieces of the tokenizer."""
-    semseg_classes: int = 133
+    semseg_classes: int = setting(133, at_least=1)
     """Images with segmentation maps: classes in them (133 of COCO's panoptic maps, as MultiMAE has)."""
     run_dir: Annotated[Path | None, tyro.conf.Suppress] = None
     resume: Annotated[str, tyro.conf.Suppress] = "auto"
@@ -65,9 +66,7 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
     arguments = parse_run(argv, PlanArguments, PretrainConfig, prog="trp-scale plan")
     arguments.config.data.path = arguments.config.data.path or NO_DATA
     check(arguments.config)
-    for name in ("gpus", "best", "vocabulary", "semseg_classes"):
-        if getattr(arguments, name) < 1:
-            raise RefusedError(f"--{name} is {getattr(arguments, name)}, allowed: at least 1")
+    check_settings(arguments)
     arguments.engine_for(arguments.gpus)
     arguments.worlds()
     return arguments

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.engine_rules import check_engine
+from trp_scale.config.checks import check_engine
 from trp_scale.config.json_files import read_object
 from trp_scale.data.train_source import check_partition
 from trp_scale.engines import ds_config

@@ -14,9 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.config.inheritance import inherit
+from trp_scale.config.recipes import inherit
 from trp_scale.config.schema import Positive, record
-from trp_scale.config.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, nearest
 
 FILES = Path(__file__).parent / "files"
@@ -299,7 +298,7 @@ def load_study(name: str) -> Study:
         RefusedError: no such file, a field that is missing, unknown or of a wrong type, or parts that do not fit.
     """
     path = study_path(name)
-    document = inherit(path, read_yaml, _extended, ()).document
+    document = inherit(path, _extended).document
     study = record(Study, document, str(path), RefusedError)
     if problems := list(study.problems()):
         raise RefusedError("\n".join(f"{path}: {problem}" for problem in problems))

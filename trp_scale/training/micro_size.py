@@ -26,8 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import general_problems
-from trp_scale.config.engine_rules import engine_rules
+from trp_scale.config.checks import engine_rules, general_problems
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import Objective

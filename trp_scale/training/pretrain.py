@@ -24,8 +24,7 @@ from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import against_compiling, cautions
-from trp_scale.config.engine_rules import check_engine, engine_rules
+from trp_scale.config.checks import against_compiling, cautions, check_engine, engine_rules
 from trp_scale.config.flags import clean_text, phase
 from trp_scale.config.loader import to_dict
 from trp_scale.config.run_flags import Arguments

@@ -19,7 +19,7 @@ import pytest
 
 import trp_scale
 from trp_scale.cli import main as cli
-from trp_scale.cli.refusals import run
+from trp_scale.cli.main import run
 from trp_scale.config import RefusedError
 from trp_scale.config.flags import CREDENTIALS, find_credentials, read
 from trp_scale.config.loader import dump, load_recipe

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import cautions, check
-from trp_scale.config.engine_rules import check_engine
+from trp_scale.config.checks import cautions, check, check_engine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 

@@ -70,7 +70,7 @@ def test_a_setting_of_pre_training_is_refused_with_the_upstreams_that_have_it_an
         ("pos_bert_tiny", "--dense.region", "a setting of runs of trp-scale finetune (downstream.kind depth"),
     ):
         with pytest.raises(RefusedError) as caught:
-            refuse_settings_of_others([flag, "1"], load_recipe(recipe))
+            refuse_settings_of_others([flag.removeprefix("--")], load_recipe(recipe))
         assert str(caught.value).startswith(f"{flag}: {words}")
 
 

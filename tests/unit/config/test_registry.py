@@ -156,7 +156,7 @@ def test_settings_of_a_run_without_its_module_say_which(tmp_path: Path) -> None:
         load_recipe(tmp_path / "config.yaml")
     load_module(written(tmp_path, "own", ""))
     load_module(written(tmp_path, "other", ""))
-    with pytest.raises(RefusedError, match="no such balancer"):
+    with pytest.raises(RefusedError, match=r"balancer\.kind is 'mine'"):
         load_recipe(tmp_path / "config.yaml")
 
 

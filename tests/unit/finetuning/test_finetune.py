@@ -90,7 +90,7 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
     [
         ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
         ({"task": "cola"}, "--task cola is for GLUE"),
-        ({"seeds": 0}, "--seeds is 0, allowed: 1 or more"),
+        ({"seeds": 0}, "--seeds is 0"),
         ({"seeds": 3, "only": 3}, "--only is 3, allowed: 0 ... 2 (1 tasks x 3 seeds)"),
         ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
         ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),

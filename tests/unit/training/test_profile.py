@@ -11,7 +11,7 @@ import pytest
 from tests.grids import always
 from tests.runs import essence, flags, lines, pretrain_here
 from trp_scale.config import LoggingConfig, RefusedError
-from trp_scale.config.engine_rules import check_engine
+from trp_scale.config.checks import check_engine
 from trp_scale.config.run_flags import parse
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from trp_scale.config import RefusedError
 from trp_scale.config.flags import ReadsRuns, read
+from trp_scale.config.settings import Section, find_problems, setting
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.finetuning.arguments import SCRATCH
 
@@ -21,41 +21,48 @@ FrozenPositions = Literal["recomputed", "interpolated"]
 
 
 @dataclass(kw_only=True)
-class LinearSettings:
+class LinearSettings(Section):
     """A linear layer behind a batch norm without affine, learned by LARS without weight decay; defaults are MAE's (He
     et al. 2022, A.1, Table 10)."""
 
-    epochs: int = 90
+    epochs: int = setting(90, at_least=1)
     """Passes over the training images."""
-    warmup_epochs: int = 10
+    warmup_epochs: int = setting(10, at_least=0)
     """Epochs in which the learning rate grows to its peak. After them it falls by a cosine to 0."""
-    batch_size: int = 16384
+    batch_size: int = setting(16384, at_least=2)
     """Images of a step; where there are fewer, all of them."""
-    base_lr: float = 0.1
+    base_lr: float = setting(0.1, above=0)
     """Peak learning rate for 256 images of a step; it grows with the images of a step."""
     crops: Literal["cached", "fresh"] = "cached"
     """cached: features of each whole image, computed once. fresh: features of a random crop, drawn anew in each epoch
     and mirrored half of the time, as in MAE; the encoder then runs over all images in every epoch."""
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.warmup_epochs >= self.epochs:
+            yield (
+                f"--linear.warmup_epochs is {self.warmup_epochs}, allowed: below --linear.epochs {self.epochs}, or the "
+                "learning rate would never reach its peak"
+            )
+
 
 @dataclass(kw_only=True)
-class LogisticSettings:
+class LogisticSettings(Section):
     """scikit-learn's LogisticRegression on standardised features: the fast one."""
 
-    inverse_penalty: float = 1.0
+    inverse_penalty: float = setting(1.0, above=0)
     """C of the logistic regression. A larger one penalises weights less."""
-    iterations: int = 1000
+    iterations: int = setting(1000, at_least=1)
     """Largest number of iterations of the solver."""
 
 
 @dataclass(kw_only=True)
-class KnnSettings:
+class KnnSettings(Section):
     """The nearest training images vote, each by exp(cosine / temperature) (Wu et al. 2018; values of DINO, Caron et al.
     2021)."""
 
-    k: int = 20
+    k: int = setting(20, at_least=1)
     """Nearest neighbours that vote."""
-    temperature: float = 0.07
+    temperature: float = setting(0.07, above=0)
     """Temperature of the votes. A lower one gives nearer images more weight."""
 
 
@@ -75,7 +82,7 @@ class ProbeArguments(ReadsRuns):
     """Shards of training images with classes; with --task the GLUE directory."""
     task: str = ""
     """Encoders of text: a task of GLUE, several with commas between, or all. Development sets are measured."""
-    rows: int = 0
+    rows: int = setting(0, at_least=0)
     """With --task: training rows that the classifier learns from, drawn by the seed, each label's share as in all of
     them; 0 = all."""
     max_length: int = 128
@@ -94,13 +101,13 @@ class ProbeArguments(ReadsRuns):
     coordinates. interpolated: the pre-training grid, stretched (bicubic), as in MAE's code."""
     pooling: Pooling = "mean"
     """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
-    per_class: int = 0
+    per_class: int = setting(0, at_least=0)
     """Training images of each class that the classifier learns from, drawn by the seed; 0 = all. Not with
     --linear.crops fresh."""
-    seeds: int = 1
+    seeds: int = setting(1, at_least=1)
     """Number of probes, with seeds --seed, --seed + 1, ... A seed draws the linear layer, the images of --per_class,
     and the weights of --from scratch."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0)
     """The first seed."""
     validation_fraction: float = 0.1
     """Without --test: share of the images that are held out, by their blocks' names, as in a run."""
@@ -109,16 +116,16 @@ class ProbeArguments(ReadsRuns):
     seen: Literal["centre", "whole"] = "centre"
     """Part of an image that the encoder sees. centre: the shorter side is resized to image_size / centre_share, and the
     central square is taken. whole: the whole image, squashed to a square."""
-    centre_share: float = 0.875
+    centre_share: float = setting(0.875, above=0, at_most=1)
     """Side of the central square over the image's shorter side: 224 of 256 pixels."""
     linear: LinearSettings = field(default_factory=LinearSettings)
     logistic: LogisticSettings = field(default_factory=LogisticSettings)
     knn: KnnSettings = field(default_factory=KnnSettings)
-    batch_size: int = 64
+    batch_size: int = setting(64, at_least=1)
     """Images of one forward pass on one rank."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the encoder's forward passes."""
-    workers: int = 1
+    workers: int = setting(1, at_least=0)
     """Processes that decode images, for each rank; 0 = this process decodes. More than one is used by --linear.crops
     fresh alone."""
     cache: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/features")
@@ -200,7 +207,7 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
             "measure on; allowed: more than 0 and less than 1, or --test DIR"
         )
-    problems += _numbers_out_of_range(arguments)
+    problems += find_problems(arguments)
     if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
         problems.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
     if (
@@ -214,43 +221,4 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             "would give the same figure and a spread of 0; allowed: 1, or --method linear, --per_class K, or "
             "--from scratch; probe the runs of several seeds one by one"
         )
-    return problems
-
-
-def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
-    smallest = {
-        "seeds": arguments.seeds,
-        "batch_size": arguments.batch_size,
-        "linear.epochs": arguments.linear.epochs,
-        "logistic.iterations": arguments.logistic.iterations,
-        "knn.k": arguments.knn.k,
-    }
-    problems = [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
-    if arguments.linear.batch_size < 2:
-        problems.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
-    problems += [
-        f"--{name} is {value}, allowed: 0 or more"
-        for name, value in {
-            "seed": arguments.seed,
-            "workers": arguments.workers,
-            "per_class": arguments.per_class,
-            "rows": arguments.rows,
-        }.items()
-        if value < 0
-    ]
-    if not 0 <= arguments.linear.warmup_epochs < arguments.linear.epochs:
-        problems.append(
-            f"--linear.warmup_epochs is {arguments.linear.warmup_epochs}, allowed: from 0 to below --linear.epochs "
-            f"{arguments.linear.epochs}, or the learning rate would never reach its peak"
-        )
-    if not 0 < arguments.centre_share <= 1:
-        problems.append(f"--centre_share is {arguments.centre_share}, allowed: more than 0, at most 1")
-    positive = {
-        "linear.base_lr": arguments.linear.base_lr,
-        "logistic.inverse_penalty": arguments.logistic.inverse_penalty,
-        "knn.temperature": arguments.knn.temperature,
-    }
-    problems += [
-        f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not 0 < value < inf
-    ]
     return problems

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from trp_scale.config.schema import Fields, record
+from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import OWN_TAR, read_names
@@ -41,7 +42,7 @@ from trp_scale.sharding.images.foreign_tar import AUTO, IMAGE_MEMBERS, NONE, REA
 from trp_scale.sharding.images.samples import list_members
 from trp_scale.sharding.images.tar_members import tar_members
 from trp_scale.sharding.images.tar_places import find_tars, unique_names
-from trp_scale.sharding.job.job import MAX_LISTED, PortionReport, check_ranges, check_skipped, refuse_differences
+from trp_scale.sharding.job.job import MAX_LISTED, PortionReport, check_skipped, refuse_differences
 from trp_scale.sharding.job.parts import Part, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Progressed, run_portions
 from trp_scale.storage.files import remove_leftovers
@@ -69,10 +70,10 @@ class IndexTars:
     label: str
     class_names: str
     split: str
-    rows_per_block: int
-    max_pixels: int
-    max_skipped: float
-    processes: int = 0
+    rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
+    max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
+    processes: int = setting(0, at_least=0, at_most=4096)
     progress: bool = False
     executor: str = "local"
     part: Part = ALL
@@ -92,13 +93,7 @@ class IndexTars:
             raise DataError(f"--image {self.image}: {AUTO}, {', '.join(IMAGE_MEMBERS)} are allowed")
         if self.class_names and self.label == NONE:
             raise DataError(f"--class_names {self.class_names}: goes with classes, not with --label none")
-        check_ranges(
-            self,
-            rows_per_block=(1, 1 << 20),
-            max_pixels=(1, 1 << 40),
-            max_skipped=(0, 1),
-            processes=(0, 4096),
-        )
+        check_settings(self, DataError)
 
 
 def is_indexed(directory: Path) -> bool:

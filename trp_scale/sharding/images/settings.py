@@ -10,10 +10,10 @@ from tyro.conf import UseAppendAction
 
 from trp_scale.config.flags import TakesModalities
 from trp_scale.config.registry import preparation_sections
-from trp_scale.config.settings import given
+from trp_scale.config.settings import check_settings, non_default_values, setting
 from trp_scale.data.images.maps import map_formats
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.job import ShardingSettings, check_ranges, check_sections
+from trp_scale.sharding.job.job import ShardingSettings
 
 
 @dataclass(kw_only=True)
@@ -32,9 +32,9 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
     embedded: bool = False
     """Render synthetic scenes (solids on a textured ground) with class, exact depth, segmentation and surface normals:
     made for trying things out without downloads, not for figures about real images."""
-    count: int = 4096
+    count: int = setting(4096, at_least=1, at_most=10**9)
     """Embedded: scenes to render."""
-    size: int = 128
+    size: int = setting(128, at_least=16, at_most=4096)
     """Embedded: pixels of each side."""
     seed: int = 0
     """Embedded: another seed gives other scenes."""
@@ -56,18 +56,18 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
     """Column of a dataset directory that holds the images."""
     label_column: str = "label"
     """Column of a dataset directory that holds the class numbers; empty = none."""
-    short_side: int = 0
+    short_side: int = setting(0, at_least=0, at_most=1 << 16)
     """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are.
     0 = keep all sizes."""
-    quality: int = 0
+    quality: int = setting(0, at_least=0, at_most=100)
     """Encode every image anew as JPEG of this quality. 0 = keep the bytes of baseline RGB and grey JPEGs that need no
     change; what has to be encoded is encoded with quality 95 without chroma subsampling. Transparent pixels become
     white."""
-    max_pixels: int = 100_000_000
+    max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
     """An image with more pixels is skipped before it is decoded."""
-    samples_per_shard: int = 0
+    samples_per_shard: int = setting(0, at_least=0, at_most=1 << 20)
     """Images per shard; 0 = a sixteenth of them, at most 2048, in whole blocks."""
-    rows_per_block: int = 64
+    rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
     """Images that are read together: the unit of the order and of the held-out split."""
 
     def check(self) -> None:
@@ -82,19 +82,7 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
             raise DataError("--coco is for --embedded scenes: other images have no boxes")
         if self.coco and self.num_shards != 1:
             raise DataError(f"--num_shards {self.num_shards}: --coco writes one file and has no parts; 1 is allowed")
-        check_ranges(
-            self,
-            count=(1, 10**9),
-            size=(16, 4096),
-            short_side=(0, 1 << 16),
-            quality=(0, 100),
-            max_pixels=(1, 1 << 40),
-            samples_per_shard=(0, 1 << 20),
-            rows_per_block=(1, 1 << 20),
-            processes=(0, 4096),
-            max_skipped=(0, 1),
-        )
-        check_sections(self)
+        check_settings(self, DataError)
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:
@@ -127,5 +115,5 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
             f"{name}.{setting}": value
             for name, section in sections.items()
             if section is not None
-            for setting, value in given(section).items()
+            for setting, value in non_default_values(section).items()
         }

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trp_scale.config.schema import Fields, record
-from trp_scale.config.settings import Section, range_problems, sections
+from trp_scale.config.settings import setting
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
 from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quote, shorten
 from trp_scale.sharding.binary_index import write_dataset_index
@@ -64,10 +64,10 @@ class ShardingSettings(SpreadSettings):
     output: Path
     """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
     refused."""
-    processes: int = 0
+    processes: int = setting(0, at_least=0, at_most=4096)
     """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
     depend on it."""
-    max_skipped: float = 0.01
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
     """Largest share of documents or images that may be skipped."""
     patience: float = 0.0
     """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
@@ -75,21 +75,6 @@ class ShardingSettings(SpreadSettings):
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
-
-
-def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
-    """Raise DataError for a setting outside its (smallest, largest), naming its flag."""
-    for name, (smallest, largest) in ranges.items():
-        value = getattr(settings, name)
-        if not smallest <= value <= largest:
-            raise DataError(f"--{name} {value}: {smallest} to {largest} is allowed")
-
-
-def check_sections(settings: object) -> None:
-    """Raise DataError for what a section of a command says that no run of it can have, naming its flag."""
-    problems = [section.problems(settings) for section in sections(settings).values() if isinstance(section, Section)]
-    if problem := next((line for lines in (range_problems(settings), *problems) for line in lines), None):
-        raise DataError(problem)
 
 
 @dataclass(kw_only=True)

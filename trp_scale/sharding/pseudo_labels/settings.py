@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from trp_scale.config.flags import TakesModalities
 from trp_scale.config.registry import preparation_sections
-from trp_scale.config.settings import given
+from trp_scale.config.settings import check_settings, non_default_values, setting
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.settings import LabelSettings
-from trp_scale.sharding.job.job import check_ranges, check_sections
 from trp_scale.sharding.job.parts import SpreadSettings
 
 if TYPE_CHECKING:
@@ -28,34 +27,35 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
 
     data: Path
     """Directory of the data set (kind image). A run that was stopped goes on, shard by shard."""
-    batch: int = 32
+    batch: int = setting(32, at_least=1, at_most=4096)
     """Images that a model sees at once. Labels depend on it by rounding alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: every GPU there is, else the CPU."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the models; auto: bf16 on a GPU that has it, else fp32. In bf16 depth has about three digits."""
-    processes: int = 0
+    processes: int = setting(0, at_least=0, at_most=4096)
     """Shards that are labelled at once, each on one GPU; 0 = one for each GPU of this machine or of the Ray cluster;
     without GPUs one, and one for each core of the Ray cluster."""
     replace: bool = False
     """Replace a modality that dataset.json has already. The old maps stay where they are, described under
     "replaced"."""
-    max_skipped: float = 0.01
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
     """Largest share of images that may be without a label because they cannot be decoded."""
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if not self.models():
             raise DataError(f"give one model or more: {', '.join(f'--{name}.model' for name in self.labelling())}")
-        check_ranges(self, batch=(1, 4096), processes=(0, 4096), max_skipped=(0, 1))
+        check_settings(self, DataError)
         self.own_part()
-        check_sections(self)
         self._check_labelling()
 
     def _check_labelling(self) -> None:
         directories: dict[str, str] = {}
         for modality, settings in self.labelling().items():
-            values = [(setting, value) for setting, value in given(settings).items() if setting != "directory"]
+            values = [
+                (setting, value) for setting, value in non_default_values(settings).items() if setting != "directory"
+            ]
             if values and not settings.model:
                 raise DataError(f"--{modality}.{values[0][0]} {values[0][1]}: goes with --{modality}.model")
             name, flag = self.directory(modality), f"--{modality}.directory"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.data.text.tokenizer import (
     load_for_sharding,
@@ -21,7 +22,7 @@ from trp_scale.data.text.tokenizer import (
     vocabulary_size,
 )
 from trp_scale.errors import DataError, shorten
-from trp_scale.sharding.job.job import DataKind, ShardingJob, ShardingSettings, check_ranges
+from trp_scale.sharding.job.job import DataKind, ShardingJob, ShardingSettings
 from trp_scale.sharding.job.workers import Advance, Progressed
 from trp_scale.sharding.job.writing import ShardWriter
 from trp_scale.sharding.text.annotate import Annotator
@@ -67,37 +68,26 @@ class ShardTextConfig(ShardingSettings):
     there."""
     tokenizer: str = ""
     """Hugging Face tokenizer directory; empty = train WordPiece on the input."""
-    vocab_size: int = 30_522
+    vocab_size: int = setting(30_522, at_least=100, at_most=1 << 31)
     """Size of a vocabulary that is trained."""
     lowercase: bool = True
     """Lower-case and strip accents in a tokenizer that is trained."""
-    tokenizer_sample_bytes: int = 256_000_000
+    tokenizer_sample_bytes: int = setting(256_000_000, at_least=1, at_most=1 << 40)
     """Bytes of text, spread over the whole input, that a tokenizer is trained on at most."""
-    length: int = 512
+    length: int = setting(512, at_least=8, at_most=65_535)
     """Sequence length of training, special tokens included; a row holds length - 3 pieces."""
-    rows_per_block: int = 2048
+    rows_per_block: int = setting(2048, at_least=1, at_most=1 << 20)
     """Rows stored together, the unit of reading: aim at 1 to 8 MB (2048 rows of 512 are 3 MB); less for little text."""
-    shard_bytes: int = 0
+    shard_bytes: int = setting(0, at_least=0, at_most=1 << 40)
     """Bytes of input per shard; 0 = a sixteenth of the input, at least 256 KiB, at most 64 MiB."""
-    max_line_bytes: int = 8_000_000
+    max_line_bytes: int = setting(8_000_000, at_least=1, at_most=1 << 40)
     """A document with a longer line is skipped."""
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
-        if not 8 <= self.length <= 65_535:
-            raise DataError(f"--length {self.length}: 8 to 65535 is allowed (offsets are stored in 16 bits)")
-        check_ranges(
-            self,
-            rows_per_block=(1, 1 << 20),
-            shard_bytes=(0, 1 << 40),
-            processes=(0, 4096),
-            max_skipped=(0, 1),
-            max_line_bytes=(1, 1 << 40),
-            vocab_size=(100, 1 << 31),
-            tokenizer_sample_bytes=(1, 1 << 40),
-        )
+        check_settings(self, DataError)
 
     def identity(self) -> dict[str, object]:
         """The settings that change the bytes of the output; where files lie and how the work is shared do not."""

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "message"),
     [
         ({"depth": {"model": ""}, "semseg": {"model": ""}}, "give one model or more: --depth.model, --semseg.model"),
-        ({"batch": 0}, "--batch 0: 1 to 4096"),
+        ({"batch": 0}, "--batch is 0"),
         ({"processes": -1}, "--processes -1"),
         ({"shard_index": 2, "num_shards": 2}, "--shard_index 2: 0 to 1 is allowed with --num_shards 2"),
         ({"shard_index": -1}, "--shard_index -1"),
