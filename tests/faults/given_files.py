@@ -21,7 +21,7 @@ from tests.unit.finetuning.detection.small_sets import coco_document, write_coco
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import ModelConfig
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, special_tokens, train_word_piece
-from trp_scale.diagnostics import hostfile
+from trp_scale.diagnostics import machine
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.evaluation.figures.own_images import read_square
 from trp_scale.finetuning.detection.annotations import check_images
@@ -311,8 +311,8 @@ def hosts(directory: Path) -> Case:
     path.write_text("# hosts\nnode1 slots=8\nnode2 slots=8 # second\n")
 
     def read() -> None:
-        with patch.object(hostfile, "_log_in", lambda host: ""):  # no host is asked
-            list(hostfile.examine_hostfile(path))
+        with patch.object(machine, "_try_login", lambda host: ""):  # no host is asked
+            list(machine.examine_hostfile(path))
 
     return Case(targets=[Target(path=path, kind="text")], read=read)
 

@@ -55,8 +55,7 @@ def doctor(argv: Sequence[str]) -> int:
 def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
     if arguments.quick:
         raise RefusedError("--quick is for a run; give its directory: trp-scale doctor RUN_DIR --quick")
-    from trp_scale.diagnostics.hostfile import examine_hostfile
-    from trp_scale.diagnostics.machine import examine
+    from trp_scale.diagnostics.machine import examine, examine_hostfile
     from trp_scale.distributed.environment import Environment
 
     with Environment(timeout_minutes=arguments.timeout_minutes) as environment:

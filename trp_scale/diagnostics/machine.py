@@ -1,8 +1,8 @@
 """Checks of the machines before a run: `trp-scale doctor`.
 
 Each check gives findings of one of three states: ok; warning, a run starts and is slower or may stop later; wrong, a
-run does not start or hangs. What is not ok says what to change. Times are measured for seconds only: they show what is
-wrong by a factor.
+run does not start or hangs. A finding that is not ok has a change to make. Measurements take seconds only: they show
+errors by a factor.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -19,6 +20,7 @@ import subprocess
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,9 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trp_scale.config.json_files import read_lines
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.launchers import RankInfo
+from trp_scale.errors import RefusedError
 
 State = Literal["ok", "warning", "wrong"]
 
@@ -47,6 +51,11 @@ MIN_SPEED_BETWEEN_HOSTS = 5e9
 
 SLOW_RANK = 0.8
 """Of the median rank's speed: all ranks wait for the slowest."""
+
+PARALLEL_LOGINS = 32
+
+_HOST = re.compile(r"([^\s#-]\S{0,254})\s+slots=([1-9][0-9]{0,8})\s*(#.*)?")
+"""A line of a hostfile. A name that begins with "-" would be an option of ssh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,46 @@ class Finding:
 def judge(check: str, is_ok: bool, result: str, change: str, state: State = "warning") -> Finding:
     """Return a finding that is ok, or has `state` and says what to change."""
     return Finding(check=check, state="ok" if is_ok else state, result=result, change="" if is_ok else change)
+
+
+def examine_hostfile(path: Path) -> Iterator[Finding]:
+    """Check each line of a hostfile of DeepSpeed's launcher, and that ssh reaches each host without a password: a host
+    that asks for one leaves the others waiting."""
+    try:
+        lines = [line.strip() for line in read_lines(path)]
+    except RefusedError as error:
+        change = "give a file that exists: without it deepspeed starts on this host alone, and only warns of it"
+        yield judge("hostfile", False, str(error), change, "wrong")
+        return
+    problems: list[Finding] = []
+    slots: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        match = _HOST.fullmatch(line)
+        if match is not None and match[1] not in slots:
+            slots[match[1]] = int(match[2])
+        elif line and not line.startswith("#"):
+            change = "write HOST slots=N, N the GPUs of the host, one line for each host"
+            problems.append(judge("hostfile", False, f"{path}:{number}: {line[:80]!r}", change, "wrong"))
+    if not slots and not problems:
+        problems.append(judge("hostfile", False, f"{path}: names no host", "write HOST slots=N", "wrong"))
+    with ThreadPoolExecutor(PARALLEL_LOGINS) as pool:
+        for host, problem in zip(slots, pool.map(_try_login, slots), strict=True):
+            change = f"let `ssh {host} true` work without a password, under a name that has an address"
+            problems += [judge("hostfile", False, f"{host}: {problem}", change, "wrong")] if problem else []
+    result = f"{path}: {len(slots)} hosts, {sum(slots.values())} slots; ssh reaches each without a password"
+    yield from problems or [judge("hostfile", True, result, "")]
+
+
+def _try_login(host: str) -> str:
+    """Return why ssh does not reach a host, or ""."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        return "ssh is not installed (apt install openssh-client pdsh)"
+    except subprocess.TimeoutExpired:
+        return "no answer from ssh after 30 s"
+    return "" if output.returncode == 0 else (output.stderr.strip().splitlines() or ["ssh failed"])[-1]
 
 
 def examine(environment: Environment, storage: Path | None = None, *, mebibytes: int = 64) -> list[Finding]:
@@ -252,27 +301,23 @@ def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
 
 
 def _measure_all_reduce(numbers: Tensor, environment: Environment) -> float:
-    """Seconds of an all-reduce of ones: the shortest but the first, which makes the connections."""
+    """Return the seconds of the fastest of four all-reduces of ones; the first makes the connections."""
     seconds = []
     for _ in range(4):
         numbers.fill_(1.0)
         seconds.append(_measure(lambda: dist.all_reduce(numbers, group=environment.world.handle), environment))
-    return min(seconds[1:])
+    return min(seconds)
 
 
 def _measure(work: Callable[[], object], environment: Environment) -> float:
-    """Seconds of `work`, which all ranks begin together."""
+    """Return the seconds of `work`, which all ranks begin together."""
+    synchronize: Callable[[], None] = torch.cuda.synchronize if environment.device.type == "cuda" else lambda: None
     environment.world.barrier()
-    _synchronize(environment)
+    synchronize()
     began = time.perf_counter()
     work()
-    _synchronize(environment)
+    synchronize()
     return time.perf_counter() - began
-
-
-def _synchronize(environment: Environment) -> None:
-    if environment.device.type == "cuda":
-        torch.cuda.synchronize(environment.device)
 
 
 def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
@@ -306,7 +351,7 @@ def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
 
 
 def _attempt(work: Callable[[], float]) -> float | str:
-    """Seconds, or the error: the other ranks wait for this one in either case."""
+    """Return the seconds, or the error: the other ranks wait for this one in either case."""
     try:
         return work()
     except OSError as error:

@@ -67,7 +67,13 @@ def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
     examined = [_examine_checkpoint(number, path, quick=quick) for number, path in _list_candidates(run_dir)]
     stored = [checkpoint for checkpoint in examined if checkpoint.path.exists()]  # a live run removes older ones
     sizes = [checkpoint.size for checkpoint in stored if checkpoint.problem is None]
-    reached = max([step, _to_count(record.get("step")), *(checkpoint.step for checkpoint in stored)])
+    reached = max(
+        [
+            step,
+            record["step"] if isinstance(record.get("step"), int) else 0,
+            *(checkpoint.step for checkpoint in stored),
+        ]
+    )
     return [
         _describe_run(run_dir),
         _check_end(run_dir, record, is_alive=is_alive, was_killed=bool(holder), has_begun=bool(stored or step)),
@@ -173,9 +179,13 @@ def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MAX_METRICS_BYTES))
             content = file.read()
-    lines = content.split(b"\n")[:-1]  # the last one may be torn
-    documents = (document for line in reversed(lines) if isinstance((document := _parse(line)).get("step"), int))
-    last = next(documents, None)
+    last = None
+    for line in reversed(content.split(b"\n")[:-1]):  # the last one may be torn
+        with contextlib.suppress(RefusedError):
+            document = parse_json(line, METRICS_FILE)
+            if isinstance(document, dict) and isinstance(document.get("step"), int):
+                last = document
+                break
     if changed is None or last is None:
         return 0, judge("metrics", True, f"{METRICS_FILE} has no step yet", "")
     loss, seconds, age = last.get("loss"), last.get("step_seconds"), time.time() - changed
@@ -203,7 +213,7 @@ def _list_candidates(run_dir: Path) -> list[tuple[int, Path]]:
     """Checkpoints that the next start sees, oldest first, with one that was about to be replaced."""
     named = checkpoints(run_dir)
     hidden = [
-        (match, path) for path in _list_entries(run_dir / CHECKPOINTS) if (match := _REPLACED.fullmatch(path.name))
+        (match, path) for path in (run_dir / CHECKPOINTS).glob(".step_*") if (match := _REPLACED.fullmatch(path.name))
     ]
     steps = {step for step, _ in named}
     return sorted([*named, *((int(match[1]), path) for match, path in hidden if int(match[1]) not in steps)])
@@ -248,7 +258,7 @@ def _check_resume(stored: list[_Checkpoint], reached: int) -> Finding:
 
 def _check_hangs(run_dir: Path) -> Iterator[Finding]:
     """Show what the watchdog wrote at the last hangs."""
-    starts = [path for path in _list_entries(run_dir / HANGS) if path.is_dir()]
+    starts = [path for path in sorted((run_dir / HANGS).glob("*")) if path.is_dir()]
     if len(starts) > MAX_SHOWN or not starts:
         result = f"{len(starts)} starts have hung; the last {MAX_SHOWN} are shown" if starts else "none"
         yield judge("hangs", not starts, result, f"look into {run_dir / HANGS}")
@@ -290,40 +300,20 @@ def _check_room(run_dir: Path, size: int) -> Finding:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if none can be read."""
+    """Return a JSON object; empty if none can be read."""
     with contextlib.suppress(RefusedError):
         return read_object(path)
     return {}
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(RefusedError):
-        document = parse_json(line, METRICS_FILE)
-        if isinstance(document, dict):
-            return document
-    return {}
-
-
-def _to_count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _to_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _list_entries(directory: Path) -> list[Path]:
-    """Sorted content; empty if the directory does not exist, or is removed meanwhile."""
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _count_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; a live run may remove some meanwhile."""
+    """Return the bytes of all files below a directory; a live run may remove some meanwhile."""
     total = 0
-    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+    for entry in path.rglob("*"):
         with contextlib.suppress(OSError):
             total += entry.stat().st_size if entry.is_file() else 0
     return total
@@ -337,10 +327,7 @@ def _mtime(path: Path) -> float | None:
 
 
 def _format_bytes(count: int) -> str:
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _format_time(seconds: float) -> str:

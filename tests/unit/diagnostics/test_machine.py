@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.launcher.runner import _parse_hostfile
 
 from trp_scale.cli import main as cli
 from trp_scale.diagnostics import machine as doctor
@@ -172,3 +173,49 @@ def test_two_ranks_under_torchrun_print_once() -> None:
     assert "over gloo on 2 ranks of 1 host(s), 1 MiB" in next(
         each["result"] for each in told["findings"] if each["check"] == "all-reduce"
     )
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of this name that reaches hosts called node*, and asks the others for a password."""
+    program = tmp_path / "ssh"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        "assert sys.argv[1:5] == ['-o', 'BatchMode=yes', '-o', 'ConnectTimeout=5'] and sys.argv[6] == 'true'\n"
+        "sys.exit(0 if sys.argv[5].startswith('node') else f'root@{sys.argv[5]}: Permission denied (publickey).')\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("ssh")
+@pytest.mark.parametrize(
+    ("text", "state", "result"),
+    [
+        ("# two\nnode1 slots=8\n\n node2   slots=8  # spare\n", "ok", "hosts: 2 hosts, 16 slots"),
+        ("node1 slots=8\nnode2:8\n", "wrong", "hosts:2: 'node2:8'"),
+        ("node1 slots=0\n", "wrong", "hosts:1: 'node1 slots=0'"),
+        ("node1 slots=8\nnode1 slots=8\n", "wrong", "hosts:2: 'node1 slots=8'"),
+        ("# none\n", "wrong", "hosts: names no host"),
+        ("localhost slots=8\n", "wrong", "localhost: root@localhost: Permission denied"),
+    ],
+)
+def test_a_hostfile_is_examined_as_deepspeed_reads_it(tmp_path: Path, text: str, state: str, result: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    findings = [*doctor.examine_hostfile(path)]
+    assert findings[0].state == state and findings[0].result.replace(f"{path}", "hosts").startswith(result)
+    try:
+        _parse_hostfile(text.splitlines(keepends=True))
+    except ValueError:
+        assert state == "wrong"
+
+
+@pytest.mark.usefixtures("ssh")
+def test_a_hostfile_or_ssh_that_does_not_exist_is_wrong(tmp_path: Path) -> None:
+    (missing,) = doctor.examine_hostfile(tmp_path / "nowhere")
+    assert missing.state == "wrong" and "nowhere" in missing.result
+    (tmp_path / "hosts").write_text("node1 slots=1\n")
+    (tmp_path / "ssh").unlink()
+    (unreachable,) = doctor.examine_hostfile(tmp_path / "hosts")
+    assert unreachable.state == "wrong" and "ssh" in unreachable.result

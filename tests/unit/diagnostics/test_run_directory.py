@@ -83,7 +83,7 @@ def test_a_finished_run_is_ok(run_dir: Path) -> None:
     assert "every byte is as it was written" in found["step 8"]
     assert found["resume"] == "--resume auto takes checkpoints/step_00000008; no step is lost"
     assert found["metrics"].startswith("the last line is of step 8, loss ")
-    assert re.search(r"free, a checkpoint takes \d+\.\d kB$", found["room"])
+    assert re.search(r"free, a checkpoint takes \d+\.\d MB$", found["room"])
 
 
 def test_files_that_are_too_large_to_be_a_runs_are_not_read(run_dir: Path) -> None:

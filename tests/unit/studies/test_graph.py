@@ -94,7 +94,7 @@ def test_a_rate_is_chosen_for_each_variant_by_rows_that_are_not_the_tests(tmp_pa
         ({"baseline": "plane"}, "the baseline 'plane' does not take part"),
         ({"ground": "plain"}, "ground 'plain' is trained"),
         ({"outcome": {"judges": ["probe"]}}, "the outcome's judge 'probe' is not among glue"),
-        ({"colour": 1}, "'colour' found"),
+        ({"colour": 1}, "'colour'"),
         ({"variants": {"plain": {"title": 3}}}, "variants.plain.title"),
     ],
 )
