@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trp_scale.api import Run, known_recipes, load, pretrain, shard_images, shard_text
     from trp_scale.config import PretrainConfig
-    from trp_scale.config.metric_plots import MetricPlot, describe_metrics
     from trp_scale.config.recipes import recipe
-    from trp_scale.config.registry import component
+    from trp_scale.config.registry import MetricPlot, component, describe_metrics
     from trp_scale.config.settings import Section, Settings, setting
     from trp_scale.core.batch import Batch, StepStats, TaskLosses
     from trp_scale.core.hooks import Balancer, Hook, StepContext
@@ -64,7 +63,7 @@ _HOME = {
     "Batch": "trp_scale.core.batch",
     "Hook": "trp_scale.core.hooks",
     "MapFormat": "trp_scale.data.images.maps",
-    "MetricPlot": "trp_scale.config.metric_plots",
+    "MetricPlot": "trp_scale.config.registry",
     "Modality": "trp_scale.pretraining.modalities.base",
     "PretrainConfig": "trp_scale.config",
     "RefusedError": "trp_scale.errors",
@@ -78,7 +77,7 @@ _HOME = {
     "TaskBalancer": "trp_scale.methods.balancing.base",
     "TaskLosses": "trp_scale.core.batch",
     "component": "trp_scale.config.registry",
-    "describe_metrics": "trp_scale.config.metric_plots",
+    "describe_metrics": "trp_scale.config.registry",
     "known_recipes": "trp_scale.api",
     "load": "trp_scale.api",
     "pretrain": "trp_scale.api",

@@ -1,4 +1,4 @@
-"""The registry: which balancers, hooks, modalities and upstreams there are, by role and name. It knows no kind itself.
+"""The registry of components by role and name, such as balancers, hooks and modalities; and the plots of metrics.
 
 A component is a class, and a settings dataclass that is a section of a recipe. One file is enough:
 
@@ -18,7 +18,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -33,7 +33,7 @@ BUILT_IN = "trp_scale.components"
 """Module that imports the package's own."""
 
 MAIN = ("__main__", "__mp_main__")
-"""What the script that runs is called in its own process, and in those that multiprocessing starts."""
+"""Names of the running script in its own process, and in those that multiprocessing starts."""
 
 Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task", "engine"]
 
@@ -41,7 +41,7 @@ RUNS = {"upstream": "upstream", "task": "downstream.kind"}
 """Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
 
 LISTED = ("hook", "modality")
-"""Roles of which a run lists as many as it likes; each has a section of its own name."""
+"""Roles of which a run lists any number; each component has a section of its own name."""
 
 Class = TypeVar("Class", bound=type[Any])
 
@@ -51,14 +51,11 @@ class Component:
     """One registered component.
 
     Attributes:
-        role: what it stands in for.
         name: `kind` in its section, or for a hook the section's name.
         settings: its section; of an upstream or a task the settings of its runs, a `Config`.
         module: that registered it.
-        after: hooks: names of those that must come before it where both are on.
-        tasks: modalities: names of what it can be predicted as.
+        after, tasks, files, labels: as for `component`.
         implementation: "module:Class", or the class.
-        files, labels: modalities: its section of shard-images, and of pseudo-label; None: it has none there.
     """
 
     role: str
@@ -72,19 +69,19 @@ class Component:
     labels: type[Section] | None = None
 
     def load(self) -> Any:
-        """The class; its module is imported now."""
+        """Import the class."""
         if not isinstance(self.implementation, str):
             return self.implementation
         return import_name(self.implementation)
 
     @property
     def has_settings(self) -> bool:
-        """Whether there is more in its section than its name."""
+        """Whether its section has more than its name."""
         return len(fields(self.settings)) > 1
 
     @property
     def summary(self) -> str:
-        """Summary in one line."""
+        """First line of the section's docstring."""
         return (self.settings.__doc__ or "").strip().split("\n")[0]
 
 
@@ -97,7 +94,7 @@ def import_name(location: str) -> Any:
 _components: dict[tuple[str, str], Component] = {}
 _loaded = False
 _always: frozenset[str] = frozenset()
-"""Modules whose components are there in every process: the package's own, and those of installed packages."""
+"""Modules whose components every process has: the package's own, and those of installed packages."""
 
 
 def component(
@@ -116,15 +113,14 @@ def component(
     `LabelSettings` of a modality are its sections of shard-images and pseudo-label.
 
     Args:
-        role: balancer, hook, adversary, multilevel, modality, upstream, task or engine.
-        name: that a recipe calls it by: letters, digits and underscores.
-        after: hooks: names of those that must come before it where both are on.
-        tasks: modalities: names of what it can be predicted as; none: its own name.
-        files, labels: modalities: sections of shard-images and pseudo-label, where `implementation` names the class.
+        name: in recipes: letters, digits and underscores.
+        after: hooks: names of those that must come before it if both are on.
+        tasks: modalities: names of its prediction tasks; none: its own name.
+        files, labels: modalities: sections of shard-images and pseudo-label, if `implementation` names the class.
 
     Raises:
-        RefusedError: no such role, a name that is no word or that another module has taken, or Settings that are no
-            dataclass of settings with defaults.
+        RefusedError: no such role, an invalid name or one of another module, or Settings that are no dataclass of
+            settings with defaults.
     """
     if role not in get_args(Role):
         raise RefusedError(f"@component({role!r}, {name!r}): allowed roles: {', '.join(get_args(Role))}")
@@ -133,7 +129,7 @@ def component(
 
     def register(cls: Class) -> Class:
         if not cls.__module__.startswith("trp_scale."):
-            _load_all()  # whoever takes a name of the package's is told here, and not the package
+            _load_all()  # a name of the package's is refused here, and not when the package is loaded
         module = _module_name(cls)
         settings = cls if implementation else cls.__dict__.get("Settings", Settings)
         where = f"{cls.__module__}.{cls.__qualname__}"
@@ -146,12 +142,11 @@ def component(
         known = _components.get((role, name))
         if known is not None and known.module != module:
             raise RefusedError(f"{module}: the {role} {name!r} is registered already, by {known.module}")
-        for other in (
-            component for (own_role, _), component in _components.items() if own_role == role and component.name != name
-        ):
-            if both := {*(tasks or (name,))} & {*other.tasks}:
+        for other in _components.values():
+            shared = {*(tasks or (name,))} & {*other.tasks}
+            if shared and other.role == role and other.name != name:
                 raise RefusedError(
-                    f"{module}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
+                    f"{module}: the {role} {name!r} has the task {', '.join(shared)}, which {other.name!r} of "
                     f"{other.module} has already"
                 )
         tagged = settings if role == "task" else _with_tag(role, settings, name, documented_by=cls)
@@ -174,8 +169,8 @@ def component(
 
 
 def _module_name(cls: type[Any]) -> str:
-    """The name by which another process finds the module of a class. The script that runs, `__main__` here, goes by the
-    name of its file; a notebook, which is no file, stays `__main__`."""
+    """Return the name by which another process finds the module of a class. The running script, `__main__` here, has
+    the name of its file; a notebook, which is no file, stays `__main__`."""
     if cls.__module__ not in MAIN:
         return cls.__module__
     main = sys.modules[cls.__module__]
@@ -188,7 +183,7 @@ def _module_name(cls: type[Any]) -> str:
 
 
 def _check_section(section: object, base: type[Any], where: str) -> None:
-    """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
+    """Refuse a class that is no dataclass of settings, or a setting without a default."""
     if not (isinstance(section, type) and issubclass(section, base) and "__dataclass_fields__" in section.__dict__):
         raise RefusedError(
             f"{where} is {section!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
@@ -203,7 +198,7 @@ def _check_section(section: object, base: type[Any], where: str) -> None:
 
 
 def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
-    """Refuse a task whose section `downstream` says that it is another."""
+    """Refuse a task whose section `downstream` has another kind."""
     section = next((field_.default_factory for field_ in fields(settings) if field_.name == "downstream"), MISSING)
     if role == "task" and section is not MISSING and (kind := section().kind) != name:
         raise RefusedError(
@@ -254,11 +249,7 @@ def _load_all() -> None:
 
 
 def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
-    """Import what an installed package registers.
-
-    Raises:
-        RefusedError: it fails; names the package.
-    """
+    """Import the components of an installed package."""
     try:
         entry.load()
     except RefusedError:
@@ -272,7 +263,7 @@ def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
 
 
 def find(role: str, name: str, source: str = "") -> Component:
-    """A component by its name.
+    """Return a component by its name.
 
     Args:
         source: the flag or key that names it, for the message.
@@ -287,7 +278,7 @@ def find(role: str, name: str, source: str = "") -> Component:
 
 
 def unknown_component(role: str, name: str) -> str:
-    """Words for a name that no component of a role has."""
+    """Return the message for a name that no component of a role has."""
     known = names(role)
     return (
         f"no such {role}{nearest(name, known)}\nKnown: {', '.join(known) or 'none'}; one of your own is registered by "
@@ -296,78 +287,65 @@ def unknown_component(role: str, name: str) -> str:
 
 
 def names(role: str) -> list[str]:
-    """Names of all components of a role, in the order of registration."""
+    """Return the names of all components of a role, in the order of registration."""
     _load_all()
     return [name for component_role, name in _components if component_role == role]
 
 
 def listed_roles(section: str) -> list[str]:
-    """Roles of which a run lists as many as it likes, and that have a component with a section of this name."""
+    """Return the roles in LISTED that have a component with a section of this name."""
     return [role for role in LISTED if section in names(role) and find(role, section).has_settings]
 
 
 def own_modules() -> list[str]:
-    """Modules that registered components here but not in every process; another imports them by these names."""
+    """Return the modules that registered components here but not in every process; another imports them by name."""
     _load_all()
-    return list(
-        dict.fromkeys(component.module for component in _components.values() if component.module not in _always)
-    )
+    return list(dict.fromkeys(item.module for item in _components.values() if item.module not in _always))
 
 
 def registered_components() -> list[tuple[str, str, type[Settings]]]:
-    """(role, name, settings) of all components that are a section of a run."""
+    """Return (role, name, settings) of all components that are a section of a run."""
     _load_all()
     others = (*RUNS, "engine")
     return [(item.role, item.name, item.settings) for item in _components.values() if item.role not in others]
 
 
 def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Section]]:
-    """The section of each modality that has one for its files, or for its labels, by name."""
+    """Return the section of each modality that has one for its files, or for its labels, by name."""
     sections = {name: getattr(find("modality", name), part) for name in names("modality")}
     return {name: section for name, section in sections.items() if section is not None}
 
 
 def runs() -> list[tuple[str, str, type[Any]]]:
-    """(role, name, settings) of all components that a whole run is of."""
+    """Return (role, name, settings) of all upstreams and tasks."""
     _load_all()
-    return [
-        (component.role, component.name, component.settings)
-        for component in _components.values()
-        if component.role in RUNS
-    ]
+    return [(item.role, item.name, item.settings) for item in _components.values() if item.role in RUNS]
 
 
 def find_registration(thing: Settings | type[Any]) -> Component:
-    """The component that a section is of, or that a class is.
-
-    Raises:
-        RefusedError: it is of none.
-    """
+    """Return the component of a section or of a class; refuse others."""
     _load_all()
-    for component in _components.values():
-        if component.settings is type(thing) or component.implementation in (thing, _place(thing)):
-            return component
+    location = f"{thing.__module__}:{thing.__qualname__}" if isinstance(thing, type) else ""
+    for item in _components.values():
+        if item.settings is type(thing) or item.implementation in (thing, location):
+            return item
     raise RefusedError(f"{thing!r} is no component; @trp_scale.component(ROLE, NAME) above a class registers it")
 
 
-def _place(cls: object) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}" if isinstance(cls, type) else ""
-
-
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
-    """Names of all components of the role that the settings of this section are of; empty where no `kind` chooses."""
+    """Return the names that the `kind` of a section may have; empty if it has no kind."""
     of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
     role = next(of_runs, next((role for role, _, kind in registered_components() if kind is settings), None))
     return [] if role in (None, *LISTED) else names(role)
 
 
 def make_settings(role: str, kind: str, **values: Any) -> Any:
-    """The section of a component with these values."""
+    """Return the section of a component with these values."""
     return find(role, kind).settings(**values)
 
 
 def default_settings(role: str, name: str) -> Callable[[], Settings]:
-    """Makes the default section of a component, looked up when it is called."""
+    """Return a function that returns the default section of a component."""
     return lambda: find(role, name).settings()
 
 
@@ -381,28 +359,96 @@ def load_module(name_or_path: str) -> str:
         RefusedError: no such file or module, or it fails; names the error.
     """
     _load_all()
-    path = Path(name_or_path)
-    if path.suffix == ".py":
-        if not path.is_file():
+    path, name = Path(name_or_path), name_or_path
+    file = path.resolve() if path.suffix == ".py" else None
+    if file is not None:
+        if not file.is_file():
             raise RefusedError(f"--module {name_or_path}: there is no such file")
         # By its name and from its folder: loader workers, which start afresh, must find it too.
-        folder, name = str(path.resolve().parent), path.stem
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    else:
-        name = name_or_path
-    main = sys.modules["__main__"]
-    if path.suffix == ".py" and Path(getattr(main, "__file__", None) or "").resolve() == path.resolve():
-        sys.modules.setdefault(name, main)  # the script that runs names itself
+        name = path.stem
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+        main = sys.modules["__main__"]
+        if Path(getattr(main, "__file__", None) or "").resolve() == file:
+            sys.modules.setdefault(name, main)  # the script that runs names itself
     try:
         module = importlib.import_module(name)
     except RefusedError:
         raise
     except Exception as error:
         raise RefusedError(f"--module {name_or_path}: {type(error).__name__}: {error}") from error
-    path_text = getattr(module, "__file__", None)
-    if path.suffix == ".py" and path_text and Path(path_text).resolve() != path.resolve():
-        raise RefusedError(
-            f"--module {name_or_path}: a module {name} from {path_text} is in its place; rename the file"
-        )
+    loaded = getattr(module, "__file__", None)
+    if file is not None and loaded and Path(loaded).resolve() != file:
+        raise RefusedError(f"--module {name_or_path}: a module {name} from {loaded} is in its place; rename the file")
     return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricPlot:
+    """One plot of a hook's metrics.
+
+    Attributes:
+        names: metrics of the hook, a line each; of a metric that is an object, a line for each of its fields.
+        unit: share: shown in per cent; otherwise the label of the axis, empty for a number without a unit.
+        log: a logarithmic axis.
+        edge: a value that is marked by a line, with its label.
+        note: description of the figures, in a sentence.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    unit: Literal["share"] | str = ""
+    log: bool = False
+    edge: tuple[float, str] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsDescription:
+    """Description of a hook's metrics.
+
+    Attributes:
+        look_for: advice for the reader, in a sentence or two.
+        plots: in the order of the page; other metrics follow below them.
+        module: that described it.
+    """
+
+    title: str
+    look_for: str
+    plots: tuple[MetricPlot, ...] = ()
+    module: str = ""
+
+
+_described: dict[str, MetricsDescription] = {}
+
+
+def describe_metrics(hook: str, *, title: str, look_for: str, plots: Sequence[MetricPlot] = ()) -> None:
+    """Describe the metrics of a hook, beside its settings, for the page of a run (`trp-scale report`):
+
+        describe_metrics(
+            "adversary",
+            title="Adversary",
+            look_for="A share of the ball that stays near 0 means that the adversary hardly acts.",
+            plots=[MetricPlot(title="Share of its ball", names=("share_of_eps",), unit="share")],
+        )
+
+    The metrics of other hooks are drawn too, under their names.
+
+    Args:
+        hook: its name in metrics.jsonl: `Hook.name`, or `balancer`.
+        title, look_for, plots: as of MetricsDescription.
+
+    Raises:
+        RefusedError: another module describes this hook.
+    """
+    module = str(sys._getframe(1).f_globals["__name__"])
+    known = _described.get(hook)
+    if known is not None and known.module != module:
+        raise RefusedError(f"{module}: the metrics of the hook {hook!r} are described already, by {known.module}")
+    _described[hook] = MetricsDescription(title=title, look_for=look_for, plots=tuple(plots), module=module)
+
+
+def metrics_description(hook: str) -> MetricsDescription | None:
+    """Return the description of a hook's metrics, or `None`."""
+    names("hook")  # imports the rooms, which describe theirs
+    return _described.get(hook)

@@ -1,12 +1,12 @@
 """The sections of a run's methods: what hooks logged, with titles and words where their rooms describe them
-(config/metric_plots.py), under their own names where they do not."""
+(config/registry.py), under their own names where they do not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trp_scale.config.metric_plots import MetricPlot, MetricsDescription, metrics_description
+from trp_scale.config.registry import MetricPlot, MetricsDescription, metrics_description
 from trp_scale.errors import shorten
 from trp_scale.reporting.curves import OWN_STEP, Curve, Tree, leaves
 from trp_scale.reporting.document import Block, Facts, Section, Sentences, figure_text

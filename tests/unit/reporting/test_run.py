@@ -25,7 +25,7 @@ from tests.unit.reporting.small_runs import (
 from trp_scale.cli import main as cli
 from trp_scale.config import metric_plots
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.metric_plots import MetricPlot, describe_metrics
+from trp_scale.config.registry import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
 from trp_scale.reporting import document
 from trp_scale.reporting.document import page_text

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trp_scale.config.metric_plots import MetricPlot, describe_metrics
-from trp_scale.config.registry import component
+from trp_scale.config.registry import MetricPlot, component, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
 

@@ -13,8 +13,7 @@ from typing import Literal
 
 from trp_scale.config import split_patches
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.config.metric_plots import MetricPlot, describe_metrics
-from trp_scale.config.registry import component
+from trp_scale.config.registry import MetricPlot, component, describe_metrics
 from trp_scale.config.settings import Settings, near_divisors, setting
 
 
