@@ -67,12 +67,12 @@ def test_a_document_without_a_digest_is_refused(tmp_path: Path) -> None:
     [
         ({"step": 44}, "step 44 found in a directory of step 40"),
         ({"config": {"batch": "all"}}, "config: batch: str found, fields by name expected"),
-        ({"config": {"batch": {"global_size": "8"}}}, "config: batch: global_size '8' found, a whole number from 0"),
+        ({"config": {"batch": {"global_size": "8"}}}, "config: batch: global_size is '8'"),
         (
             {"files": [{"name": "hooks.safetensors", "size": 5, "crc32": []}]},
             "0 checksums of hooks.safetensors found, 1 expected of 5 bytes",
         ),
-        ({"files": [{"name": "../a", "size": 0, "crc32": []}]}, "'../a' found, a plain file name expected"),
+        ({"files": [{"name": "../a", "size": 0, "crc32": []}]}, "'../a'"),
     ],
 )
 def test_what_must_agree_is_compared(tmp_path: Path, fields: dict[str, Any], said: str) -> None:

@@ -164,8 +164,8 @@ def reshape(path: Path, **fields: Any) -> None:
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1'), "checkpoint.json: not JSON"),
         (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), "checkpoint.json: not JSON"),
         (lambda path: (path / "checkpoint.json").write_text("{}"), "a checkpoint of format None"),
-        (lambda path: reshape(path / "checkpoint.json", states=[1]), r"tensors.matrix.states \[1\] found"),
-        (lambda path: reshape(path / "checkpoint.json", states=["word"]), r"states \['word'\] found, fields by name"),
+        (lambda path: reshape(path / "checkpoint.json", states=[1]), r"tensors.matrix.states is \[1\]"),
+        (lambda path: reshape(path / "checkpoint.json", states=["word"]), r"states is \['word'\]"),
         (lambda path: (path / "hooks.safetensors").unlink(), "hooks.safetensors: missing"),
         (
             lambda path: (path / "rank-00000.safetensors").open("ab").write(b"x"),

@@ -193,7 +193,7 @@ def test_what_it_cannot_be(recipe: str, section: str, field: str, value: object,
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"batch.micro_size: 'most' is str, allowed: a whole number or one of auto"):
+    with pytest.raises(RefusedError, match=r"batch\.micro_size is 'most'"):
         from_dict({"batch": {"micro_size": "most"}})
 
 

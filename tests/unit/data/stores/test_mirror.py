@@ -203,7 +203,7 @@ def test_a_tar_that_is_missing_or_of_another_size_refuses_the_data_at_once(store
 def test_names_that_lead_out_of_the_data_set(stored: Path) -> None:
     document = json.loads((stored / "dataset.json").read_text())
     (stored / "dataset.json").write_text(json.dumps({**document, "shards": ["../../a.tar"]}))
-    with pytest.raises(DataError, match=r"'../../a.tar' found, a plain file name expected"):
+    with pytest.raises(DataError, match=r"'\.\./\.\./a\.tar'"):
         local_directory(f"file://{stored}")
 
 

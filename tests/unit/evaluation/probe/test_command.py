@@ -198,7 +198,7 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
         (["--from", "x", "--data", "x", "--seeds", "3"], "--method logistic has nothing random in it"),
         (["--from", "x", "--data", "x", "--seeds", "0"], "--seeds is 0"),
         (["--from", "x", "--data", "x", "--validation_fraction", "0"], "nothing is left to measure on"),
-        (["--from", "x", "--data", "x", "--linear.batch_size", "1"], "for the batch norm"),
+        (["--from", "x", "--data", "x", "--linear.batch_size", "1"], "--linear.batch_size is 1"),
         (["--from", "x", "--data", "x", "--knn.temperature", "0"], "--knn.temperature is 0.0"),
         (["--from", "x", "--data", "x", "--linear.base_lr", "inf"], "--linear.base_lr is inf"),
         (["--from", "x", "--data", "x", "--linear.epochs", "10"], "--linear.warmup_epochs is 10"),

@@ -36,10 +36,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"depth": {"model": ""}, "semseg": {"model": ""}}, "give one model or more: --depth.model, --semseg.model"),
         ({"batch": 0}, "--batch is 0"),
-        ({"processes": -1}, "--processes -1"),
+        ({"processes": -1}, "--processes is -1"),
         ({"shard_index": 2, "num_shards": 2}, "--shard_index 2: 0 to 1 is allowed with --num_shards 2"),
         ({"shard_index": -1}, "--shard_index -1"),
-        ({"max_skipped": 2.0}, "--max_skipped 2.0"),
+        ({"max_skipped": 2.0}, "--max_skipped is 2.0"),
         ({"depth": {"directory": "shards"}}, "--depth.directory 'shards': a plain name other than"),
         ({"semseg": {"directory": "../labels"}}, "--semseg.directory '../labels'"),
         ({"depth": {"directory": "maps"}, "semseg": {"directory": "maps"}}, "maps: --depth.directory is the same"),

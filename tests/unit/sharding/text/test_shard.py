@@ -336,9 +336,9 @@ def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
     ("changes", "message"),
     [
         ({"embedded": True}, "one of the two"),
-        ({"length": 4}, "--length 4"),
-        ({"rows_per_block": 0}, "--rows_per_block 0"),
-        ({"max_skipped": 2.0}, "--max_skipped 2.0"),
+        ({"length": 4}, "--length is 4"),
+        ({"rows_per_block": 0}, "--rows_per_block is 0"),
+        ({"max_skipped": 2.0}, "--max_skipped is 2.0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
