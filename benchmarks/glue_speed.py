@@ -37,7 +37,7 @@ from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.finetuning.task import DownstreamTask, build_task
-from trp_scale.training.pretrain import Run, unguarded
+from trp_scale.training.pretrain import Run, require_unguarded
 
 WARM_UP = 5
 """Steps at the beginning of each round that are not measured."""
@@ -99,7 +99,7 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
     }
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     run_dir.mkdir(parents=True)
-    return Run(arguments, environment, run_dir, "plain", unguarded(run_dir), build_glue)
+    return Run(arguments, environment, run_dir, "plain", require_unguarded(run_dir), build_glue)
 
 
 def build_glue(config: Config, environment: Environment) -> DownstreamTask:

@@ -43,7 +43,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data import plan
 from trp_scale.data.images import crops, reader
 from trp_scale.data.images import rows as image_rows
-from trp_scale.data.images.png import write_png
+from trp_scale.data.images.formats import write_png
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.pretraining.base import open_sources

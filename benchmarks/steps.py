@@ -147,7 +147,7 @@ def trainer_of(engine: Engine, workload: Workload, observer: Observer | None = N
     adversary = built(run, "adversary") if isinstance(config, ImagePretrainConfig) else None
     window = micro_batches(workload.rows, config.batch.micro_rows)
     if engine.device.type == "cuda":
-        window = [micro.packed().pin_memory().unpacked() for micro in window]
+        window = [micro.pack().pin_memory().unpack() for micro in window]
     return loop_over(run, SameWindow(window), [] if adversary is None else [adversary], observer)
 
 

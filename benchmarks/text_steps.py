@@ -9,7 +9,7 @@ import torch
 from benchmarks.steps import Workload
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.batch import kept_places
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling

@@ -17,7 +17,7 @@ from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext, build_hooks
 from trp_scale.core.run import RunContext
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import without_content

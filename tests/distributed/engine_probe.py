@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.synthetic import VOCABULARY, Layout, SyntheticSource, data_group, make_engine, small_config
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import ALONE
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling

@@ -19,7 +19,7 @@ from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.run_flags import parse
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.agreement import require_same_settings

@@ -111,7 +111,7 @@ class Exercise:
 
     def exchange(self) -> None:
         """With weights all of which are a little off."""
-        other = self.engine.weights().shifted(FAR / 10)
+        other = self.engine.weights().shift(FAR / 10)
         before, present = self.probe.whole(other), self.probe.look(3)
         with self.leaving_no_trace("exchanged"), self.engine.exchanged(other):
             self.seen.swapped = [present, self.probe.look(3)]

@@ -138,7 +138,7 @@ class Batch:
             fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         return replace(self, fields=fields, wire=None)
 
-    def packed(self) -> Batch:
+    def pack(self) -> Batch:
         """Return the batch with all tensors in one buffer, integers in the fewest bytes."""
         layout: list[Place] = []
         parts: list[Tensor] = []
@@ -160,7 +160,7 @@ class Batch:
         assert self.wire is not None, "packed() comes first"
         return replace(self, wire=replace(self.wire, buffer=self.wire.buffer.pin_memory()))
 
-    def unpacked(self) -> Batch:
+    def unpack(self) -> Batch:
         """A packed batch as it was before."""
         assert self.wire is not None, "packed() comes first"
         fields = self.wire.read(self.wire.buffer)
@@ -241,7 +241,7 @@ class LateStats:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `read` would not wait."""
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 

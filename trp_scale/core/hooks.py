@@ -271,17 +271,17 @@ def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
     Raises:
         RefusedError: a method that cannot act in this run; names the flag to change.
     """
-    listed = [_made(run, "hook", name, getattr(run.config, name, None)) for name in run.config.hooks]
+    listed = [_build_component(run, "hook", name, getattr(run.config, name, None)) for name in run.config.hooks]
     return Hooks(built(run, "balancer"), [*others, *listed])
 
 
 def built(run: RunContext, role: str) -> Any:
     """Build the component that the section of a role names; `None` if the method is off."""
     settings = getattr(run.config, role)
-    return _made(run, role, settings.kind, settings)
+    return _build_component(run, role, settings.kind, settings)
 
 
-def _made(run: RunContext, role: str, name: str, settings: Settings | None) -> Any:
+def _build_component(run: RunContext, role: str, name: str, settings: Settings | None) -> Any:
     """The component of this name in this run. A hook goes by the name that it is listed by."""
     component = find(role, name)
     hook = component.load()(component.settings() if settings is None else settings, run)

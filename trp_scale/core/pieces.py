@@ -149,7 +149,7 @@ def foreach_chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], .
         yield tuple(list(tensors) for tensors in zip(*held, strict=True))
 
 
-def copied(parts: Sequence[Tensor]) -> list[Tensor]:
+def copy_parts(parts: Sequence[Tensor]) -> list[Tensor]:
     """A copy of each, contiguous."""
     copies = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
     for to, chunk in foreach_chunks(copies, parts):
@@ -157,7 +157,7 @@ def copied(parts: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def scaled(parts: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+def scale_parts(parts: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """factor x each part. A factor on a device is not waited for."""
     factor = factor.to(parts[0]) if parts and isinstance(factor, Tensor) else factor
     return [part for (chunk,) in foreach_chunks(parts) for part in torch._foreach_mul(chunk, factor)]
@@ -234,7 +234,7 @@ class Shards:
             torch._foreach_add_(chunk, mine)
         return replace(self, parts=parts)
 
-    def shifted(self, by: float) -> Shards:
+    def shift(self, by: float) -> Shards:
         """self + by, in every element."""
         return replace(
             self, parts=[part for (chunk,) in foreach_chunks(self.parts) for part in torch._foreach_add(chunk, by)]
@@ -242,4 +242,4 @@ class Shards:
 
     def times(self, factor: float | Tensor) -> Shards:
         """factor x self."""
-        return replace(self, parts=scaled(self.parts, factor))
+        return replace(self, parts=scale_parts(self.parts, factor))

@@ -259,7 +259,7 @@ class BinaryIndex:
         self._check_blocks(fields)
 
     def __reduce__(self) -> tuple[object, tuple[Path, bytes]]:
-        return _reopened, (self.path, self.hash)
+        return _reopen, (self.path, self.hash)
 
     def _check_blocks(self, fields: Fields) -> None:
         """Check that each table has one entry per block."""
@@ -422,7 +422,7 @@ def _end_digest(path: Path) -> str:
         return hashlib.blake2b(stream.read(), digest_size=8).hexdigest()
 
 
-def _reopened(path: Path, hashed: bytes) -> BinaryIndex:
+def _reopen(path: Path, hashed: bytes) -> BinaryIndex:
     index = BinaryIndex(path)
     if index.hash != hashed:
         raise DataError(f"{path}: was made again while the run reads it; start the run again")

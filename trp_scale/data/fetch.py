@@ -207,7 +207,7 @@ class MicroBatches:
         lost_at: range | None = None
         while True:
             try:
-                yield from self._delivered(ranges)
+                yield from self._deliver(ranges)
                 return
             except WorkerLostError as error:
                 at = ranges.pending[0]
@@ -226,7 +226,7 @@ class MicroBatches:
                 lost_at = None if lost else at
                 self._forget()
 
-    def _delivered(self, ranges: _Ranges) -> Iterator[Batch]:
+    def _deliver(self, ranges: _Ranges) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._new_loader()
         self._passes.present = ranges
@@ -235,9 +235,9 @@ class MicroBatches:
         self._workers += [child for child in multiprocessing.active_children() if child not in before]
         feeders = (thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         self._feeders += [thread for thread in feeders if thread not in threads]
-        while (item := self._awaited(batches)) is not None:
+        while (item := self._await_batch(batches)) is not None:
             ranges.pending.popleft()
-            yield item if item.wire is None else item.unpacked()
+            yield item if item.wire is None else item.unpack()
 
     def _new_loader(self) -> DataLoader[Batch]:
         workers = self._count
@@ -248,14 +248,14 @@ class MicroBatches:
             prefetch_factor=self._prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=self._pin_memory,
-            collate_fn=Batch.packed if workers else _unchanged,  # type: ignore[arg-type]  # not of lists
+            collate_fn=Batch.pack if workers else _keep_batch,  # type: ignore[arg-type]  # not of lists
             worker_init_fn=prepare_worker if workers else None,
             multiprocessing_context=multiprocessing.get_context("forkserver") if workers else None,
             generator=torch.Generator(),  # the default would draw from, and so move, the global generator
             timeout=LOOK_SECONDS if workers else 0,
         )
 
-    def _awaited(self, batches: Iterator[Batch]) -> Batch | None:
+    def _await_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch; None at the end.
 
         Raises:
@@ -276,14 +276,14 @@ class MicroBatches:
                             f"loader worker {_numbers(self._stuck)}: nothing came for {waited:.0f} s "
                             "(--reliability.worker_seconds)"
                         ) from error
-                    if ended := self._ended(error):
+                    if ended := self._worker_ended(error):
                         raise WorkerLostError(f"loader worker {_numbers(ended)} ended unexpectedly") from error
                     if not _timed_out(error):
                         raise
         finally:
             self._since = None
 
-    def _ended(self, error: Exception) -> list[int | None]:
+    def _worker_ended(self, error: Exception) -> list[int | None]:
         """Workers that live no more. What one has handed over may be gone a moment before it is."""
         until = time.monotonic() + (0.0 if _timed_out(error) or isinstance(error, RuntimeError) else 1.0)
         while True:
@@ -409,5 +409,5 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _keep_batch(batch: Batch) -> Batch:
     return batch

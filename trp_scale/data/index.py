@@ -30,7 +30,7 @@ MOST_OF_A_REASON = 300
 """Characters of an error that are kept: it may quote what a damaged file holds."""
 
 
-def reason_of(error: Exception) -> str:
+def read_failure(error: Exception) -> str:
     """Return the reason of a read error, in one line.
 
     Raises:
@@ -145,14 +145,14 @@ class IndexDocument:
         return DataError(f"{self.path}: not the index of a shard; shard the data again")
 
 
-def _named(block: dict[str, Any]) -> str:
+def _block_name(block: dict[str, Any]) -> str:
     """Return the key of a block, for messages."""
     key = block.get("key")
     return shorten(key) if isinstance(key, str) and can_be_written(key) else quote(key)
 
 
 def _block(path: Path, block: dict[str, Any]) -> Block:
-    where = f"{path}: block {_named(block)}"
+    where = f"{path}: block {_block_name(block)}"
     return record(Block, block, where, DataError, "shard the data again")
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, mix, name_hash, permutation, stream
 from trp_scale.data.mixture import Mixture
-from trp_scale.storage.shared_arrays import NodeArray, key_of, node_array
+from trp_scale.storage.shared_arrays import NodeArray, content_key, node_array
 
 _GROUPS_KEPT = 4
 
@@ -97,14 +97,14 @@ class Order:
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
             count = len(self._identities)
-            blocks = node_array(count, lambda: self._key_of("blocks", epoch), lambda: self._permuted(epoch))
-            ends = node_array(count, lambda: self._key_of("ends", epoch), lambda: self._ends(blocks.values))
+            blocks = node_array(count, lambda: self._array_key("blocks", epoch), lambda: self._permute(epoch))
+            ends = node_array(count, lambda: self._array_key("ends", epoch), lambda: self._ends(blocks.values))
             self._epochs[epoch] = _Epoch(blocks, ends)
             if len(self._epochs) > 2:  # a batch spans two at most in practice
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
-    def _permuted(self, epoch: int) -> npt.NDArray[np.int32]:
+    def _permute(self, epoch: int) -> npt.NDArray[np.int32]:
         state = stream(self._seed, "order of blocks", self._name, epoch)
         return permutation(state, self._identities.values).astype(np.int32)  # at most 2^24
 
@@ -113,12 +113,12 @@ class Order:
         ends: Integers = np.add.reduceat(self._block_rows.values[blocks], first, dtype=np.int64).cumsum()
         return ends
 
-    def _key_of(self, what: str, epoch: int) -> str:
+    def _array_key(self, what: str, epoch: int) -> str:
         """Names the file of one of an epoch's arrays."""
         if not self._key:
             parts = (self._seed, self._name, self._blocks_per_group)
-            self._key = key_of(*parts, self._identities.values, self._block_rows.values)
-        return key_of(self._key, what, epoch)
+            self._key = content_key(*parts, self._identities.values, self._block_rows.values)
+        return content_key(self._key, what, epoch)
 
     def _group(self, epoch: int, group: int) -> tuple[Integers, Integers]:
         """Block and row of each place of a group, in the shuffled order."""
@@ -242,15 +242,15 @@ class _ChosenBlocks:
             return
         packed = np.packbits(chosen)
         self.numbers = node_array(
-            count, lambda: key_of("numbers", packed), lambda: np.flatnonzero(chosen).astype(np.int32)
+            count, lambda: content_key("numbers", packed), lambda: np.flatnonzero(chosen).astype(np.int32)
         )
         self.chosen_identities = node_array(
             count,
-            lambda: key_of("identities", member.name, packed, table.identities),
+            lambda: content_key("identities", member.name, packed, table.identities),
             lambda: member.identities()[chosen],
         )
         self.chosen_rows = node_array(
-            count, lambda: key_of("rows", packed, table.rows), lambda: table.rows[chosen].astype(np.int32)
+            count, lambda: content_key("rows", packed, table.rows), lambda: table.rows[chosen].astype(np.int32)
         )
 
     def in_table(self, blocks: Integers) -> Integers:
@@ -314,10 +314,10 @@ class ByBlock:
         """Addresses of the rows at `positions`, [R]; none lies before `first`."""
         batches, places = np.divmod(positions - self._first, self._size)  # [R]
         numbers, which = np.unique(batches, return_inverse=True)
-        found = [self._batch(number) for number in numbers.tolist()]
+        parts = [self._batch(number) for number in numbers.tolist()]
 
         def joined(name: str) -> npt.NDArray[Any]:
-            whole = np.stack([getattr(batch, name) for batch in found])  # [batches, B]
+            whole = np.stack([getattr(batch, name) for batch in parts])  # [batches, B]
             values: npt.NDArray[Any] = whole[which, places]
             return values
 

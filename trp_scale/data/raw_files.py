@@ -12,11 +12,81 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from trp_scale.config.json_files import read_object
 from trp_scale.config.registry import names
-from trp_scale.data.dataset_directory import is_dataset_directory
-from trp_scale.errors import DataError, escape_name, shorten
+from trp_scale.config.schema import is_plain_name
+from trp_scale.data.index import read_fields
+from trp_scale.errors import DataError, error_text, escape_name, quote, shorten
+
+
+def is_dataset_directory(path: Path) -> bool:
+    """Whether datasets.save_to_disk wrote this directory."""
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def load_dataset(path: str, split: str):  # type: ignore[no-untyped-def]  # `datasets` is an extra without types here
+    """Open a directory written by datasets.save_to_disk.
+
+    Raises:
+        DataError: the extra is not installed, or the directory has no such split.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"input {path}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
+    loaded = open_dataset(Path(path), f"input {path}")
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"input {path}: split {split!r} not found; --split may be {', '.join(loaded)}")
+        return loaded[split]
+    return loaded
+
+
+def open_dataset(path: Path, source: str) -> Any:
+    """Open a directory written by datasets.save_to_disk, a Dataset or a DatasetDict.
+
+    Args:
+        source: name of the directory in messages.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    import datasets
+
+    try:
+        for file in path.glob("**/*.json"):  # the library follows them wherever they lead
+            read_object(file, DataError)
+        for state in path.glob("**/state.json"):
+            for entry in read_fields(state).take("_data_files", list[dict[str, Any]], []):
+                if not is_plain_name(entry.get("filename")):
+                    raise DataError(f"{state}: file {quote(entry.get('filename'))} found, a plain file name expected")
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # pyarrow's, ours, and whatever other fields than the library's lead to
+        raise DataError(
+            f"{source}: cannot be read as a dataset directory ({error_text(error)}); save it again"
+        ) from error
+
+
+def check_rows(rows: Any, first: int, last: int, source: str) -> None:
+    """Refuse rows that the library would read past the ends of their file, which ends the process.
+
+    Args:
+        rows: a Dataset without a selection.
+        first, last: rows first ... last - 1.
+        source: name of the directory in messages.
+
+    Raises:
+        DataError: offsets or lengths of one of them lead elsewhere.
+    """
+    try:
+        rows.data.table.slice(first, last - first).validate(full=True)
+    except Exception as error:  # pyarrow's
+        raise DataError(
+            f"{source}: rows {first} to {last - 1} are damaged ({error_text(error)}); save it again"
+        ) from error
+
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -50,7 +120,7 @@ def require_dataset(directory: Path, source: str = "") -> None:
         DataError: says what is there, and the command that makes a data set of it.
     """
     if not (directory / "dataset.json").is_file():
-        raise DataError(f"{source or directory}: {_in_place_of_one(directory)}")
+        raise DataError(f"{source or directory}: {_explain_missing_dataset(directory)}")
 
 
 def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[str, int]]:
@@ -135,7 +205,7 @@ def list_counts(kinds: Counter[str]) -> str:
     return ", ".join(named) or "nothing"
 
 
-def kind_of(file: Path) -> str:
+def file_kind(file: Path) -> str:
     """text, image or tar; of others the suffix, empty where there is none."""
     name = file.name.lower()
     if name.removesuffix(GZIP).endswith((*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET)):
@@ -158,7 +228,7 @@ def modality_command(folders: Mapping[str, Path]) -> str:
     return f"trp-scale shard-images --inputs {_word(images)} {' '.join(maps)} --output DIR"
 
 
-def _in_place_of_one(place: Path) -> str:
+def _explain_missing_dataset(place: Path) -> str:
     """Describe a path that is no data set, and how to make one of it."""
     if not place.exists() and "," in str(place):
         named = [part.rpartition("=") for part in str(place).split(",")]
@@ -177,7 +247,8 @@ def _in_place_of_one(place: Path) -> str:
         if any((place / name).is_file() for name in _OF_A_RUN):
             return f"no data set, but a run's directory; trp-scale report --run {_word(place)} tells of it"
         if is_dataset_directory(place):
-            return f"no data set, but a directory of datasets.save_to_disk; {_sharded('text', place)}, or shard-images"
+            command = _sharding_command("text", place)
+            return f"no data set, but a directory of datasets.save_to_disk; {command}, or shard-images"
         if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), LOOKED_THROUGH)):
             return f"no data set, but there are such in it; give one: {', '.join(within[:10])}"
         if folders := modality_folders(place):
@@ -186,14 +257,17 @@ def _in_place_of_one(place: Path) -> str:
     files = [path for path in files if path.is_file()] or [place]
     if files == [place] and place.is_dir():
         return "an empty directory; allowed: one that trp-scale shard-text, shard-images or index wrote"
-    kind = Counter(map(kind_of, files)).most_common(1)[0][0]
-    first = min(file for file in files if kind_of(file) == kind)
+    kind = Counter(map(file_kind, files)).most_common(1)[0][0]
+    first = min(file for file in files if file_kind(file) == kind)
     example = first.relative_to(place) if place.is_dir() else first.name
     contents = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
     if kind == "tar" and not _holds_images(first):
-        return f"{contents}; tars are read if they hold images: unpack these, then {_sharded('text', Path('FOLDER'))}"
+        command = _sharding_command("text", Path("FOLDER"))
+        return f"{contents}; tars are read if they hold images: unpack these, then {command}"
     if kind in ("text", "image"):
-        return f"{contents}; {_sharded(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
+        return (
+            f"{contents}; {_sharding_command(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
+        )
     if kind == "tar":
         tars = first.parent if place.is_dir() else place
         output = "" if tars == place and place.is_dir() else " --output DIR"
@@ -201,7 +275,7 @@ def _in_place_of_one(place: Path) -> str:
     return f"{contents}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
 
 
-def _sharded(kind: str, path: Path) -> str:
+def _sharding_command(kind: str, path: Path) -> str:
     command = "shard-text" if kind == "text" else "shard-images"
     return f"make one of it: trp-scale {command} --inputs {_word(path)} --output DIR"
 
@@ -218,5 +292,5 @@ def _holds_images(tar: Path) -> bool:
     except OSError:
         return True
     names_of_members = [record[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "replace") for record in records]
-    kinds = [kind for kind in map(kind_of, map(Path, names_of_members)) if kind in _KINDS]
+    kinds = [kind for kind in map(file_kind, map(Path, names_of_members)) if kind in _KINDS]
     return kinds[:1] != ["text"]

@@ -69,7 +69,7 @@ class SampleTable:
         """Number of samples."""
         return int(self.starts[-1])
 
-    def shard_of(self, sample: int) -> int:
+    def shard_number(self, sample: int) -> int:
         """Number of the tar that holds a sample.
 
         Raises:
@@ -85,7 +85,7 @@ class SampleTable:
         Raises:
             DataError: the index is damaged: they lie outside their tar.
         """
-        shard = self.shard_of(samples.start)
+        shard = self.shard_number(samples.start)
         tar, size = self.shards[shard], int(self.sizes[shard])
         if not self.store.reads_parts(tar, int(self.sizes.sum())):
             return StoredPart(tar, size)
@@ -101,7 +101,7 @@ class SampleTable:
         Raises:
             DataError: the index has gone, or has fewer samples than at the start.
         """
-        shard = self.shard_of(sample)
+        shard = self.shard_number(sample)
         path, number = self.shards[shard], sample - int(self.starts[shard])
         blocks = read_index(path).blocks
         if number >= len(blocks):

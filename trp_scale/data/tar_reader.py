@@ -210,7 +210,7 @@ class SampleReader(TarReader[int]):
         contents = []
         for position, suffix in enumerate(table.suffixes):
             offset, length = int(table.offsets[sample, position]), int(table.lengths[sample, position])
-            where = f"{stored.tar}: image {sample - int(table.starts[table.shard_of(sample)])}, .{suffix}"
+            where = f"{stored.tar}: image {sample - int(table.starts[table.shard_number(sample)])}, .{suffix}"
             if offset < 0 or offset + length > stored.size:  # a binary index is not checked as a whole
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
             content = bytearray(length)
@@ -234,7 +234,7 @@ class SampleReader(TarReader[int]):
             if 0 < table.store.room() < int(table.sizes.sum()):
                 self._keep = min(self._keep, OPEN_IN_CACHE)
         if self._blocks is None:
-            shard = table.shard_of(sample)
+            shard = table.shard_number(sample)
             return StoredPart(table.shards[shard], int(table.sizes[shard]))
         first = self._blocks.first
         number = int(np.searchsorted(first, sample, side="right"))

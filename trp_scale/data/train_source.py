@@ -37,8 +37,8 @@ def check_partition(global_size: int, micro_size: int, world: int, *, flags: tup
     steps, rest = divmod(global_size, micro_size * world)
     if rest == 0:
         return steps
-    ranks = _listed(_divisors(global_size // micro_size)) if global_size % micro_size == 0 else "none"
-    micros = _listed(_divisors(global_size // world)) if global_size % world == 0 else "none"
+    ranks = _join_numbers(_divisors(global_size // micro_size)) if global_size % micro_size == 0 else "none"
+    micros = _join_numbers(_divisors(global_size // world)) if global_size % world == 0 else "none"
     raise RefusedError(
         f"global batch {global_size} does not divide over {world} ranks x micro-batch {micro_size}: "
         f"ranks that do: {ranks}; micro-batches that do on {world} ranks: {micros} "
@@ -50,7 +50,7 @@ def _divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.engine import MoveTo
-from trp_scale.core.pieces import Piece, Shards, copied, foreach_chunks, scaled
+from trp_scale.core.pieces import Piece, Shards, copy_parts, foreach_chunks, scale_parts
 from trp_scale.distributed.groups import Group
 
 ADDED_IN_FP32 = 1 << 16
@@ -149,12 +149,12 @@ class ShardOperations(ABC):
         try:
             for number, loss in enumerate(losses):
                 self.backward(loss(), last=number == len(losses) - 1)
-            return self._shards(copied(self.piece_gradients()))
+            return self._shards(copy_parts(self.piece_gradients()))
         finally:
             self.discard_gradients()
 
     def weights(self) -> Shards:
-        return self._shards(copied([piece.tensors["weight"] for piece in self.pieces()]))
+        return self._shards(copy_parts([piece.tensors["weight"] for piece in self.pieces()]))
 
     @contextmanager
     def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[MoveTo]:
@@ -207,7 +207,7 @@ class ShardOperations(ABC):
     @torch.no_grad()
     def _exchange(self, other: Shards) -> None:
         for weights, parts in foreach_chunks(self._weights_to_write(), other.parts):
-            before = copied(weights)
+            before = copy_parts(weights)
             torch._foreach_copy_(weights, parts)
             torch._foreach_copy_(parts, before)
 
@@ -220,14 +220,14 @@ class ShardOperations(ABC):
     @torch.no_grad()
     def _move(self, direction: Shards, distance: float | Tensor) -> None:
         for weights, way in foreach_chunks(self._weights_to_write(), direction.parts):
-            torch._foreach_add_(weights, scaled(way, distance))
+            torch._foreach_add_(weights, scale_parts(way, distance))
 
     @torch.no_grad()
     def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:
         if base is not None:
             self._exchange(saved)
             for parts, way in foreach_chunks(saved.parts, direction.parts):
-                torch._foreach_sub_(parts, scaled(way, scale))
+                torch._foreach_sub_(parts, scale_parts(way, scale))
             return
         for weights, parts in foreach_chunks(self._weights_to_write(), saved.parts):
             torch._foreach_copy_(weights, parts)

@@ -12,7 +12,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.upstream import AVERAGE
-from trp_scale.data.images.kept_for_tests import image_datasets, in_common
+from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
@@ -240,7 +240,7 @@ def _check_data(
 
         def shared() -> int:
             learned_from = image_datasets(train)
-            return sum(len(in_common(learned_from, dataset)) for dataset in image_datasets(arguments.data))
+            return sum(len(shared_images(learned_from, dataset)) for dataset in image_datasets(arguments.data))
 
         count = on_rank_zero(where.world, "comparing what is learned and measured", shared)
         if count and where.world.rank == 0:

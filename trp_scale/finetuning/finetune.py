@@ -16,7 +16,7 @@ from trp_scale.config.checks import check_engine, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
-from trp_scale.data.images.kept_for_tests import image_datasets, refuse_shared_images
+from trp_scale.data.images.leakage import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
@@ -33,7 +33,7 @@ from trp_scale.reporting.results import (
     write_json,
 )
 from trp_scale.training import rundir
-from trp_scale.training.pretrain import Guard, Rollback, Run, guarded, trained
+from trp_scale.training.pretrain import Guard, Rollback, Run, guard_run, train_run
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -59,9 +59,9 @@ def finetune(arguments: FinetuneArguments) -> int:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = of_seed(arguments, tasks[task_number], number, run_dir)
             seed_dir = rundir.create_run_directory(seed_arguments, world)  # the others' are other processes'
-            with guarded(seed_dir, config, environment, asked_in=run_dir) as guard:
+            with guard_run(seed_dir, config, environment, asked_in=run_dir) as guard:
                 return run_seed(seed_arguments, environment, engine_name, guard)[0]
-        with guarded(run_dir, config, environment) as guard:
+        with guard_run(run_dir, config, environment) as guard:
             for task in tasks:
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
@@ -205,7 +205,7 @@ def run_seed(
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, results[0]))
 
     try:
-        _, status = trained(make, measure_run)
+        _, status = train_run(make, measure_run)
     except RefusedError:
         with suppress(OSError):  # not empty, or removed by another rank
             run_dir.rmdir()

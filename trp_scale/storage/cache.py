@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trp_scale.errors import RefusedError
 from trp_scale.storage.files import private_directory
-from trp_scale.storage.locks import has_name, locked, try_lock
+from trp_scale.storage.locks import has_name, lock_file, try_lock
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
@@ -105,7 +105,7 @@ class Cache:
             disk = os.statvfs(self.root)
         except OSError as error:
             raise RemoteError(f"{self.root}: the cache cannot be looked into ({error.strerror})") from error
-        return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
+        return max(0, self._used_bytes() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
 
     def open(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
         """Return a descriptor of the file at `path`; fetch the file if it is missing.
@@ -119,7 +119,7 @@ class Cache:
             RemoteError: no room; or another process fetches the file and does not get on.
         """
         with self._on_this_disk(path):
-            return self._opened(path, size, fetch)
+            return self._open_or_fetch(path, size, fetch)
 
     @contextmanager
     def _on_this_disk(self, path: Path) -> Iterator[None]:
@@ -131,7 +131,7 @@ class Cache:
                 f"{path}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
             ) from error
 
-    def _opened(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
+    def _open_or_fetch(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
         while True:
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY)
@@ -142,8 +142,8 @@ class Cache:
                     return descriptor
                 self.drop(path, status.st_ino)
                 os.close(descriptor)
-            descriptor = self._claimed(path)
-            if self._filled(path, descriptor, size, fetch):
+            descriptor = self._claim(path)
+            if self._fill(path, descriptor, size, fetch):
                 self.fetched += 1
                 self.fetched_bytes += size
                 return descriptor
@@ -160,7 +160,7 @@ class Cache:
             status = path.stat()
             if status.st_ino == inode:
                 path.unlink()
-                (self.root / _USED).write_text(str(max(0, self._used() - status.st_size)))
+                (self.root / _USED).write_text(str(max(0, self._used_bytes() - status.st_size)))
 
     def keep(self, path: Path) -> bool:
         """Whether a file is there; it then counts as opened just now, so that others go before it."""
@@ -187,7 +187,7 @@ class Cache:
         try:
             if not try_lock(descriptor):
                 return
-            if has_name(_part(path), descriptor) and self._filled(path, os.dup(descriptor), size, fetch, close=True):
+            if has_name(_part(path), descriptor) and self._fill(path, os.dup(descriptor), size, fetch, close=True):
                 self.ahead += 1
                 self.ahead_bytes += size
         finally:
@@ -200,9 +200,7 @@ class Cache:
         self._told = now
         return since
 
-    def _filled(
-        self, path: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False
-    ) -> bool:
+    def _fill(self, path: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False) -> bool:
         """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
         already. Closes the descriptor after an error, or where `close` says so."""
         room_made = False
@@ -222,13 +220,13 @@ class Cache:
             with self._alone():  # whoever counts the files meanwhile counts it, or has it taken off
                 _part(path).unlink(missing_ok=True)
                 if room_made:
-                    (self.root / _USED).write_text(str(max(0, self._used() - size)))
+                    (self.root / _USED).write_text(str(max(0, self._used_bytes() - size)))
             raise
         finally:
             if close:
                 os.close(descriptor)
 
-    def _claimed(self, path: Path) -> int:
+    def _claim(self, path: Path) -> int:
         """A descriptor of the unfinished file, locked: this process alone writes it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part, end = _part(path), time.monotonic() + patience()
@@ -253,7 +251,7 @@ class Cache:
     def _make_room(self, path: Path, descriptor: int, size: int) -> None:
         """Take `size` bytes for an unfinished file, and remove others where that is too much."""
         with self._alone():
-            bound, used = self.bound(), self._used()
+            bound, used = self.bound(), self._used_bytes()
             if size > bound:
                 raise RemoteSetupError(
                     f"{path.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
@@ -292,7 +290,7 @@ class Cache:
                         yield status, name
                     break
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         """Return the bytes of all files at the last change; a killed process may leave more."""
         with suppress(OSError, ValueError):
             return int((self.root / _USED).read_text())
@@ -300,7 +298,7 @@ class Cache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with locked(self.root / ".lock", DIRECTORY):
+        with lock_file(self.root / ".lock", DIRECTORY):
             yield
 
 

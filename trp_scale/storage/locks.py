@@ -40,7 +40,7 @@ def has_name(path: Path, descriptor: int) -> bool:
 
 
 @contextmanager
-def locked(path: Path, variable: str) -> Iterator[None]:
+def lock_file(path: Path, variable: str) -> Iterator[None]:
     """Context that one process of the machine at a time is in; others wait.
 
     Args:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trp_scale.errors import DataError
 from trp_scale.storage.files import atomic_write, private_directory, remove_leftovers
-from trp_scale.storage.locks import locked, try_lock
+from trp_scale.storage.locks import lock_file, try_lock
 
 SHARED_FROM = 1 << 18
 """Smaller arrays (2 MB of 64-bit words) are computed by each process for itself."""
@@ -37,14 +37,14 @@ class NodeArray:
         self._values, self._path = values, path
         self._lock: int | None = None
         if path is not None:
-            self._values, self._lock = _opened(path)
+            self._values, self._lock = _open_array(path)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         values = self._values
         if self._path is not None:
             return NodeArray, (None, self._path)
         if isinstance(values, np.memmap):  # of a file that stays: a binary index
-            return _mapped, (values.filename, values.dtype, values.offset, values.shape)
+            return _map_array, (values.filename, values.dtype, values.offset, values.shape)
         return NodeArray, (values, None)
 
     def __del__(self) -> None:
@@ -61,11 +61,11 @@ class NodeArray:
         return self._values
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> NodeArray:
+def _map_array(path: Path, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> NodeArray:
     return NodeArray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape))
 
 
-def key_of(*parts: object) -> str:
+def content_key(*parts: object) -> str:
     """A name for what is computed from `parts`: arrays count by their content, everything else by its text."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -96,13 +96,13 @@ def node_array(length: int, key: Callable[[], str], make: Callable[[], npt.NDArr
     while True:
         with suppress(FileNotFoundError):
             return NodeArray(path=path)
-        with locked(directory / "making.lock", "TMPDIR"):
+        with lock_file(directory / "making.lock", "TMPDIR"):
             if not path.exists():
                 _remove_unused(directory)
                 _write(path, make())
 
 
-def _opened(path: Path) -> tuple[npt.NDArray[Any], int]:
+def _open_array(path: Path) -> tuple[npt.NDArray[Any], int]:
     """The mapped array, and the descriptor that keeps its file.
 
     Raises:

@@ -182,7 +182,7 @@ class Remote:
         except RefusedError:
             raise
         except Exception as error:  # of the libraries' own kinds
-            raise self._refused(url, error) from error
+            raise self._refusal(url, error) from error
         if self._protocol in ("http", "https"):
             self._files.client_kwargs = {**self._files.client_kwargs, "response_class": _bounded_response()}
 
@@ -199,7 +199,7 @@ class Remote:
             NotThereError: there is none.
             RemoteError: it cannot be read.
         """
-        content: bytes = self._repeated(name, lambda seconds: self._content(name, seconds, largest))
+        content: bytes = self._retry(name, lambda seconds: self._content(name, seconds, largest))
         return content
 
     def read_into(self, descriptor: int, name: str, size: int, start: int = 0) -> None:
@@ -250,7 +250,7 @@ class Remote:
             RemoteError: the server cannot be asked, or does not say the size.
         """
         self._files.invalidate_cache()  # of listings, which are older
-        entry = self._repeated(name, lambda seconds: self._asked("info", seconds, self._place(name)))
+        entry = self._retry(name, lambda seconds: self._ask("info", seconds, self._place(name)))
         if entry.get("size") is None:
             raise RemoteSetupError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
         return Stored(int(entry["size"]), _version(entry))
@@ -263,7 +263,7 @@ class Remote:
         """
         if self._protocol in ("http", "https"):
             return None
-        files = self._repeated("", lambda seconds: self._asked("find", seconds, self._path, detail=True))
+        files = self._retry("", lambda seconds: self._ask("find", seconds, self._path, detail=True))
         prefix = self._path.rstrip("/") + "/"
         return {
             name.removeprefix(prefix): Stored(int(entry["size"]), _version(entry))
@@ -281,13 +281,13 @@ class Remote:
                 raise EOFError(f"{len(content)} bytes received of {end - start} asked for")
             return content
 
-        return self._repeated(name, ask)
+        return self._retry(name, ask)
 
     def _content(self, name: str, seconds: float, most: int, **part: int) -> bytes:
         """A file or a part of it. Of HTTP no more than `most` bytes are taken, whatever a server sends."""
         before = _MOST.set(most)
         try:
-            content: bytes = self._asked("cat_file", seconds, self._place(name), **part)
+            content: bytes = self._ask("cat_file", seconds, self._place(name), **part)
         finally:
             _MOST.reset(before)
         return content
@@ -295,7 +295,7 @@ class Remote:
     def _place(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}"
 
-    def _asked(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
+    def _ask(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
         """Call a method of the file system, at most `seconds`."""
         asynchronous = getattr(self._files, f"_{what}", None)
         if self._files.async_impl and inspect.iscoroutinefunction(asynchronous):
@@ -304,7 +304,7 @@ class Remote:
             return sync(self._files.loop, asynchronous, *arguments, timeout=seconds, **named)
         return _within(seconds, lambda: getattr(self._files, what)(*arguments, **named))
 
-    def _repeated(self, name: str, ask: Callable[[float], Answer]) -> Answer:
+    def _retry(self, name: str, ask: Callable[[float], Answer]) -> Answer:
         """The answer, asked for again after failures, with longer and longer pauses."""
         where = f"{self.url}/{name}" if name else self.url
         began = time.monotonic()
@@ -323,8 +323,8 @@ class Remote:
                 advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
                 raise NotThereError(f"{where}: not found{advice}") from error
             except Exception as error:  # each file system has exceptions of its own
-                if _unsigned(error):
-                    raise self._refused(where, error) from error
+                if _lacks_credentials(error):
+                    raise self._refusal(where, error) from error
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 if asked == TOLD_AFTER:
                     logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
@@ -341,7 +341,7 @@ class Remote:
                 time.sleep(min(rest, 0.5))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _refused(self, where: str, error: Exception) -> RemoteSetupError:
+    def _refusal(self, where: str, error: Exception) -> RemoteSetupError:
         advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
         return RemoteSetupError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
 
@@ -396,7 +396,7 @@ def _write(descriptor: int, content: bytes, at: int) -> None:
         view, at = view[written:], at + written
 
 
-def _unsigned(error: BaseException) -> bool:
+def _lacks_credentials(error: BaseException) -> bool:
     """Whether credentials are missing or not enough: that does not pass by waiting."""
     for cause in _chain(error):
         status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)

@@ -50,9 +50,9 @@ def require_same_settings(world: Group, config: Config) -> None:
     """
     settings = world.gather_objects(flat(to_dict(config)))
     differing = [
-        f"{name}: " + ", ".join(f"rank {rank} has {each.get(name)}" for rank, each in enumerate(settings))
-        for name in dict.fromkeys(name for each in settings for name in each)
-        if any(each.get(name) != settings[0].get(name) for each in settings)
+        f"{name}: " + ", ".join(f"rank {rank} has {values.get(name)}" for rank, values in enumerate(settings))
+        for name in dict.fromkeys(name for values in settings for name in values)
+        if any(values.get(name) != settings[0].get(name) for values in settings)
     ]
     if differing:
         listed = "\n  ".join(differing)
@@ -89,17 +89,17 @@ class StepAgreement:
             UnreadableError: on every rank, when more blocks than allowed could not be read, or in more steps in a row;
                 names them.
         """
-        found = {
+        unreadable = {
             key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
         }
-        own = [float(stop), float(not window), float(written), float(len(found))]
-        answer = self.group.sum(torch.cat([counts, torch.tensor(own, dtype=torch.float64)]))
+        values = [float(stop), float(not window), float(written), float(len(unreadable))]
+        answer = self.group.sum(torch.cat([counts, torch.tensor(values, dtype=torch.float64)]))
         stops, without, parts, corrupt = answer[-4:].tolist()
-        new = self.count_corrupt(found) if corrupt > 0 else {}
+        new = self.count_corrupt(unreadable) if corrupt > 0 else {}
         self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
         if self.steps_in_a_row > self.max_corrupt_steps:
             raise UnreadableError(
-                f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_listed(new)}; "
+                f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_join_reasons(new)}; "
                 f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
             )
         return Agreed(
@@ -114,19 +114,19 @@ class StepAgreement:
         """Whether some rank was asked to stop."""
         return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
 
-    def reason(self, own: str | None) -> str:
+    def reason(self, own_reason: str | None) -> str:
         """Return why the ranks stop, once they agreed to: the reason of the first rank that has one."""
-        reasons = self.group.gather_objects(own)
-        rank, reason = next((each for each in enumerate(reasons) if each[1]), (0, None))
+        reasons = self.group.gather_objects(own_reason)
+        rank, reason = next((entry for entry in enumerate(reasons) if entry[1]), (0, None))
         if reason is None:
             return "asked to stop"
         return reason if self.group.size == 1 else f"{reason} (rank {rank})"
 
-    def count_corrupt(self, found: Mapping[str, str]) -> dict[str, str]:
+    def count_corrupt(self, unreadable: Mapping[str, str]) -> dict[str, str]:
         """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.
 
         Args:
-            found: why, by the keys this rank met; those known already do not count again.
+            unreadable: why, by the keys this rank met; those known already do not count again.
 
         Returns:
             the new ones of all ranks, by key, in order.
@@ -134,20 +134,21 @@ class StepAgreement:
         Raises:
             UnreadableError: on every rank, when there are now more than allowed.
         """
-        of_all = {key: why for each in self.group.gather_objects(dict(found)) for key, why in each.items()}
+        of_all = {key: why for reasons in self.group.gather_objects(dict(unreadable)) for key, why in reasons.items()}
         new = {key: of_all[key] for key in sorted(of_all) if key not in self.corrupt}
         self.corrupt.update(new)
         if len(self.corrupt) > self.max_corrupt_blocks:
             others = sorted(self.corrupt - new.keys())
+            reasons = _join_reasons({**dict.fromkeys(others, ""), **new})
             raise UnreadableError(
-                f"{len(self.corrupt)} blocks could not be read ({_listed({**dict.fromkeys(others, ''), **new})}); "
+                f"{len(self.corrupt)} blocks could not be read ({reasons}); "
                 f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
                 "trp-scale verify names the damaged bytes"
             )
         return new
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
+def _join_reasons(reasons: Mapping[str, str]) -> str:
     """Keys with their reasons, as many as a person reads."""
     shown = [f"{key}: {why}" if why else key for key, why in list(reasons.items())[-MOST_LISTED:]]
     return ", ".join(shown) + (f" and {len(reasons) - MOST_LISTED} more" if len(reasons) > MOST_LISTED else "")

@@ -35,12 +35,12 @@ class Best:
         """Take note of what was measured after `step`, by the figures' names; whether it is the best so far."""
         if self.figure not in measured:
             return False
-        found = measured[self.figure]
+        value = measured[self.figure]
         sign = -1.0 if self.figure.startswith(f"{VALIDATION}.") else 1.0  # losses
-        if found is None or not math.isfinite(found) or (self.value is not None and sign * found <= sign * self.value):
+        if value is None or not math.isfinite(value) or (self.value is not None and sign * value <= sign * self.value):
             self.since += 1
             return False
-        self.value, self.step, self.since = found, step, 0
+        self.value, self.step, self.since = value, step, 0
         return True
 
     def given_up(self) -> str | None:
@@ -61,7 +61,7 @@ class Best:
             self.value, self.step, self.since = state["value"], int(state["step"]), int(state["since"])
 
 
-def best_of(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
+def build_best(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
     """Return the tracker of a run's best checkpoint; `None` if none is configured.
 
     Args:
@@ -86,5 +86,5 @@ def of_validation(losses: Mapping[str, Any]) -> dict[str, float | None]:
     """The figures of a validation (loop.py: validate) by their names."""
     tasks = {name: task["loss"] for name, task in losses["tasks"].items()}
     worst = losses["worst_task"]
-    found = {**tasks, "loss": losses["loss"], "worst": None if worst is None else tasks[worst]}
-    return {f"{VALIDATION}.{name}": value for name, value in found.items()}
+    figures = {**tasks, "loss": losses["loss"], "worst": None if worst is None else tasks[worst]}
+    return {f"{VALIDATION}.{name}": value for name, value in figures.items()}

@@ -68,7 +68,7 @@ class Ending:
                     self.finished_before = record.read_bytes()
         record.unlink(missing_ok=True)
 
-    def stopped(self, why: str, step: int, status: ExitStatus) -> None:
+    def note_stop(self, why: str, step: int, status: ExitStatus) -> None:
         """All ranks ended the run together."""
         if self.rank != 0:
             return
@@ -104,9 +104,9 @@ class Ending:
 
     def _write(self, **fields: Any) -> None:
         """Write the record, unless another rank has."""
-        place = {"rank": self.rank, "host": socket.gethostname()}
+        origin = {"rank": self.rank, "host": socket.gethostname()}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {**fields, "why": str(fields["why"])[:2000], **place, "at": now}
+        document = {**fields, "why": str(fields["why"])[:2000], **origin, "at": now}
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
             write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")
 

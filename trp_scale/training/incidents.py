@@ -48,11 +48,11 @@ _MOST_WAITING = 1000
 
 def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     """The lines that can be read, oldest first; none where there is no such file."""
-    found = []
+    incidents = []
     with contextlib.suppress(RefusedError):
         for number, line in json_lines(run_dir / INCIDENTS_FILE):
             with contextlib.suppress(RefusedError):
                 document = parse_json(line, f"line {number}")
                 if isinstance(document, dict):
-                    found.append(document)
-    return found
+                    incidents.append(document)
+    return incidents

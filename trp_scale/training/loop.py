@@ -179,7 +179,7 @@ class Trainer:
             with garbage_collected_between_steps() as collect:
                 if self._too_many_skipped():  # when it stopped: nothing was changed since
                     return str(self._reason_to_stop(asked=False))
-                stop = self._validated() if self.state.unvalidated else None
+                stop = self._validate() if self.state.unvalidated else None
                 if self._better():
                     self.control.save()
                 if stop := stop or self._nothing_better():
@@ -190,7 +190,7 @@ class Trainer:
                     if self.state.step > before:
                         self.measured.update(self.hooks.measured())
                         if self._due(self.config.validation.every):
-                            stop = self._validated() or stop
+                            stop = self._validate() or stop
                     if self.state.roll_back_from:  # what is here is not worth a checkpoint
                         if self.control.checkpoints is not None:
                             self.control.checkpoints.close()
@@ -210,7 +210,7 @@ class Trainer:
             raise
         return FINISHED
 
-    def _validated(self) -> str | None:
+    def _validate(self) -> str | None:
         """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
         losses = self.control.validate()
         self.state.unvalidated = losses is None
@@ -366,9 +366,9 @@ class Trainer:
     def _read_what_has_arrived(self) -> None:
         """Before an error is passed on. A device may wait for a rank that is gone: give it a few seconds."""
         until = time.monotonic() + SECONDS_AFTER_AN_ERROR
-        while self.pending is not None and not self.pending.late.arrived() and time.monotonic() < until:
+        while self.pending is not None and not self.pending.late.has_arrived() and time.monotonic() < until:
             time.sleep(0.01)
-        if self.pending is not None and self.pending.late.arrived():
+        if self.pending is not None and self.pending.late.has_arrived():
             self.read_stats(judge=False)
 
     def report(self, pending: PendingStep) -> None:

@@ -216,10 +216,10 @@ def newest_run(parent: Path) -> Path:
     Raises:
         RefusedError: there is none.
     """
-    found = sorted(Path(parent).glob(f"*/{METRICS_FILE}"), key=lambda path: (path.stat().st_mtime, path))
-    if not found:
+    paths = sorted(Path(parent).glob(f"*/{METRICS_FILE}"), key=lambda path: (path.stat().st_mtime, path))
+    if not paths:
         raise RefusedError(f"there is no run in {Path(parent).absolute()}; say which one with --run DIR")
-    return found[-1].parent
+    return paths[-1].parent
 
 
 END_SHARE = 0.1
@@ -306,7 +306,7 @@ class RunHistory:
         both = [
             (task.start, task.end) for task in self.tasks.values() if task.start is not None and task.end is not None
         ]
-        start, end = (statistics.fmean(each) for each in zip(*both, strict=True)) if both else (0.0, 0.0)
+        start, end = (statistics.fmean(losses) for losses in zip(*both, strict=True)) if both else (0.0, 0.0)
         return f"the tasks' mean loss was {start:.4g}, and is {end:.4g} {since}" if end > DIVERGED * start > 0 else ""
 
     @property
@@ -345,10 +345,10 @@ def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, An
     return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else None, count=count)
 
 
-def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
+def hook_notices(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the `notice` values of hooks, by the hooks' names."""
-    found = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
-    return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
+    notices = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
+    return {name: notice for name, notice in notices.items() if isinstance(notice, str) and notice}
 
 
 MEDIANS = ("step_seconds", "processor_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
@@ -391,7 +391,7 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
             recent.popleft()
     history.end_lines = len(recent)
     if last is not None:
-        history.notices = notices_of(last)
+        history.notices = hook_notices(last)
         history.lesson = record(_Line, last, str(Path(run_dir) / METRICS_FILE), RefusedError).multilevel
     losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None

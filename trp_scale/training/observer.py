@@ -72,7 +72,7 @@ class Observer:
     def wants(self, step: int) -> bool:
         """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
         every, last = self.config.logging.every, self.config.training.steps
-        return self._first or step % max(1, every) == 0 or step >= last or self._validated(step)
+        return self._first or step % max(1, every) == 0 or step >= last or self._validation_done(step)
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step; call it for each one. Writes a line when `wants` says so or the step was skipped.
@@ -102,7 +102,7 @@ class Observer:
         if logged:
             self._held = self._line(record, speed)
             self._seconds, self._used, self._waits = [], [], []
-            if not self._validated(record.step):
+            if not self._validation_done(record.step):
                 self._write_held()
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
@@ -149,8 +149,8 @@ class Observer:
         self._summary = self._summarise(reason, start or {})
         if not self._is_told_already():
             text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
-            self._leave(SUMMARY_FILE, lambda: text)
-            self._leave(REPORT_FILE, lambda: report(self.run_dir))
+            self._write_file(SUMMARY_FILE, lambda: text)
+            self._write_file(REPORT_FILE, lambda: report(self.run_dir))
         for sink in self._sinks:
             self._to_sink(sink, partial(sink.close, self._summary))
         self._display.show(report_table(self.run_dir))
@@ -161,7 +161,7 @@ class Observer:
         path = self.run_dir / SUMMARY_FILE
         return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
 
-    def _validated(self, step: int) -> bool:
+    def _validation_done(self, step: int) -> bool:
         every = self.config.validation.every
         return every > 0 and (step % every == 0 or step >= self.config.training.steps)
 
@@ -187,7 +187,7 @@ class Observer:
             "data_wait_seconds": statistics.fmean(self._waits),
             "data_wait_share": statistics.fmean(self._waits) / max(seconds, 1e-9),
             "tokens_per_second": speed,
-            **({"images_per_second": self.info.images_of(speed)} if self.info.images_per_step else {}),
+            **({"images_per_second": self.info.image_count(speed)} if self.info.images_per_step else {}),
             "model_flops": self.info.flops_per_step or None,
             "model_flops_utilisation": utilisation,
             "peak_memory_bytes": peak_memory_bytes(on_gpu=on_gpu),
@@ -195,9 +195,9 @@ class Observer:
         }
         if use := self.cache_use():
             line["cache"] = dict(use)
-        taken = sorted(set(line) & set(record.hooks))
-        if taken:
-            raise ValueError(f"hook names {taken} are fields of a line of metrics: rename the hooks")
+        collisions = sorted(set(line) & set(record.hooks))
+        if collisions:
+            raise ValueError(f"hook names {collisions} are fields of a line of metrics: rename the hooks")
         return line | {name: dict(values) for name, values in record.hooks.items()}
 
     def _write_held(self) -> None:
@@ -221,7 +221,7 @@ class Observer:
                 self.message(f"{type(sink).__name__}: cannot be written ({error}); its curves lack steps")
                 self._refused.append(sink)
 
-    def _leave(self, name: str, content: Callable[[], str]) -> None:
+    def _write_file(self, name: str, content: Callable[[], str]) -> None:
         """Write a file of the run directory, whole or not at all; storage that refuses it is asked a few times."""
         path = self.run_dir / name
         for pause in (0.2, 1.0, 0.0):

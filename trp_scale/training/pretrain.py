@@ -42,7 +42,7 @@ from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
-from trp_scale.training.best import best_of
+from trp_scale.training.best import build_best
 from trp_scale.training.ending import Ending
 from trp_scale.training.incidents import Incidents
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
@@ -80,7 +80,7 @@ def pretrain(arguments: Arguments) -> Ended:
         check_shared_directory(run_dir, environment.world)
         what = "runs of trp-scale finetune"
         rundir.refuse_runs(run_dir, f"*/seed_*/{rundir.CONFIG_FILE}", what, environment.world)
-        with guarded(run_dir, config, environment) as guard:
+        with guard_run(run_dir, config, environment) as guard:
 
             def make(rollback: Rollback | None) -> Run:
                 phase(f"opening {config.data.path}")
@@ -88,8 +88,8 @@ def pretrain(arguments: Arguments) -> Ended:
                 phase("making the first step")
                 return run
 
-            run, status = trained(make)
-            guard.ending.stopped(run.ended, run.state.step, status)
+            run, status = train_run(make)
+            guard.ending.note_stop(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
 
 
@@ -107,12 +107,12 @@ class Guard(NamedTuple):
     ending: Ending
 
 
-def unguarded(run_dir: Path) -> Guard:
+def require_unguarded(run_dir: Path) -> Guard:
     return Guard(lambda: None, Watchdog(run_dir / HANGS, limit=0.0), Ending(run_dir=run_dir, rank=0))
 
 
 @contextmanager
-def guarded(
+def guard_run(
     run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
 ) -> Iterator[Guard]:
     """Context in which a directory belongs to this run, requests to stop are heard, and hangs end. All ranks enter it.
@@ -283,7 +283,7 @@ class Run:
         )
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
-        self.best = best_of(config.checkpoint, self.objective.tasks, self.hooks.figures())
+        self.best = build_best(config.checkpoint, self.objective.tasks, self.hooks.figures())
         self.agreement = StepAgreement(
             self.world,
             config.data.max_corrupt_blocks,
@@ -541,7 +541,7 @@ class Run:
         )
 
 
-def trained(
+def train_run(
     make: Callable[[Rollback | None], Run], then: Callable[[Run], None] = lambda run: None
 ) -> tuple[Run, ExitStatus]:
     """Make a run and train it; where it ends to go back to a checkpoint before a spike, make it anew and go on.

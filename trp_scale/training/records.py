@@ -93,6 +93,6 @@ class RunInfo:
     shown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     description: str = ""
 
-    def images_of(self, positions: float) -> float:
+    def image_count(self, positions: float) -> float:
         """Images that so many positions are."""
         return positions * self.images_per_step / self.positions_per_step

@@ -67,7 +67,7 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
     """
     problem, path = None, Path()
     if world.rank == 0:
-        path = arguments.run_dir or _unused(Path("runs"), arguments.recipe_name(), datetime.now())
+        path = arguments.run_dir or _unused_name(Path("runs"), arguments.recipe_name(), datetime.now())
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -127,9 +127,9 @@ def write_environment(
         what was written, the same on every rank.
     """
     machines = world.gather_objects((socket.gethostname(), _device_name(device)))
-    found: dict[str, Any] = {}
+    start: dict[str, Any] = {}
     if world.rank == 0:
-        found = {
+        start = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": [clean_text(word) for word in sys.orig_argv],
             "directory": str(Path.cwd()),
@@ -148,9 +148,9 @@ def write_environment(
             "versions": {package: _version(package) for package in _PACKAGES},
             "git": git_state(Path(trp_scale.__file__).resolve().parent),
         }
-        found["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
-        write_text(run_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2) + "\n")
-    return world.broadcast_object(found)
+        start["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
+        write_text(run_dir / ENVIRONMENT_FILE, json.dumps(start, indent=2) + "\n")
+    return world.broadcast_object(start)
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
-def _unused(parent: Path, recipe: str, now: datetime) -> Path:
+def _unused_name(parent: Path, recipe: str, now: datetime) -> Path:
     """runs/<recipe>-<date>-<time>; two runs of one second get a number, so that neither continues the other."""
     name = f"{recipe}-{now:%Y%m%d-%H%M%S}"
     candidates = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000))]

@@ -76,24 +76,24 @@ class SpikeWatch:
         may be; infinite where too little is known. None: nothing is left out."""
         if not self.acts:
             return None
-        return torch.tensor([self._limit(known) for known in self._known(step)], dtype=torch.float64)
+        return torch.tensor([self._limit(known) for known in self._history(step)], dtype=torch.float64)
 
     def judge(self, step: int, stats: StepStats) -> list[Spike]:
         """The spikes among a step's numbers, by the limits that it was decided with. The numbers of a step that was
         applied and has none are remembered."""
         values = self._values(stats)
-        found = [
+        spikes = [
             Spike(name, value, math.exp(statistics.median(known)), self._score(known, value))
-            for name, value, known in zip(self._names, values, self._known(step), strict=True)
+            for name, value, known in zip(self._names, values, self._history(step), strict=True)
             if value is not None and value > self._limit(known)
         ]
-        if stats.applied and not found:
+        if stats.applied and not spikes:
             for past, value in zip(self._past, values, strict=True):
                 if value is not None:
                     past.append((step, math.log(value)))
-        return found
+        return spikes
 
-    def _known(self, step: int) -> list[list[float]]:
+    def _history(self, step: int) -> list[list[float]]:
         """Return the history that a step is judged by: the last logarithms of each number, without those of the
         previous step."""
         return [[value for number, value in past if number < step - 1][-WINDOW:] for past in self._past]
@@ -115,7 +115,7 @@ class SpikeWatch:
 
     def _spread(self, known: list[float]) -> tuple[float, float]:
         middle = statistics.median(known)
-        return middle, max(SMALLEST_SPREAD, _SCALE * statistics.median(abs(each - middle) for each in known))
+        return middle, max(SMALLEST_SPREAD, _SCALE * statistics.median(abs(value - middle) for value in known))
 
     def _score(self, known: list[float], value: float) -> float:
         middle, spread = self._spread(known)

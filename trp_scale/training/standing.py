@@ -147,5 +147,5 @@ def hook_lines(info: RunInfo, line: Mapping[str, Any]) -> dict[str, str]:
 def speed(info: RunInfo, positions_per_second: float) -> str:
     """Return images/s for image runs, tokens/s otherwise."""
     if info.images_per_step:
-        return f"{info.images_of(positions_per_second):,.0f} images/s"
+        return f"{info.image_count(positions_per_second):,.0f} images/s"
     return f"{positions_per_second:,.0f} tokens/s"

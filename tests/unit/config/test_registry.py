@@ -222,8 +222,8 @@ def test_an_installed_package_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_hook_is_refused_by_name(tmp_path: Path) -> None:
-    from trp_scale.core.hooks import _made
+    from trp_scale.core.hooks import _build_component
 
     component("hook", "mine")(type("Mine", (), {"__init__": lambda self, settings, run: None, "__module__": "one"}))
     with pytest.raises(RefusedError, match=r"one registers Mine as the hook 'mine'; allowed: .* trp_scale\.Hook"):
-        _made(None, "hook", "mine", None)  # type: ignore[arg-type]
+        _build_component(None, "hook", "mine", None)  # type: ignore[arg-type]

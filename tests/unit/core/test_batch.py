@@ -46,14 +46,14 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_everything_comes_back(whole: Batch) -> None:
-    result = whole.packed().unpacked()
+    result = whole.pack().unpack()
     same(result.fields, whole.fields)
     assert result.keys.tolist() == whole.keys.tolist() and result.keys.dtype == torch.int64
     assert (result.start, result.epoch, result.corrupt, result.fetch_seconds) == (40, 3, ["x"], 0.5)
 
 
 def test_integers_take_few_bytes_and_others_are_as_they_were(whole: Batch) -> None:
-    wire = whole.packed().wire
+    wire = whole.pack().wire
     assert wire is not None
     narrowed = {place.name: place.wire for place in wire.layout if place.wire != place.dtype}
     small = {"tokens": torch.int16, "labels": torch.int16, "groups": torch.uint8, "large": torch.int32}
@@ -70,14 +70,14 @@ def test_the_ends_of_a_type_fit_and_what_is_beyond_does_not(dtype: torch.dtype) 
 
 
 def test_a_device_gets_the_same_fields(whole: Batch) -> None:
-    sent = whole.packed().unpacked().to(META)
+    sent = whole.pack().unpack().to(META)
     described = {name: (value.shape, value.dtype) for name, value in sent.fields.items()}
     assert described == {name: (value.shape, value.dtype) for name, value in whole.fields.items()}
     assert all(value.device == META for value in sent.fields.values()) and sent.keys.device.type == "cpu"
 
 
 def test_fields_that_were_changed_on_the_host_are_those_that_are_sent(whole: Batch) -> None:
-    changed = replace(whole.packed().unpacked(), fields={"tokens": torch.zeros(2, 2)})
+    changed = replace(whole.pack().unpack(), fields={"tokens": torch.zeros(2, 2)})
     assert {name: value.shape for name, value in changed.to(META).fields.items()} == {"tokens": torch.Size([2, 2])}
 
 
@@ -116,7 +116,7 @@ def test_a_gpu_copies_one_buffer_beside_its_work(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: kept.append(stream))
-    sent = whole.packed().unpacked().to(CUDA)
+    sent = whole.pack().unpack().to(CUDA)
     beside = "beside cuda:0"
     assert streams.notes == [("copies", torch.uint8, 1, beside, {"non_blocking": True}), ("waits for", beside)]
     assert kept == [streams.present]
@@ -130,7 +130,7 @@ def test_rows_of_text_are_a_quarter_of_what_they_were(tmp_path: Path, workers: i
     batch = sources.train.next_window()[0]
     sources.close()
     assert (batch.wire is not None) == (workers > 0)
-    wire = batch.packed().wire
+    wire = batch.pack().wire
     assert wire is not None
     integers = [place for place in wire.layout if place.dtype == torch.int64 and place.name != "keys"]
     assert {place.name: place.wire.itemsize for place in integers} == {

@@ -23,8 +23,8 @@ from tests.unit.data.images.source_images import png
 from tests.unit.data.stored import config_for
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
+from trp_scale.data.images.formats import write_png
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.png import write_png
 from trp_scale.data.index import read_index
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.batch import read_image

@@ -66,7 +66,7 @@ def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torc
 def damage(dataset: Path, block: int, member: int, place: int, content: bytes) -> str:
     """Overwrite bytes of a member, counted from its end if negative; returns the block's key."""
     table, blocks = table_of(dataset)
-    shard = table.shards[table.shard_of(block)]
+    shard = table.shards[table.shard_number(block)]
     stored = bytearray(shard.read_bytes())
     first = int(table.offsets[block, member]) + place + (int(table.lengths[block, member]) if place < 0 else 0)
     stored[first : first + len(content)] = content

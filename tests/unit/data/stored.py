@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tests.settings import changed
 from trp_scale.config import Config
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
-from trp_scale.data.text.groups import GROUPS, WORD_START
+from trp_scale.data.text.dataset import GROUPS, WORD_START
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}

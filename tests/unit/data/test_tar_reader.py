@@ -141,7 +141,7 @@ def test_reader_gives_what_was_stored_and_pickles_without_maps(tmp_path: Path) -
         for block, key in enumerate(blocks.keys):
             tokens, tags, sentences = reader.arrays(block)
             assert len(tokens) == len(tags) == len(sentences) == blocks.rows[block], key
-            content = table.shards[table.shard_of(block)].read_bytes()
+            content = table.shards[table.shard_number(block)].read_bytes()
             first = int(table.offsets[block, 0])
             assert zlib.crc32(content[first : first + int(table.lengths[block, 0])]) == table.checksums[block, 0]
             assert content[first:][: int(table.lengths[block, 0])].endswith(tokens.tobytes())

@@ -92,7 +92,7 @@ VECTORS: dict[str, Callable[[PlainEngine, Shards], object]] = {
     "a norm": lambda engine, vector: vector.norm(),
     "a sum": lambda engine, vector: vector.plus(vector, 2.0),
     "a product": lambda engine, vector: vector.times(torch.tensor(2.0)),
-    "a shift": lambda engine, vector: vector.shifted(2.0),
+    "a shift": lambda engine, vector: vector.shift(2.0),
     "a move": lambda engine, vector: moved(engine, vector, None),
     "a move from a base": lambda engine, vector: moved(engine, vector, vector.times(1.0)),
     "an exchange": exchanged,
@@ -120,7 +120,7 @@ def test_both_sides_of_a_difference_publish_three_times(monkeypatch: pytest.Monk
         return float(next(engine.leaves()).detach()[0])
 
     monkeypatch.setattr(engine, "publish_weights", lambda: published.append(first()))
-    before, direction = first(), engine.weights().times(0.0).shifted(1.0)
+    before, direction = first(), engine.weights().times(0.0).shift(1.0)
     with engine.perturbed(direction, 0.5) as move_to:
         move_to(-0.25)
     assert published == pytest.approx([before + 0.5, before - 0.25, before])
@@ -132,7 +132,7 @@ def test_a_forward_after_an_interrupted_shift_reads_what_was_put_back() -> None:
     engine = PlainEngine(module, config, device=CPU)
     rows = torch.ones(1, 2, dtype=torch.bfloat16)
     before = engine(rows).clone()
-    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shifted(1.0), 3.0):
+    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shift(1.0), 3.0):
         assert not torch.equal(engine(rows), before)
         raise KeyError
     assert torch.equal(engine(rows), before)
@@ -162,7 +162,7 @@ def test_arithmetic_against_float64(monkeypatch: pytest.MonkeyPatch, together: i
     results = {
         "plus": (one.plus(other, factor), [a.double() + 0.3 * b.double() for a, b in zip(mine, theirs, strict=True)]),
         "times": (one.times(factor), [0.3 * a.double() for a in mine]),
-        "shifted": (one.shifted(0.3), [a.double() + 0.3 for a in mine]),
+        "shifted": (one.shift(0.3), [a.double() + 0.3 for a in mine]),
     }
     for name, (found, expected) in results.items():
         for part, exact in zip(found.parts, expected, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 
 VOCABULARY = 90

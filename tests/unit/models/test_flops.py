@@ -15,7 +15,7 @@ from tests.runs import flags
 from trp_scale.config import TextModelConfig
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.models.flops import bert_step_flops, peak_flops, peak_memory_bytes
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions

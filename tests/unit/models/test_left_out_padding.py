@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model, without
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.model import PADDED_PARAMETERS, BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig

@@ -100,7 +100,7 @@ def test_a_fetch_ahead_that_fails_leaves_nothing(files: Cache) -> None:
 
     with pytest.raises(RemoteError, match=r"cannot hold it .*No space left"):
         files.fetch_ahead(files.root / "a.tar", SIZE, full)
-    assert files._used() == 0, "what was not fetched takes no room"
+    assert files._used_bytes() == 0, "what was not fetched takes no room"
 
 
 def test_files_that_are_kept_go_last(files: Cache) -> None:
@@ -187,7 +187,7 @@ def test_a_file_that_is_renamed_while_files_are_counted_counts_once(
         return found
 
     monkeypatch.setattr(Path, "rglob", listed_then_renamed)
-    assert files._used() == 7
+    assert files._used_bytes() == 7
     assert not part.exists()
     assert [path for _, path in files._files()] == [place]
 
@@ -238,7 +238,7 @@ def test_a_disk_that_takes_nothing_is_no_unreadable_block(files: Cache) -> None:
 def test_an_abandoned_file_is_removed_once_and_under_its_lock(files: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that begins to write it would lose its name."""
     place = files.root / "s3" / "a.tar"
-    descriptor, part = files._claimed(place), place.with_name("a.tar.part")
+    descriptor, part = files._claim(place), place.with_name("a.tar.part")
     files._clear(0, keep=files.root)
     assert part.exists(), "a process writes it"
     os.close(descriptor)

@@ -15,7 +15,7 @@ from trp_scale.data.hashing import name_hash
 from trp_scale.data.plan import Order
 from trp_scale.errors import RefusedError
 from trp_scale.storage import shared_arrays as node_arrays
-from trp_scale.storage.shared_arrays import SHARED_FROM, NodeArray, key_of, node_array
+from trp_scale.storage.shared_arrays import SHARED_FROM, NodeArray, content_key, node_array
 
 
 @pytest.fixture
@@ -100,9 +100,15 @@ def test_a_directory_of_someone_else_is_refused(store: Path) -> None:
 
 
 def test_names_tell_contents_apart() -> None:
-    keys = [key_of(1, "a"), key_of(1, "b"), key_of("1a"), key_of(many(), "a"), key_of(many(1), "a")]
+    keys = [
+        content_key(1, "a"),
+        content_key(1, "b"),
+        content_key("1a"),
+        content_key(many(), "a"),
+        content_key(many(1), "a"),
+    ]
     assert len(set(keys)) == len(keys)
-    assert key_of(many(), 1) == key_of(many().copy(), 1)
+    assert content_key(many(), 1) == content_key(many().copy(), 1)
 
 
 def test_the_order_is_the_same_from_files(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def record(run_dir: Path) -> dict[str, Any]:
     ],
 )
 def test_an_agreed_end(tmp_path: Path, why: str, status: int, again: bool) -> None:
-    ending(tmp_path).stopped(why, 12, ExitStatus(status))
+    ending(tmp_path).note_stop(why, 12, ExitStatus(status))
     found = record(tmp_path)
     assert (found["why"], found["step"], found["status"], found["again"]) == (why, 12, status, again)
     assert found["advice"]

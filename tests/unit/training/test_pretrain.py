@@ -6,7 +6,7 @@ import weakref
 from types import SimpleNamespace
 
 from trp_scale.exit_status import ExitStatus
-from trp_scale.training.pretrain import Rollback, Run, trained
+from trp_scale.training.pretrain import Rollback, Run, train_run
 
 
 def test_the_run_before_is_gone_when_the_next_is_made() -> None:
@@ -30,6 +30,6 @@ def test_the_run_before_is_gone_when_the_next_is_made() -> None:
         made.append(weakref.ref(run))
         return run  # type: ignore[return-value]
 
-    last, status = trained(make)
+    last, status = train_run(make)
     assert (last.rollback, status) == (Rollback({"train": 8}, 2), ExitStatus.DONE)
     assert alive == [False] * 3

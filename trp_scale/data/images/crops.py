@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropConfig, CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.formats import Map
 from trp_scale.data.images.rows import DecodedRows
 
 _CROP = np.uint64(name_hash("crop"))
@@ -110,9 +110,9 @@ class Cropper:
         boxes = (crops.boxes[row] // crops.scales[row]).tolist()  # in pixels of what is decoded
         if crops.windows is None:
             for number, box in enumerate(boxes):
-                _place(self._resized(image, box, size), flips[number], out[number])
+                _place(self._resize(image, box, size), flips[number], out[number])
             return
-        view = self._resized(image, boxes[0], self._view_size)  # [3, view, view]
+        view = self._resize(image, boxes[0], self._view_size)  # [3, view, view]
         for number, (top, left) in enumerate(crops.windows[row].tolist()):
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
 
@@ -138,7 +138,7 @@ class Cropper:
         picked: Map = map_.take(lines, axis=0).take(columns, axis=1)
         return picked
 
-    def _resized(self, image: Tensor, box: list[int], size: int) -> Tensor:
+    def _resize(self, image: Tensor, box: list[int], size: int) -> Tensor:
         """A box of the image as [3, size, size]; neighbours outside the box do not enter."""
         top, left, height, width = box
         part = image[:, top : top + height, left : left + width]

@@ -27,7 +27,7 @@ from trp_scale.data.images.maps import (
     known_suffixes,
     map_formats,
     refuse_other_classes,
-    required,
+    require_maps,
     stored_maps,
 )
 from trp_scale.data.index import read_fields, read_index
@@ -115,7 +115,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     require_dataset(directory)
     fields = read_fields(path, "shard the images again")
     meta, rows_per_block = _read_meta(path, fields)
-    maps = required(directory, stored_maps(path, fields.document), used)
+    maps = require_maps(directory, stored_maps(path, fields.document), used)
     shards = fields.file_names("shards")
     stored_suffixes = [map_.suffix for map_ in maps if map_.directory == OWN_TAR]
     samples, blocks = read_samples(
@@ -189,10 +189,10 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
     Raises:
         DataError: two members have different classes, or maps that do not fit each other; both are named.
     """
-    named = [(each.name, each.meta.classes) for each in datasets if each.meta.classes is not None]
+    named = [(member.name, member.meta.classes) for member in datasets if member.meta.classes is not None]
     refuse_other_classes("classes", named)
     for name in datasets[0].meta.maps:
-        map_formats()[name].agree([(each.name, each.meta.maps[name]) for each in datasets])
+        map_formats()[name].agree([(member.name, member.meta.maps[name]) for member in datasets])
     first = datasets[0].meta
     return replace(
         first,

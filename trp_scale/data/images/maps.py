@@ -21,8 +21,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_content
 from trp_scale.config.registry import find, names
 from trp_scale.config.schema import is_plain_name
-from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
-from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
+from trp_scale.data.images.formats import GREY, RGB, Map, png_format, png_size, read_png, refuse_too_many_pixels
 from trp_scale.errors import DataError, error_text, quote
 
 IMAGE, CLASS = "jpg", "cls"
@@ -230,16 +229,16 @@ def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] |
         if classes != named[0][1]:
             raise DataError(
                 f"data.path: members of a mixture must have the same {what}: {named[0][0]} has "
-                f"{_listed(named[0][1])}, {name} has {_listed(classes)}"
+                f"{_join_names(named[0][1])}, {name} has {_join_names(classes)}"
             )
 
 
-def _listed(classes: tuple[str, ...] | None) -> str:
+def _join_names(classes: tuple[str, ...] | None) -> str:
     names = classes or ()
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def required(directory: Path, stored: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
+def require_maps(directory: Path, stored: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
     """Return the maps of a data set that the objective reads.
 
     Raises:

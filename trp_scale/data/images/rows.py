@@ -18,11 +18,16 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.formats import (
+    Map,
+    decode_other_format,
+    is_other_format,
+    jpeg_frame_size,
+    refuse_too_many_pixels,
+    refuse_too_many_scans,
+)
 from trp_scale.data.images.maps import IMAGE, map_formats
-from trp_scale.data.images.other_formats import decode_other_format, is_other_format
-from trp_scale.data.images.pixel_limit import jpeg_frame_size, refuse_too_many_pixels, refuse_too_many_scans
-from trp_scale.data.images.png import Map
-from trp_scale.data.index import reason_of
+from trp_scale.data.index import read_failure
 from trp_scale.data.plan import Addresses
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, error_text
@@ -169,19 +174,19 @@ class RowReader:
                 whole.
         """
         corrupt: dict[str, str] = {}
-        contents = [self._tried(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
+        contents = [self._try(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
         scale = np.ones(len(contents), dtype=np.int64)
         if scales is not None:
             scale = scales(np.array([(1, 1) if content is None else jpeg_size(content[IMAGE]) for content in contents]))
         samples = [
             None
             if content is None
-            else self._tried(addresses, row, corrupt, partial(self._decode, content, int(scale[row])))
+            else self._try(addresses, row, corrupt, partial(self._decode, content, int(scale[row])))
             for row, content in enumerate(contents)
         ]
         return DecodedRows(samples=samples, reasons=corrupt)
 
-    def _tried(
+    def _try(
         self, addresses: Addresses, row: int, corrupt: dict[str, str], prepare: Callable[[int, int], Made]
     ) -> Made | None:
         """Return the prepared image of a row; `None` if it is missing or damaged, which is noted in `corrupt`."""
@@ -193,7 +198,7 @@ class RowReader:
             return prepare(member, number)
         except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
             name, key = self._names[member], self._readers[member][0].table.key(number)
-            corrupt[f"{name}/{key}" if name else key] = reason_of(error)
+            corrupt[f"{name}/{key}" if name else key] = read_failure(error)
             return None
 
     def _contents(self, member: int, number: int) -> dict[str, bytearray]:

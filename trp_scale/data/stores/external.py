@@ -95,7 +95,7 @@ class ExternalTars(CachedStore):
         return shared_cache(cache_root())
 
     def cached_path(self, tar: Path) -> Path:
-        known = self._known(tar)
+        known = self._known_tar(tar)
         directory, _, name = known.place.rpartition("/")
         digest = hashlib.blake2b(f"{known.size} {known.version}".encode(), digest_size=6).hexdigest()
         return url_directory(directory, self.cache.root) / f"{Path(name).stem}-{digest}.tar"
@@ -103,7 +103,7 @@ class ExternalTars(CachedStore):
     def open(self, stored: StoredPart) -> int:
         if self.is_remote(stored.tar):
             return super().open(stored)
-        known = self._known(stored.tar)
+        known = self._known_tar(stored.tar)
         self._refuse_changed(known, look_up(known.place))
         try:
             return os.open(known.place, os.O_RDONLY)
@@ -111,7 +111,7 @@ class ExternalTars(CachedStore):
             raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
 
     def fetcher(self, stored: StoredPart, *, retry: bool) -> Callable[[int], None]:
-        known = self._known(stored.tar)
+        known = self._known_tar(stored.tar)
         remote, name = _split_url(known.place)
         reader = remote if retry else remote.once()
 
@@ -123,7 +123,7 @@ class ExternalTars(CachedStore):
         return fetch
 
     def is_remote(self, tar: Path) -> bool:
-        return is_url(self._known(tar).place)
+        return is_url(self._known_tar(tar).place)
 
     def drop(self, stored: StoredPart, inode: int) -> bool:
         return self.is_remote(stored.tar) and super().drop(stored, inode)
@@ -135,7 +135,7 @@ class ExternalTars(CachedStore):
         return super().room() if any(is_url(tar.place) for tar in self.tars.values()) else 0
 
     def size(self, tar: Path) -> int | None:
-        known = self._known(tar)
+        known = self._known_tar(tar)
         if is_url(known.place):  # compared when it is fetched
             return None
         current = look_up(known.place)
@@ -143,9 +143,9 @@ class ExternalTars(CachedStore):
         return current.size
 
     def where(self, tar: Path) -> str:
-        return self._known(tar).place
+        return self._known_tar(tar).place
 
-    def _known(self, tar: Path) -> ExternalTar:
+    def _known_tar(self, tar: Path) -> ExternalTar:
         if tar.name not in self.tars:
             raise DataError(f"{self.directory / PLACES}: {tar.name} is missing; {self._advice}")
         return self.tars[tar.name]

@@ -29,7 +29,7 @@ from trp_scale.data.stores.tars import PART_MARK, CachedStore, StoredPart
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import DIRECTORY, Cache, cache_root, shared_cache
 from trp_scale.storage.files import atomic_write
-from trp_scale.storage.locks import locked
+from trp_scale.storage.locks import lock_file
 from trp_scale.storage.transfer import (
     AT_ONCE,
     DataReplacedError,
@@ -59,15 +59,15 @@ def local_directory(text: str) -> Path:
         RemoteError: the URL cannot be read.
         RefusedError: no URL that can be read.
     """
-    return _mirrored(text, cache_root()) if is_url(text) else Path(text)
+    return _update_mirror(text, cache_root()) if is_url(text) else Path(text)
 
 
 @functools.cache
-def _mirrored(url: str, root: Path) -> Path:
+def _update_mirror(url: str, root: Path) -> Path:
     """Once in a process: a run sees one state of its data."""
     directory = url_directory(url, root)
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / ".lock", DIRECTORY):
+    with lock_file(directory / ".lock", DIRECTORY):
         marker = directory / MARKER
         if not marker.exists() or time.time() - marker.stat().st_mtime > FRESH_SECONDS:
             _Update(url.rstrip("/"), root, directory).run()
@@ -95,7 +95,7 @@ class _Update:
         self._save("dataset.json", content)
         document = read_json(path)
         tars = _tars(self._url, document)
-        self._remove([name for name in tars if not self._kept(name, listed, before)])
+        self._remove([name for name in tars if not self._is_current(name, listed, before)])
         self._fetch(_indexes(tars, listed), listed, before)
         self._fetch([places for places in (f"shards/{PLACES}",) if places in (listed or ())], listed, before)
         self._fetch(self._tokenizer(listed), listed, before)
@@ -108,7 +108,7 @@ class _Update:
             return {}
         return {name: list(entry) for name, entry in (_read_marker(marker).files or {}).items()} or {"": None}
 
-    def _kept(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
+    def _is_current(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
         """Whether what is here, if it is, is what is there."""
         if listed is None:
             return bool(before)
@@ -125,7 +125,7 @@ class _Update:
         return [name for name in listed if name.startswith("tokenizer/")]
 
     def _fetch(self, names: Iterable[str], listed: dict[str, Stored] | None, before: dict[str, Any]) -> None:
-        wanted = [n for n in names if not (self._kept(n, listed, before) and self._is_whole(n, listed))]
+        wanted = [n for n in names if not (self._is_current(n, listed, before) and self._is_whole(n, listed))]
         optional = listed is None
 
         def fetch(name: str) -> None:

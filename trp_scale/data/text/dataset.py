@@ -13,8 +13,48 @@ from trp_scale.data.index import read_fields
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.stores.tars import StoredPart, TarStore
-from trp_scale.data.text.groups import GROUPS
 from trp_scale.errors import DataError, quote
+
+GROUPS: tuple[str, ...] = (
+    "verb",
+    "noun",
+    "adjective",
+    "determiner",
+    "adverb",
+    "pronoun",
+    "preposition",
+    "conjunction",
+    "interjection",
+    "other",
+)
+"""Group names; the position is the number stored in shards. The last one is outside the nine."""
+
+OTHER = GROUPS.index("other")
+
+WORD_START = 0x80
+"""Bit set in a stored tag byte on the first piece of each word; the low four bits are the group."""
+
+GROUP_BITS = 0x0F
+
+_TAGS = {
+    "verb": "VB VBD VBG VBN VBP VBZ MD",
+    "noun": "NN NNS NNP NNPS",
+    "adjective": "JJ JJR JJS",
+    "determiner": "DT PDT WDT",
+    "adverb": "RB RBR RBS WRB RP",
+    "pronoun": "PRP PRP$ WP WP$",
+    "preposition": "IN TO",
+    "conjunction": "CC",
+    "interjection": "UH",
+}
+
+PENN_TO_GROUP: dict[str, int] = {tag: GROUPS.index(group) for group, tags in _TAGS.items() for tag in tags.split()}
+
+
+def penn_group(penn_tag: str) -> int:
+    """Number of the group of a Penn tag; tags outside the nine groups are `other`."""
+    return PENN_TO_GROUP.get(penn_tag, OTHER)
+
 
 FORMAT = 1
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")

@@ -9,7 +9,7 @@ import torch
 
 from trp_scale.checkpoint.agreement import together
 from trp_scale.core.run import RunContext
-from trp_scale.data.images.kept_for_tests import check_test
+from trp_scale.data.images.leakage import check_test
 from trp_scale.evaluation.online.labelled_rows import NAME, Pair, Weights, require_two_classes
 from trp_scale.evaluation.online.settings import ProbesSettings
 from trp_scale.evaluation.probe.encoder import BATCH, FrozenEncoder, show

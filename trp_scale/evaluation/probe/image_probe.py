@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.data.hashing import Integers
-from trp_scale.data.images.kept_for_tests import check_test
+from trp_scale.data.images.leakage import check_test
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import RefusedError
 from trp_scale.evaluation.probe.arguments import ProbeArguments

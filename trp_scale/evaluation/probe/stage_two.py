@@ -19,7 +19,7 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
 from trp_scale.data.hashing import Integers
-from trp_scale.data.images.kept_for_tests import check_test
+from trp_scale.data.images.leakage import check_test
 from trp_scale.errors import DataError
 from trp_scale.evaluation.probe.classifiers import accuracy
 from trp_scale.evaluation.probe.features import LabelledFeatures

@@ -17,7 +17,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.formats import Map
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
 from trp_scale.distributed.environment import Environment

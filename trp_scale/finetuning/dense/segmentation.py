@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.formats import Map
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.dense.maps import SegmentationMaps

@@ -18,8 +18,8 @@ from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import map_formats, stored_maps
-from trp_scale.data.images.png import Map, write_png
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath, parse_paths

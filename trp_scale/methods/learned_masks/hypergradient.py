@@ -216,7 +216,7 @@ class ValidationLoss(OuterObjective):
         self.response_norm = direction.norm()
         gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
-            places = (base, engine.weights(), respond(base.times(0.0).shifted(1.0)))  # base is back but for rounding
+            places = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is back but for rounding
             self.compare(ctx, window, gradients, *(whole(engine, place) for place in places))
         return gradients
 

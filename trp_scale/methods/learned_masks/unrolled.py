@@ -91,7 +91,7 @@ class UnrolledValidationLoss(ValidationLoss):
         """Compare with the exact hypergradient of the last of the steps."""
         engine, present = step.ctx.engine, step.ctx.engine.weights()
         before = present if step.place is None else present.plus(step.place)
-        places = (before, present.plus(end), present.times(0.0).shifted(rate))
+        places = (before, present.plus(end), present.times(0.0).shift(rate))
         self.compare(step.ctx, step.window, approximate, *(whole(engine, place) for place in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:

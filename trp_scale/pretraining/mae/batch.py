@@ -17,7 +17,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
-from trp_scale.data.images.kept_for_tests import refuse_test_sets
+from trp_scale.data.images.leakage import refuse_test_sets
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
+from trp_scale.data.images.formats import Map, png_size, read_png
 from trp_scale.data.images.maps import MapFormat, StoredMaps
-from trp_scale.data.images.png import Map, png_size, read_png
 from trp_scale.data.images.rows import DecodedRows
 from trp_scale.models.patches import patchify, unpatchify
 

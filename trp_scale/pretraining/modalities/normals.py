@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trp_scale.data.images.formats import Map
 from trp_scale.data.images.maps import MapFormat
-from trp_scale.data.images.png import Map
 from trp_scale.pretraining.modalities.base import Modality, SceneMap
 from trp_scale.pretraining.modalities.settings import NormalsSettings
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
+from trp_scale.data.images.formats import PALETTE, Map, png_format
 from trp_scale.data.images.maps import (
     Description,
     MapFormat,
@@ -23,7 +24,6 @@ from trp_scale.data.images.maps import (
     read_names,
     refuse_other_classes,
 )
-from trp_scale.data.images.png import PALETTE, Map, png_format
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
 from trp_scale.pretraining.modalities.settings import SemsegSettings

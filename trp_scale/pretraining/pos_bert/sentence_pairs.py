@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.text.groups import WORD_START
+from trp_scale.data.text.dataset import WORD_START
 from trp_scale.data.text.rows import TextRows
 
 _PARTNER = np.uint64(name_hash("pair: partner"))

@@ -19,8 +19,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
-from trp_scale.data.text.dataset import TextMeta, tokenizer_digest
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.models.flops import bert_step_flops

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from trp_scale.data.images.formats import FORMATS, png_size
 from trp_scale.data.images.maps import CLASS, OWN_TAR, StoredMaps, class_names, known_suffixes, map_formats, stored_maps
-from trp_scale.data.images.other_formats import FORMATS
-from trp_scale.data.images.png import png_size
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import Block, read_fields, read_index
 from trp_scale.data.stores import find_store

@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.dataset_directory import check_rows, is_dataset_directory, load_dataset
+from trp_scale.data.images.formats import write_png
 from trp_scale.data.images.maps import CLASS, IMAGE, ordered_suffixes
-from trp_scale.data.images.png import write_png
-from trp_scale.data.raw_files import all_files, files_fingerprint, kind_of, open_regular
+from trp_scale.data.raw_files import (
+    all_files,
+    check_rows,
+    file_kind,
+    files_fingerprint,
+    is_dataset_directory,
+    load_dataset,
+    open_regular,
+)
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.base import MapFiles, Modality
@@ -46,7 +53,7 @@ def _list(config: ShardImagesConfig) -> Listing:
         return list_scenes(config.seed, config.count, config.size)
     first = Path(config.inputs[0])
     folder = first.is_dir() and not any(first.glob("*.tar"))
-    if kind_of(first) == "image" and not first.is_dir():
+    if file_kind(first) == "image" and not first.is_dir():
         raise DataError(
             f"--inputs {config.inputs[0]}: a single image; give the folder of all, {first.parent}, which may have a "
             "sub-folder for each class"

@@ -11,9 +11,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trp_scale.data.images.crops import pick_centres
-from trp_scale.data.images.other_formats import UnknownRangeError, as_rgb
-from trp_scale.data.images.pixel_limit import refuse_too_many_scans
-from trp_scale.data.images.png import write_png
+from trp_scale.data.images.formats import UnknownRangeError, as_rgb, refuse_too_many_scans, write_png
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import MapFiles
 from trp_scale.sharding.images.samples import Loaded, UnusableError

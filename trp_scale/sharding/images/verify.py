@@ -9,10 +9,8 @@ from typing import IO, Any
 from PIL import Image
 
 from trp_scale.data.images.dataset import first_difference
+from trp_scale.data.images.formats import FORMATS, png_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.maps import CLASS, IMAGE, OWN_MODALITY, known_suffixes, map_formats
-from trp_scale.data.images.other_formats import FORMATS
-from trp_scale.data.images.pixel_limit import refuse_too_many_pixels, refuse_too_many_scans
-from trp_scale.data.images.png import png_size
 from trp_scale.data.index import Block, Member, read_index
 from trp_scale.errors import DataError, error_text, quote, shorten
 

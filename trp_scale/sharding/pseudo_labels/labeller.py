@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trp_scale.data.images.formats import Map
 from trp_scale.data.images.maps import MapFormat, map_formats
-from trp_scale.data.images.png import Map
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Interpret, Size
 from trp_scale.sharding.pseudo_labels.models import FoundModel

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from trp_scale.data.binary_index import NAME
+from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import OWN_TAR
-from trp_scale.data.images.png import Map, write_png
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import index_path, read_index
 from trp_scale.data.samples import SampleTable, read_samples

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from trp_scale.data.text.groups import GROUPS, WORD_START
+from trp_scale.data.text.dataset import GROUPS, WORD_START
 from trp_scale.data.text.tokenizer import is_bert_word_piece
 from trp_scale.sharding.text.splitting import UnitWords, key_text, split_keys, unit_keys
 from trp_scale.sharding.text.taggers import Tagger

@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
-from trp_scale.data.dataset_directory import is_dataset_directory, load_dataset
 from trp_scale.data.raw_files import (
     GZIP,
     JSON_SUFFIXES,
@@ -28,7 +27,9 @@ from trp_scale.data.raw_files import (
     TEXT_SUFFIXES,
     all_files,
     files_fingerprint,
+    is_dataset_directory,
     list_counts,
+    load_dataset,
     open_regular,
 )
 from trp_scale.errors import DataError, error_text

@@ -13,8 +13,7 @@ from itertools import chain
 from typing import IO, Any
 
 from trp_scale.config.json_files import parse_json
-from trp_scale.data.dataset_directory import check_rows, load_dataset
-from trp_scale.data.raw_files import open_regular
+from trp_scale.data.raw_files import check_rows, load_dataset, open_regular
 from trp_scale.errors import RefusedError, quote
 from trp_scale.sharding.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER
 from trp_scale.sharding.job.job import PortionReport, shard_stem
 from trp_scale.sharding.job.writing import ShardWriter
 from trp_scale.sharding.text.annotate import Annotated, Annotator

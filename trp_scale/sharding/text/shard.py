@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from trp_scale.config.settings import check_settings, setting
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.data.text.tokenizer import (
     load_for_sharding,
     save_given,

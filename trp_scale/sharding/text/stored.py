@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from trp_scale.data.index import Block, read_index
 from trp_scale.data.samples import check_members as check_suffixes
 from trp_scale.data.tar_reader import parse_npy
-from trp_scale.data.text.dataset import SUFFIXES
-from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, SUFFIXES, WORD_START
 from trp_scale.data.text.tokenizer import load_for_sharding
 from trp_scale.errors import DataError, shorten
 

@@ -1,4 +1,4 @@
-"""Part-of-speech taggers: words of a sentence -> group numbers of `trp_scale.data.text.groups`."""
+"""Part-of-speech taggers: words of a sentence -> group numbers of `trp_scale.data.text.dataset`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from trp_scale.data.text.groups import group_of
+from trp_scale.data.text.dataset import penn_group
 from trp_scale.errors import RefusedError
 
 NLTK_DATA = "averaged_perceptron_tagger_eng"
@@ -87,7 +87,7 @@ class NltkTagger:
         """Do nothing: tags depend on neighbouring words."""
 
     def groups(self, words: list[str]) -> list[int]:
-        return [group_of(tag) for _, tag in self._tagger.tag(words)]
+        return [penn_group(tag) for _, tag in self._tagger.tag(words)]
 
 
 class TextBlobTagger:
@@ -113,7 +113,7 @@ class TextBlobTagger:
         tagged = self._parser.find_tags([".", *unknown])[1:]
         if [word for word, _ in tagged] != unknown:
             raise TaggerError(f"tagger textblob: it changed the words {unknown!r} to {[word for word, _ in tagged]!r}")
-        self._later.update((word, group_of(tag)) for word, tag in tagged)
+        self._later.update((word, penn_group(tag)) for word, tag in tagged)
 
     def groups(self, words: list[str]) -> list[int]:
         if not words:
@@ -126,7 +126,7 @@ class TextBlobTagger:
             groups = [later[word] for word in words]
         first = self._first.get(words[0])
         if first is None:
-            first = self._first[words[0]] = group_of(self._parser.find_tags(words[:1])[0][1])
+            first = self._first[words[0]] = penn_group(self._parser.find_tags(words[:1])[0][1])
         groups[0] = first
         return groups
 

@@ -49,7 +49,7 @@ def test_columns_hold_what_is_read_and_names_come_from_the_index(images: Path) -
         (image,) = reader.members(number)
         assert bytes(image) == sample(number, *SIZES[number % len(SIZES)])["jpg"]
         assert table.labels[number] == number % 3
-        assert table.key(number) == f"{table.shards[table.shard_of(number)].stem}/n{number:05d}"
+        assert table.key(number) == f"{table.shards[table.shard_number(number)].stem}/n{number:05d}"
     assert len(pickle.dumps(table)) < 5000  # no names: a process holds numbers only
     assert table.offsets.shape == table.lengths.shape == table.checksums.shape == (34, 1)
     assert [array.itemsize for array in (table.offsets, table.lengths, table.checksums)] == [8, 4, 4]

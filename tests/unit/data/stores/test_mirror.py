@@ -35,7 +35,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def as_new_process() -> None:
-    mirror._mirrored.cache_clear()
+    mirror._update_mirror.cache_clear()
 
 
 def look_again(path: Path) -> None:

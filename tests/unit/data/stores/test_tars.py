@@ -140,7 +140,7 @@ def test_parts_of_tars_that_have_changed_go(text: Path, cache: Path, monkeypatch
     shutil.rmtree(text)
     write_dataset(text, block_rows=[[5, 7, 4], [6, 3], [4, 3, 2], [8]], seed=1)  # other content, the same sizes
     os.utime(local_directory(f"file://{text}") / "remote.json", (1, 1))
-    mirror._mirrored.cache_clear()
+    mirror._update_mirror.cache_clear()
     assert_same(steps(config, world=1, count=4), steps(config_for(text), world=1, count=4))
 
 

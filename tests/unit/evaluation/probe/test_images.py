@@ -13,7 +13,7 @@ from tests.fixtures import small_image_dataset
 from tests.unit.data.images.stored import config_for, sample, write_images
 from tests.unit.data.stored import write_dataset
 from trp_scale.config import RefusedError
-from trp_scale.data.images.kept_for_tests import check_test
+from trp_scale.data.images.leakage import check_test
 from trp_scale.data.index import read_json, write_json
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.probe.encoder import FrozenEncoder

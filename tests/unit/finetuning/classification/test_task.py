@@ -155,7 +155,7 @@ def test_a_run_from_a_pre_trained_encoder(
 
 def test_a_classifier_fits_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 images, measured on themselves, which users may not: far above chance, which is one in eight."""
-    monkeypatch.setattr("trp_scale.data.images.kept_for_tests.MOST_IN_COMMON", 1.0)
+    monkeypatch.setattr("trp_scale.data.images.leakage.MOST_IN_COMMON", 1.0)
     path = small_image_dataset(tmp_path / "images", count=24)
     flags = tuning_flags(
         path,

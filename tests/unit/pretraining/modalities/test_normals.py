@@ -15,8 +15,8 @@ from PIL import Image
 from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import jpeg, write_images
 from trp_scale.config.run_flags import parse
+from trp_scale.data.images.formats import read_png, write_png
 from trp_scale.data.images.maps import StoredMaps
-from trp_scale.data.images.png import read_png, write_png
 from trp_scale.evaluation.figures.pictures import draw_pictures
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.modalities.normals import Normals, stored_normals

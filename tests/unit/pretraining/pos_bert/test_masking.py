@@ -10,7 +10,7 @@ import pytest
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import mix
-from trp_scale.data.text.groups import GROUPS, OTHER, WORD_START
+from trp_scale.data.text.dataset import GROUPS, OTHER, WORD_START
 from trp_scale.pretraining.pos_bert.masking import Masked, Masker
 from trp_scale.pretraining.pos_bert.settings import PosBertMaskingConfig
 

@@ -24,7 +24,7 @@ from tests.unit.models.masked_rows import (
     without,
 )
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
+from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig

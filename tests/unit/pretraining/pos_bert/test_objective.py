@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.methods.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part, slots, small_model
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.data.text.groups import GROUPS, OTHER
+from trp_scale.data.text.dataset import GROUPS, OTHER
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig

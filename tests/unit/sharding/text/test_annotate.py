@@ -13,7 +13,7 @@ from textblob.taggers import PatternTagger
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.unit.sharding.text.test_splitting import PARTS
-from trp_scale.data.text.groups import GROUP_BITS, OTHER, WORD_START, group_of
+from trp_scale.data.text.dataset import GROUP_BITS, OTHER, WORD_START, penn_group
 from trp_scale.data.text.tokenizer import is_bert_word_piece, train_word_piece
 from trp_scale.sharding.text.annotate import Annotator
 from trp_scale.sharding.text.corpus import embedded_documents
@@ -67,7 +67,7 @@ def slow_tags(sentence: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]
         inside = [index for index, (begin, stop, _) in enumerate(words) if begin <= first < stop]
         after = [index for index, (begin, _, _) in enumerate(words) if begin > first]
         word = inside[0] if inside else after[0] if after else len(words) - 1
-        tags.append(group_of(tagged[word][1]) | (0 if word in seen else WORD_START))
+        tags.append(penn_group(tagged[word][1]) | (0 if word in seen else WORD_START))
         seen.add(word)
     return encoding.ids, tags
 
@@ -170,7 +170,7 @@ def test_text_that_spells_a_special_token_stays_text() -> None:
 def test_remembered_tags_are_those_of_pattern_tagger(batch: list[list[str]]) -> None:
     tagger = TextBlobTagger()
     for words in batch:
-        expected = [group_of(tag) for _, tag in PatternTagger().tag(" ".join(words), tokenize=False)]
+        expected = [penn_group(tag) for _, tag in PatternTagger().tag(" ".join(words), tokenize=False)]
         assert tagger.groups(words) == expected
 
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_index, read_json
-from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
 from trp_scale.sharding.text import taggers
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text

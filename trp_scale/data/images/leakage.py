@@ -55,7 +55,7 @@ def refuse_test_sets(datasets: Sequence[ImageDataset], kind: str) -> None:
             )
 
 
-def in_common(train: Sequence[ImageDataset], test: ImageDataset) -> list[str]:
+def shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> list[str]:
     """Images of `test` whose .jpg is, byte for byte, one of `train`'s: their "SHARD/KEY".
 
     By lengths and checksums in the indexes; only where both agree the bytes are read.
@@ -81,7 +81,7 @@ def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> i
     Raises:
         RefusedError: there are more.
     """
-    shared = in_common(train, test)
+    shared = shared_images(train, test)
     if len(shared) > MOST_IN_COMMON * test.samples.rows:
         where = ", ".join(str(dataset.directory) for dataset in train)
         raise RefusedError(
@@ -150,7 +150,8 @@ def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: 
     known, names = agree_images(train).classes, test_dataset.meta.classes
     if known != names:
         raise RefusedError(
-            f"--test {test}: classes {_listed(names)} found, those of --data.path are {_listed(known)}; a test set has "
+            f"--test {test}: classes {_join_names(names)} found, those of --data.path are {_join_names(known)}; "
+            "a test set has "
             "the same, in the same order: shard it from a folder with the same sub-folders, or with the same "
             "--class_names"
         )
@@ -162,7 +163,7 @@ def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: 
         )
 
 
-def _listed(names: tuple[str, ...] | None) -> str:
+def _join_names(names: tuple[str, ...] | None) -> str:
     if names is None:
         return "without names"
     return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"

@@ -11,7 +11,7 @@ from tests.unit.data.images.source_images import class_folder
 from tests.unit.data.images.stored import config_for, sample, small_images, write_images
 from trp_scale.config import RefusedError
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.kept_for_tests import in_common, is_test_set, refuse_shared_images
+from trp_scale.data.images.leakage import is_test_set, refuse_shared_images, shared_images
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
@@ -77,8 +77,13 @@ def test_shared_images_are_told_by_their_bytes(tmp_path: Path) -> None:
         samples[place] = sample(place + 100, 16, 16, jpg=sample(number, 16, 16)["jpg"])  # type: ignore[arg-type]
     test = open_image_dataset(write_images(tmp_path / "test", [samples[:50], samples[50:]]))
     datasets = [open_image_dataset(train), open_image_dataset(more)]
-    assert sorted(in_common(datasets, test)) == ["image-000000/n00107", "image-000001/n00200", "image-000001/n00399"]
-    assert in_common(datasets[:1], open_image_dataset(more)) == []
+    shared = sorted(shared_images(datasets, test))
+    assert shared == [
+        "image-000000/n00107",
+        "image-000001/n00200",
+        "image-000001/n00399",
+    ]
+    assert shared_images(datasets[:1], open_image_dataset(more)) == []
     assert refuse_shared_images(datasets, test) == 3  # of 300: one in a hundred
     smaller = open_image_dataset(write_images(tmp_path / "smaller", [samples[1:]]))
     with pytest.raises(RefusedError, match=rf"smaller: 3 of its 299 .*{train}, {more}.*image-000000/n00107"):
@@ -94,5 +99,5 @@ def test_equal_checksums_are_not_equal_images(tmp_path: Path) -> None:
     shorter = min(int(each.samples.lengths[0, 0]) for each in (first, second))
     for each in (first, second):
         each.samples.checksums[:, 0], each.samples.lengths[:, 0] = 7, shorter
-    assert in_common([first], second) == []
-    assert in_common([first], first) == ["image-000000/n00001"]
+    assert shared_images([first], second) == []
+    assert shared_images([first], first) == ["image-000000/n00001"]
