@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from tests.unit.data.loaded import damage, table_of
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.plan import MixtureMember, TrainPlan
 from trp_scale.data.split import held_out
 from trp_scale.errors import DataError
 
@@ -103,7 +103,7 @@ def seed_with_rank_1_first(data: Path) -> int:
     """A seed whose order has rank 1 come across the damaged block some steps before rank 0 does."""
     _, blocks = table_of(data)
     training = ~held_out(blocks.identities, 0.1, where="")
-    member = Member(name="", weight=Fraction(1), table=blocks, chosen=training)
+    member = MixtureMember(name="", weight=Fraction(1), table=blocks, chosen=training)
     size = EPOCH["batch__global_size"]
     for seed in range(20):
         plan = TrainPlan(seed=seed, members=[member], blocks_per_group=1)

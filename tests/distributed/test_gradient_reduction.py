@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Ranks
 from tests.synthetic import data_group
-from trp_scale.engines.ddp import GradientReduction, Member, buckets_of
+from trp_scale.engines.ddp import GradientReduction, ReducedParameter, buckets_of
 
 WIDTHS = (3, 4, 5, 6)
 
@@ -18,8 +18,8 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(width, dtype=torch.float32)) for width in WIDTHS]
 
 
-def members(every: list[nn.Parameter]) -> list[Member]:
-    return [Member(parameter, parameter) for parameter in every]
+def members(every: list[nn.Parameter]) -> list[ReducedParameter]:
+    return [ReducedParameter(parameter, parameter) for parameter in every]
 
 
 def test_buckets_hold_all_from_last_to_first_within_their_limit() -> None:

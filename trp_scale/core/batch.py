@@ -17,7 +17,7 @@ KEYS = "keys"
 """Name of a batch's keys among its tensors."""
 
 
-class Place(NamedTuple):
+class FieldLayout(NamedTuple):
     """Where a tensor lies in a buffer. Attributes: dtype: it has; wire: in the buffer; first: byte."""
 
     name: str
@@ -38,7 +38,7 @@ class Wire:
     """
 
     buffer: Tensor
-    layout: list[Place]
+    layout: list[FieldLayout]
     fields: dict[str, Tensor] | None = None
 
     def read(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -140,13 +140,13 @@ class Batch:
 
     def pack(self) -> Batch:
         """Return the batch with all tensors in one buffer, integers in the fewest bytes."""
-        layout: list[Place] = []
+        layout: list[FieldLayout] = []
         parts: list[Tensor] = []
         size = 0
         for name, tensor in (*self.fields.items(), (KEYS, self.keys)):
             wire = narrowest(tensor)
             parts.append(tensor.to(wire).contiguous().view(-1).view(torch.uint8))
-            layout.append(Place(name, tensor.dtype, wire, tuple(tensor.shape), size))
+            layout.append(FieldLayout(name, tensor.dtype, wire, tuple(tensor.shape), size))
             size += (size_of_part := parts[-1].numel())
             if rest := -size_of_part % ALIGNMENT:
                 parts.append(PADDING[:rest])

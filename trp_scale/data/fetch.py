@@ -139,7 +139,7 @@ class _Ranges:
             yield range_
 
 
-class _Passes:
+class _PassSampler:
     """Sampler of torch's persistent loader: the ranges of the current pass."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class MicroBatches:
         self._fetcher, self._sampler = fetcher, sampler
         self._count, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
         self._stuck_seconds, self._asked = stuck_seconds, asked
-        self._passes = _Passes()
+        self._passes = _PassSampler()
         self._loader: DataLoader[Batch] | None = None
         self._closed = False
         self._workers: list[BaseProcess] = []

@@ -44,7 +44,7 @@ def read_failure(error: Exception) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class StoredMember:
     """One member file of a block inside its tar.
 
     Attributes:
@@ -71,7 +71,7 @@ class Block:
 
     key: str
     rows: Whole
-    members: dict[str, Member]
+    members: dict[str, StoredMember]
     label: Whole | None = None
 
 

@@ -202,7 +202,7 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class MixtureMember:
     """One data set's part in a source.
 
     Attributes:
@@ -233,7 +233,7 @@ class _ChosenBlocks:
         chosen_identities, chosen_rows: [n] of the chosen blocks.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: MixtureMember) -> None:
         chosen, table = member.chosen, member.table
         count, every = len(chosen), bool(chosen.all())
         self.numbers: NodeArray | None = None
@@ -261,7 +261,7 @@ class _ChosenBlocks:
 class TrainPlan:
     """The endless global order of the training rows (`Order`), over the members of a mixture (mixture.py)."""
 
-    def __init__(self, *, seed: int, members: Sequence[Member], blocks_per_group: int) -> None:
+    def __init__(self, *, seed: int, members: Sequence[MixtureMember], blocks_per_group: int) -> None:
         self._mixture = Mixture(seed=seed, names=[m.name for m in members], weights=[m.weight for m in members])
         self._sources = [_ChosenBlocks(member) for member in members]
         self._orders = [
@@ -342,7 +342,7 @@ class HeldOutPlan:
         most: rows that there are at most, the first ones; None: all.
     """
 
-    def __init__(self, *, members: Sequence[Member], most: int | None = None) -> None:
+    def __init__(self, *, members: Sequence[MixtureMember], most: int | None = None) -> None:
         blocks = [np.flatnonzero(member.chosen) for member in members]
         self._member = np.repeat(np.arange(len(members)), [len(chosen) for chosen in blocks])  # [held-out blocks]
         self._block = np.concatenate(blocks)

@@ -14,7 +14,7 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.plan import Blocks, Member
+from trp_scale.data.plan import Blocks, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.stores.prefetch import StoredTars
 from trp_scale.errors import RefusedError
@@ -97,10 +97,10 @@ class Rows:
             digest.update(part.encode())
         return digest.hexdigest()
 
-    def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[Member]:
+    def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[MixtureMember]:
         """The data sets with the blocks that one source takes of each."""
         return [
-            Member(name=path.name, weight=path.weight, table=blocks, chosen=mask)
+            MixtureMember(name=path.name, weight=path.weight, table=blocks, chosen=mask)
             for path, blocks, mask in zip(paths, self.blocks, chosen, strict=True)
         ]
 

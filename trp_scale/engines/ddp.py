@@ -23,7 +23,7 @@ is under way early in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReducedParameter:
     """A parameter as backward passes leave its gradient (`read`), and as the optimizer looks for it (`own`): one, or a
     rounded copy and its master."""
 
@@ -43,7 +43,7 @@ class Bucket:
         missing: members whose gradient this backward pass has not made yet.
     """
 
-    def __init__(self, members: list[Member], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, members: list[ReducedParameter], dtype: torch.dtype | None = None) -> None:
         self.members = members
         first, sizes = members[0].own, [member.own.numel() for member in members]
         self.flat = torch.empty(sum(sizes), dtype=dtype or first.dtype, device=first.device)
@@ -93,14 +93,14 @@ class Bucket:
 
 
 def buckets_of(
-    members: Sequence[Member],
+    members: Sequence[ReducedParameter],
     limit: int,
     dtype: torch.dtype | None = None,
     kind: Callable[[list[Any], torch.dtype | None], Bucket] = Bucket,
 ) -> list[Bucket]:
     """The members from last to first, as a backward pass makes their gradients: each bucket has at most `limit` bytes,
     or one member."""
-    found: list[list[Member]] = []
+    found: list[list[ReducedParameter]] = []
     size = 0
     for member in reversed(members):
         taken = member.own.numel() * (dtype or member.own.dtype).itemsize
@@ -129,7 +129,7 @@ class GradientReduction:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[ReducedParameter],
         group: Group,
         *,
         limit: int = BUCKET_BYTES,
@@ -201,7 +201,9 @@ class DdpEngine(PlainEngine):
     def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         """Return the reduction of gradients, sent as `dtype`, over the data ranks."""
         owned = (own for _, own in self.named_parameters())
-        members = [Member(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad]
+        members = [
+            ReducedParameter(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad
+        ]
         return GradientReduction(members, self.data_group, dtype=dtype)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -114,7 +114,7 @@ class Columns(ColumnParallelLinear):  # type: ignore[misc]
         return product(self, inputs, self.bias, sum_gradient=True)
 
 
-class Rows(RowParallelLinear):  # type: ignore[misc]
+class RowParallel(RowParallelLinear):  # type: ignore[misc]
     """[..., T, I / ranks] -> [..., T, O] on all ranks, or, where they split tokens, each one's [..., share(T), O]."""
 
     splitting: Group | None = None
@@ -162,7 +162,7 @@ def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
     settings |= {"bias": layer.bias is not None, "skip_bias_add": False}
     if kind == "columns":
         return Columns(layer.in_features, layer.out_features, gather_output=False, **settings)
-    return Rows(layer.in_features, layer.out_features, input_is_parallel=True, **settings)
+    return RowParallel(layer.in_features, layer.out_features, input_is_parallel=True, **settings)
 
 
 class CutOverRanks(Cut):
@@ -309,7 +309,7 @@ class MegatronEngine(DdpEngine):
         cut = SplitTokens(self.tensor_group, self.device)
         for path in self.plan.split:
             for name, layer in list(module.get_submodule(path).named_modules(prefix=path)):
-                if isinstance(layer, Rows):
+                if isinstance(layer, RowParallel):
                     layer.splitting = self.tensor_group
                 elif isinstance(layer, nn.Dropout):
                     module.set_submodule(name, DropoutApart(layer, cut))

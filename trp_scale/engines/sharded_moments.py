@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import shares
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.ddp import Bucket, GradientReduction, Member
+from trp_scale.engines.ddp import Bucket, GradientReduction, ReducedParameter
 from trp_scale.engines.plain import Masters, take_gradients
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMember(Member):
+class SharedMember(ReducedParameter):
     """A parameter as backward passes leave its gradient (`read`), as the window's gradients are added up (`own`), and
     the rows of it that this rank updates (`rows`)."""
 

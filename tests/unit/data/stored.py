@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tests.settings import changed
 from trp_scale.config import Config
-from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.index import Block, ShardIndex, StoredMember, write_index, write_json
 from trp_scale.data.text.dataset import GROUPS, WORD_START
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -66,7 +66,7 @@ def write_shard(
                 header.size = len(content)
                 offset = tar.offset + 512
                 tar.addfile(header, io.BytesIO(content))
-                placed[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
+                placed[suffix] = StoredMember(offset=offset, length=len(content), crc32=zlib.crc32(content))
             entries.append(Block(key=key, rows=rows[key], members=placed, label=(labels or {}).get(key)))
     write_index(path, ShardIndex(shard=path.name, size=path.stat().st_size, blocks=entries))
 

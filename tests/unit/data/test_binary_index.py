@@ -21,7 +21,7 @@ from trp_scale.data import binary_index
 from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import index_path, read_json, write_json
-from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.plan import MixtureMember, TrainPlan
 from trp_scale.data.samples import read_samples
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import open_text_dataset
@@ -115,7 +115,7 @@ def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> Non
 def test_workers_map_the_file_themselves(tmp_path: Path) -> None:
     samples = [images.sample(number, 1, 1) for number in range(400)]
     dataset = open_image_dataset(indexed(images.write_images(tmp_path / "data", [samples])))
-    member = Member(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(100, dtype=np.bool_))
+    member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(100, dtype=np.bool_))
     plan = TrainPlan(seed=0, members=[member], blocks_per_group=4)
     assert len(pickle.dumps((dataset.samples, dataset.blocks, plan))) < 2_500  # arrays: 400 x 40 + 100 x 20 bytes
     places = np.arange(900)

@@ -15,7 +15,7 @@ from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.plan import ByBlock, Member, TrainPlan
+from trp_scale.data.plan import ByBlock, MixtureMember, TrainPlan
 from trp_scale.data.stores.prefetch import Share
 from trp_scale.distributed.launchers import NodeRanks, ranks_of_node
 from trp_scale.pretraining.base import open_sources
@@ -33,7 +33,7 @@ class Table:
 def plan_of(*tables: Table) -> TrainPlan:
     names = [""] if len(tables) == 1 else [f"m{number}" for number in range(len(tables))]
     members = [
-        Member(name=name, weight=Fraction(1), table=table, chosen=np.ones(len(table.rows), dtype=np.bool_))
+        MixtureMember(name=name, weight=Fraction(1), table=table, chosen=np.ones(len(table.rows), dtype=np.bool_))
         for name, table in zip(names, tables, strict=True)
     ]
     return TrainPlan(seed=3, members=members, blocks_per_group=4)

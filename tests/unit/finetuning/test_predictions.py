@@ -21,7 +21,7 @@ from tests.unit.finetuning.glue.standard_files import FILES, MNLI_COLUMNS, write
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.rows import RowReader
-from trp_scale.data.plan import HeldOutPlan, Member
+from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.split import held_out
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import DataError
@@ -132,7 +132,7 @@ def test_maps_lie_at_the_images_keys_in_the_data_s_own_numbers(image_dataset: Pa
         assert cli.main([*words, "--output", str(tmp_path / f"found_{kind}")]) == 0
     dataset = open_image_dataset(image_dataset, used=("depth", "semseg"))
     chosen = held_out(dataset.blocks.identities, 0.2, where="")
-    plan = HeldOutPlan(members=[Member(name="", weight=None, table=dataset.blocks, chosen=chosen)])  # type: ignore[arg-type]
+    plan = HeldOutPlan(members=[MixtureMember(name="", weight=None, table=dataset.blocks, chosen=chosen)])  # type: ignore[arg-type]
     rows = RowReader([dataset], dataset.meta, verify=True).read(plan.locate(np.arange(plan.rows)))
     names = image_names(plan, [dataset])
     assert len(set(names)) == plan.rows and "/" not in names[0]
@@ -195,7 +195,7 @@ def test_keys_that_come_twice_or_lead_elsewhere(tmp_path: Path) -> None:
     def names_in(path: Path, name: str = "") -> list[str]:
         dataset = open_image_dataset(path, name)
         every = np.ones(len(dataset.blocks.rows), dtype=np.bool_)
-        plan = HeldOutPlan(members=[Member(name=name, weight=None, table=dataset.blocks, chosen=every)])  # type: ignore[arg-type]
+        plan = HeldOutPlan(members=[MixtureMember(name=name, weight=None, table=dataset.blocks, chosen=every)])  # type: ignore[arg-type]
         return image_names(plan, [dataset])
 
     assert names_in(several) == ["image-000000/n00001", "image-000000/n00002", "image-000001/n00001"]

@@ -18,7 +18,7 @@ from tests.fixtures import small_text_dataset
 from tests.grids import always
 from tests.runs import run_command
 from trp_scale.cli import main as cli
-from trp_scale.data.index import Block, Member, read_index, read_json, write_index, write_json
+from trp_scale.data.index import Block, StoredMember, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.text.stored import read_block, row_texts
 from trp_scale.sharding.verify import verify_dataset
@@ -95,12 +95,12 @@ def replace_block(shard: Path, number: int, members: dict[str, bytes]) -> None:
                 entry = tarfile.TarInfo(f"{key}.{suffix}")
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content))
-    found: dict[str, dict[str, Member]] = {}
+    found: dict[str, dict[str, StoredMember]] = {}
     with tarfile.open(shard) as tar:
         for entry in tar:
             key, _, suffix = entry.name.partition(".")
             crc32 = zlib.crc32(contents[key][suffix])
-            found.setdefault(key, {})[suffix] = Member(offset=entry.offset_data, length=entry.size, crc32=crc32)
+            found.setdefault(key, {})[suffix] = StoredMember(offset=entry.offset_data, length=entry.size, crc32=crc32)
     blocks = [replace(block, members=found[block.key]) for block in index.blocks]
     write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
 

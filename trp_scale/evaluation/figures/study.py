@@ -22,7 +22,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.plan import HeldOutPlan, Member
+from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quote
 from trp_scale.evaluation.figures.attention import recorded_attention
@@ -109,7 +109,7 @@ def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batc
     """
     blocks = choice.dataset.blocks
     everything = np.ones(len(blocks.keys), dtype=np.bool_)
-    plan = HeldOutPlan(members=[Member(name="", weight=Fraction(1), table=blocks, chosen=everything)])
+    plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=blocks, chosen=everything)])
     for first in range(0, len(choice.positions), BATCH):
         batch = builder.build(plan.locate(choice.positions[first : first + BATCH]), first)
         if batch.corrupt:

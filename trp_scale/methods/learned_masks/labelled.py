@@ -11,7 +11,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.data.hashing import Integers, stream
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.plan import MixtureMember, TrainPlan
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.sources import TRAIN, VALIDATION, Downstream
 from trp_scale.data.split import downstream_validation
@@ -134,7 +134,7 @@ def _notices(
     config: MaskedAutoencoderConfig,
     shown: str,
     images: int,
-    members: Sequence[Member],
+    members: Sequence[MixtureMember],
     labels: Sequence[Integers],
     rows: Rows,
     classes: int,

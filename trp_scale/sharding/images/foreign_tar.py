@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from trp_scale.config.json_files import parse_json
 from trp_scale.data.images.maps import CLASS, IMAGE
-from trp_scale.data.index import Block, Member
+from trp_scale.data.index import Block, StoredMember
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.samples import SKIP_REASONS, UnusableError, plain_key
@@ -235,7 +235,7 @@ def _add(contents: ReadTar, name: str, key: str, sample: _Sample, choice: Member
         contents.skipped.append((reason, name))
         return
     members = {
-        suffix: Member(offset=member.offset, length=member.length, crc32=sample.checksums[suffix])
+        suffix: StoredMember(offset=member.offset, length=member.length, crc32=sample.checksums[suffix])
         for suffix, member in ((suffix, sample.members[suffix]) for suffix in choice.suffixes)
     }
     contents.blocks.append(Block(key=plain_key(key), rows=1, members=members, label=sample.label))

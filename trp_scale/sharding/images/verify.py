@@ -11,7 +11,7 @@ from PIL import Image
 from trp_scale.data.images.dataset import first_difference
 from trp_scale.data.images.formats import FORMATS, png_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.maps import CLASS, IMAGE, OWN_MODALITY, known_suffixes, map_formats
-from trp_scale.data.index import Block, Member, read_index
+from trp_scale.data.index import Block, StoredMember, read_index
 from trp_scale.errors import DataError, error_text, quote, shorten
 
 IMAGE_MODES = ("RGB", "L")
@@ -109,7 +109,7 @@ def check_aligned(images: Path, maps: Path, suffix: str) -> None:
                 raise DataError(f"{where}: {size[1]} x {size[0]} pixels, the image has {width} x {height}")
 
 
-def _content(stream: IO[bytes], member: Member) -> bytes:
+def _content(stream: IO[bytes], member: StoredMember) -> bytes:
     stream.seek(member.offset)
     return stream.read(member.length)
 

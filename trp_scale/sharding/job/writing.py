@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.index import Block, ShardIndex, StoredMember, write_index, write_json
 from trp_scale.storage.files import atomic_write
 
 
@@ -39,7 +39,7 @@ class ShardWriter:
             entry.size, entry.mode, entry.uname, entry.gname = len(content), 0o444, "trp", "trp"
             offset = self._tar.offset + tarfile.BLOCKSIZE
             self._tar.addfile(entry, io.BytesIO(content))
-            written[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
+            written[suffix] = StoredMember(offset=offset, length=len(content), crc32=zlib.crc32(content))
         self._blocks.append(Block(key=key, rows=rows, members=written, label=label))
 
     def finish(self, name: str) -> ShardIndex:

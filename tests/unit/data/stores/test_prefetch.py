@@ -17,7 +17,7 @@ from tests.faulty_server import directory, faulty_server
 from tests.grids import always
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.data.plan import HeldOutPlan, Member, TrainPlan
+from trp_scale.data.plan import HeldOutPlan, MixtureMember, TrainPlan
 from trp_scale.data.stores import prefetch as ahead
 from trp_scale.data.stores.mirror import local_directory
 from trp_scale.data.stores.prefetch import TarsAhead, tars_ahead
@@ -41,7 +41,7 @@ def stored(tmp_path: Path) -> Path:
 def opened(stored: Path) -> tuple[TextDataset, TrainPlan]:
     dataset = open_text_dataset(local_directory(f"file://{stored}"))
     chosen = np.ones(TARS, dtype=np.bool_)
-    member = Member(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)
+    member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)
     return dataset, TrainPlan(seed=0, members=[member], blocks_per_group=2)
 
 
@@ -93,7 +93,7 @@ def test_no_more_than_half_of_the_cache(stored: Path, cache: Path, monkeypatch: 
 def test_a_pass_over_what_is_held_out_ends(stored: Path) -> None:
     dataset, _ = opened(stored)
     chosen = np.arange(TARS) >= 9
-    plan = HeldOutPlan(members=[Member(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)])
+    plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)])
     fetching = TarsAhead(plan, [dataset])
     assert [each.tar.name for _, each in fetching._missing(0)] == [f"text-{number:06d}.tar" for number in (9, 10, 11)]
     fetching.close()
@@ -134,7 +134,7 @@ def test_what_the_cache_did_is_counted(workers: int, stored: Path, monkeypatch: 
 def test_an_error_is_met_by_who_reads_the_tar(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty_server(directory(stored.parent)) as (url, faults):
         dataset = open_text_dataset(local_directory(f"{url}/books"))
-        member = Member(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(TARS, dtype=np.bool_))
+        member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(TARS, dtype=np.bool_))
         plan = TrainPlan(seed=0, members=[member], blocks_per_group=2)
         last = order(dataset, plan, 0, 60)[-1]
         faults.of[last] = ["500"] * 1000

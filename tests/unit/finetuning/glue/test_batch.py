@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.unit.finetuning.glue.small_data import sentences, write_cola
 from tests.unit.finetuning.glue.standard_files import write_glue
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.data.plan import Addresses, HeldOutPlan, Member, TrainPlan
+from trp_scale.data.plan import Addresses, HeldOutPlan, MixtureMember, TrainPlan
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.model import INPUTS, BertClassifier
@@ -91,7 +91,7 @@ def test_padding_to_a_length_and_rows_that_are_not_there(tmp_path: Path, text_da
 def test_every_example_once_an_epoch_in_an_order_that_mixes_all(tmp_path: Path, text_dataset: Path) -> None:
     tokenizer = load_tokenizer(text_dataset / "tokenizer", length=64)
     table = tokenize(read_glue(write_cola(tmp_path, 400, 8), "cola", split="dev", allowed_bad=0).train, tokenizer)
-    member = Member(name="", weight=Fraction(1), table=table, chosen=np.ones(400, dtype=np.bool_))
+    member = MixtureMember(name="", weight=Fraction(1), table=table, chosen=np.ones(400, dtype=np.bool_))
     plan = TrainPlan(seed=3, members=[member], blocks_per_group=16)
     epochs = [plan.locate(np.arange(400) + 400 * epoch).block for epoch in (0, 1)]
     for order in epochs:

@@ -21,7 +21,7 @@ from tests.unit.data.images.source_images import class_map, depth_map, encoded, 
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.maps import known_suffixes
-from trp_scale.data.index import Member, read_index, read_json, write_index, write_json
+from trp_scale.data.index import StoredMember, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.display import contact_sheet, stored_images
 from trp_scale.sharding.verify import verify_dataset
@@ -74,7 +74,7 @@ def replace_sample(shard: Path, number: int, members: dict[str, bytes], **change
             for suffix, data in sorted((members if place == number else files).items()):
                 entry = tarfile.TarInfo(f"{block.key}.{suffix}")
                 entry.size = len(data)
-                placed[suffix] = Member(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
+                placed[suffix] = StoredMember(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
                 tar.addfile(entry, io.BytesIO(data))
             blocks.append(replace(block, members=placed, **(changes if place == number else {})))
     write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
