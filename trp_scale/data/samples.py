@@ -315,7 +315,7 @@ def _mapped_table(index: BinaryIndex, opened: tuple[str, ...], store: TarStore) 
 def _read_columns(store: TarStore, path: Path, suffixes: tuple[str, ...], rows_per_block: int | None) -> TarColumns:
     """Columns of the JSON index of one tar, after all checks of `read_samples` that concern it alone.
 
-    Straight from the JSON: with `Block`s and `Member`s between, opening ImageNet takes three times as long.
+    Straight from the JSON: with `Block`s and `StoredMember`s between, opening ImageNet takes three times as long.
     """
     index = read_index_document(path)
     blocks, size, keys = index.blocks, index.size, index.keys()
