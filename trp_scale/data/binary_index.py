@@ -367,7 +367,7 @@ class BinaryIndex:
                 raise DataError(
                     f"{tar}: {actual_size} bytes found, {NAME} was made of {size} bytes; {advice} makes it again"
                 )
-        if type(store) is not TarStore:  # the JSON indexes may be elsewhere
+        if store.uses_cache:  # the JSON indexes may be elsewhere
             return
         modified = self.path.stat().st_mtime_ns
         for (tar, _), (json_size, json_end) in zip(sizes, self._beside, strict=True):

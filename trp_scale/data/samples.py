@@ -87,7 +87,7 @@ class SampleTable:
         """
         shard = self.shard_number(samples.start)
         tar, size = self.shards[shard], int(self.sizes[shard])
-        if not self.store.reads_parts(tar, int(self.sizes.sum())):
+        if not self.store.uses_cache or not self.store.reads_parts(tar, int(self.sizes.sum())):
             return StoredPart(tar, size)
         offsets, lengths = self.offsets[samples.start : samples.stop], self.lengths[samples.start : samples.stop]
         first, end = int(offsets.min()), int((offsets + lengths.astype(np.int64)).max())

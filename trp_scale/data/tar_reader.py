@@ -143,12 +143,12 @@ class ArrayReader(TarReader[mmap.mmap]):
 
     def _read(self, stored: StoredPart, block: int) -> tuple[npt.NDArray[Any], ...]:
         table, rows = self.table, int(self.blocks.rows[block])
-        view = memoryview(self._file(stored))
+        view, start = memoryview(self._file(stored)), 0 if stored.part is None else stored.part.start
         arrays = []
         for position, suffix in enumerate(table.suffixes):
             where = f"{stored.tar}: {self.blocks.keys[block]}.{suffix}"
-            start = int(table.offsets[block, position]) - stored.wanted.start
-            content = view[start : start + int(table.lengths[block, position])]
+            first = int(table.offsets[block, position]) - start
+            content = view[first : first + int(table.lengths[block, position])]
             if self._verify and zlib.crc32(content) != int(table.checksums[block, position]):
                 raise DataError(f"{where}: checksum differs from the index")
             array = parse_npy(content, where)
@@ -206,7 +206,7 @@ class SampleReader(TarReader[int]):
 
     def _read(self, stored: StoredPart, sample: int) -> list[bytearray]:
         table = self.table
-        descriptor = self._file(stored)
+        descriptor, start = self._file(stored), 0 if stored.part is None else stored.part.start
         contents = []
         for position, suffix in enumerate(table.suffixes):
             offset, length = int(table.offsets[sample, position]), int(table.lengths[sample, position])
@@ -215,7 +215,7 @@ class SampleReader(TarReader[int]):
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
             content = bytearray(length)
             try:
-                count = os.preadv(descriptor, [content], offset - stored.wanted.start)
+                count = os.preadv(descriptor, [content], offset - start)
             except OSError as error:
                 raise DataError(f"{where}: cannot be read ({error.strerror})") from error
             if count != len(content):
@@ -231,7 +231,7 @@ class SampleReader(TarReader[int]):
         table = self.table
         if not self._is_limited:  # at the first image
             self._is_limited = True
-            if 0 < table.store.room() < int(table.sizes.sum()):
+            if table.store.uses_cache and 0 < table.store.room() < int(table.sizes.sum()):
                 self._keep = min(self._keep, OPEN_IN_CACHE)
         if self._blocks is None:
             shard = table.shard_number(sample)

@@ -40,7 +40,12 @@ class TarStore:
 
     Args:
         directory: the folder, DATASET/shards or DATASET/MODALITY.
+
+    Attributes:
+        uses_cache: whether tars may be fetched through the cache.
     """
+
+    uses_cache = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -118,6 +123,8 @@ class TarStore:
 
 class CachedStore(TarStore):
     """Tars that are stored elsewhere and go through the cache."""
+
+    uses_cache = True
 
     @property
     @abstractmethod
