@@ -19,7 +19,7 @@ def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[n
     on the other blocks, so that data added later moves no block across. If none falls below, the lowest is taken.
 
     Args:
-        identities: [n] uint64 of the blocks (`BlockTable.identities`).
+        identities: [n] uint64 of the blocks (`OrderBlocks.identities`).
         fraction: data.validation_fraction, in [0, 1).
         where: the data set, for the message.
 
