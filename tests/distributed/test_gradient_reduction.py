@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Ranks
 from tests.synthetic import data_group
-from trp_scale.engines.ddp import GradientReduction, ReducedParameter, buckets_of
+from trp_scale.engines.ddp import GradientReduction, ReducedParameter, cut_into_buckets
 
 WIDTHS = (3, 4, 5, 6)
 
@@ -30,7 +30,7 @@ def test_buckets_hold_all_from_last_to_first_within_their_limit() -> None:
         (44, [[4], [3, 2], [1, 0]]),
         (1 << 20, [[4], [3, 2, 1, 0]]),
     ):
-        buckets = buckets_of(members(every), limit)
+        buckets = cut_into_buckets(members(every), limit)
         numbers = {id(parameter): number for number, parameter in enumerate(every)}
         assert [[numbers[id(member.own)] for member in bucket.members] for bucket in buckets] == expected
         for bucket in buckets:
@@ -80,7 +80,7 @@ def test_each_rank_has_the_sum_of_both(
     two_ranks: Ranks, limit: int, first: tuple[int, ...], last: tuple[tuple[int, ...], ...]
 ) -> None:
     (ours, begun), (theirs, _) = two_ranks(reduced, limit, first, last)
-    buckets = len(buckets_of(members(parameters()), limit))
+    buckets = len(cut_into_buckets(members(parameters()), limit))
     assert len(ours) == len(WIDTHS)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(mine, other)

@@ -32,7 +32,7 @@ def interrupt_rank_1(layout: Layout) -> tuple[float, float]:
 
     before = loss()
     try:
-        with engine.perturbed(direction, 0.5):
+        with engine.perturb_weights(direction, 0.5):
             if group.rank == 1:
                 raise InterruptionError
             dist.all_reduce(torch.ones(1))

@@ -99,12 +99,12 @@ class Exercise:
         self.seen.direction = self.probe.whole(direction)
         self.seen.looks["reconstruction", 0.0] = self.probe.look(3)
         for kind in ("reconstruction", "recognition"):
-            with self.leaving_no_trace(f"perturbed, {kind}"), self.engine.perturbed(direction, FAR) as move_to:
+            with self.leaving_no_trace(f"perturbed, {kind}"), self.engine.perturb_weights(direction, FAR) as move_to:
                 self.seen.looks[kind, FAR] = self.probe.look(3, kind)
                 move_to(-FAR)
                 self.seen.looks[kind, -FAR] = self.probe.look(3, kind)
         raised = pytest.raises(InterruptionError)
-        with self.leaving_no_trace("perturbed, interrupted"), raised, self.engine.perturbed(direction, FAR):
+        with self.leaving_no_trace("perturbed, interrupted"), raised, self.engine.perturb_weights(direction, FAR):
             self.probe.look(3)
             raise InterruptionError
         self.seen.looks["restored", 0.0] = self.probe.look(3)
@@ -113,10 +113,10 @@ class Exercise:
         """With weights all of which are a little off."""
         other = self.engine.weights().shift(FAR / 10)
         before, present = self.probe.whole(other), self.probe.look(3)
-        with self.leaving_no_trace("exchanged"), self.engine.exchanged(other):
+        with self.leaving_no_trace("exchanged"), self.engine.exchange_weights(other):
             self.seen.swapped = [present, self.probe.look(3)]
         raised = pytest.raises(InterruptionError)
-        with self.leaving_no_trace("exchanged, interrupted"), raised, self.engine.exchanged(other):
+        with self.leaving_no_trace("exchanged, interrupted"), raised, self.engine.exchange_weights(other):
             self.probe.look(3)
             raise InterruptionError
         self.seen.swapped.append(self.probe.look(3))
@@ -139,12 +139,12 @@ class Exercise:
         for scale in (FAR, -FAR):
             with (
                 self.leaving_no_trace("perturbed, base"),
-                self.engine.perturbed(direction, -scale, base=base) as move_to,
+                self.engine.perturb_weights(direction, -scale, base=base) as move_to,
             ):
                 move_to(scale)
                 seen.exchanged[scale] = probe.look(3)
             seen.bases.append(probe.whole(base))
-        raised, perturbed = pytest.raises(InterruptionError), self.engine.perturbed(direction, FAR, base=base)
+        raised, perturbed = pytest.raises(InterruptionError), self.engine.perturb_weights(direction, FAR, base=base)
         with self.leaving_no_trace("base, interrupted"), raised, perturbed as move_to:
             move_to(-FAR)
             raise InterruptionError

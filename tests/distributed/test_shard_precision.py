@@ -34,7 +34,7 @@ def looks_in_bf16(layout: Layout) -> dict[str, Any]:
         gradient = engine.compute_gradient(probe.shares(1, "reconstruction"))
         sides = []
         for sign in (1, -1):
-            with engine.perturbed(gradient, sign * DIFFERENCE / gradient.norm()):
+            with engine.perturb_weights(gradient, sign * DIFFERENCE / gradient.norm()):
                 sides.append(probe.look(1))
         found["slope"], found["norm"] = (sides[0] - sides[1]) / (2 * DIFFERENCE), float(gradient.norm())
     found["rounded"].append(probe.look(1))
@@ -74,7 +74,7 @@ def half_weights(layout: Layout, precision: str) -> tuple[bool, list[str], Named
         gradient = engine.compute_gradient(probe.shares(1, "reconstruction"))
         found = probe.whole(gradient)
         losses = [probe.look(1)]
-        with engine.perturbed(gradient, -0.2 / gradient.norm()):
+        with engine.perturb_weights(gradient, -0.2 / gradient.norm()):
             losses.append(probe.look(1))
         losses.append(probe.look(1))
         after, same_scaler = probe.state(), dict(engine.extra_state()) == scaler

@@ -15,7 +15,7 @@ from tests.distributed.launched import descendants, environment_of, launch, wait
 from tests.faults.test_kills import same_end
 from tests.grids import always
 from tests.runs import flags, lines
-from trp_scale.distributed.lease import holder_of
+from trp_scale.distributed.lease import lease_holder
 from trp_scale.training.incidents import read_incidents
 
 STEPS = 12
@@ -53,7 +53,7 @@ def test_killed_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(
     for after, rank in ((3, 1), (7, 0)):
         wait_for_steps(process, killed, after)
         above[rank], forked = looked_after(process, rank)
-        assert rank != 0 or holder_of(killed)["process"] == forked
+        assert rank != 0 or lease_holder(killed)["process"] == forked
         os.kill(forked, signal.SIGKILL)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output

@@ -30,7 +30,7 @@ from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
-from trp_scale.engines.fsdp import balanced
+from trp_scale.engines.fsdp import assign_to_least_loaded
 
 TWO_BY_TWO = hybrid(2, micro_size=1)
 """Four ranks, two micro-batches each."""
@@ -157,7 +157,7 @@ def between_steps(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor],
     probe.step(0)
     weights, gradient = probe.engine.full_weights(), probe.engine.compute_gradient(probe.shares(1, "reconstruction"))
     at_weights = probe.look(3)
-    with probe.engine.perturbed(gradient, 0.05 / float(gradient.norm())):
+    with probe.engine.perturb_weights(gradient, 0.05 / float(gradient.norm())):
         moved = probe.look(3)
     found = weights, probe.whole(gradient), float(gradient.norm()), at_weights, moved
     probe.engine.close()
@@ -212,5 +212,5 @@ def test_ranks_that_do_not_divide_are_refused(four_ranks: Ranks) -> None:
 
 
 def test_owning_copies_share_the_bytes() -> None:
-    assert balanced([4, 1, 4, 1, 2], 2) == [0, 1, 1, 0, 0]
-    assert balanced([5, 5], 1) == [0, 0]
+    assert assign_to_least_loaded([4, 1, 4, 1, 2], 2) == [0, 1, 1, 0, 0]
+    assert assign_to_least_loaded([5, 5], 1) == [0, 0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.pieces import Piece
-from trp_scale.distributed.environment import control_groups, lines_of
+from trp_scale.distributed.environment import control_groups, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,12 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 def available_memory() -> int:
     """Bytes of host memory that can be taken now: of the machine, and of this process's control groups (version 2)."""
-    meminfo = (line.split() for line in lines_of(Path("/proc/meminfo")))
+    meminfo = (line.split() for line in read_lines(Path("/proc/meminfo")))
     free = next((int(words[1]) * 1024 for words in meminfo if words[0] == "MemAvailable:"), 2**50)
     for folder in control_groups():
-        limit, used = lines_of(folder / "memory.max"), lines_of(folder / "memory.current")
+        limit, used = read_lines(folder / "memory.max"), read_lines(folder / "memory.current")
         if limit and used and limit[0] != "max":
-            stat = (line.split() for line in lines_of(folder / "memory.stat"))
+            stat = (line.split() for line in read_lines(folder / "memory.stat"))
             cached = next((int(words[1]) for words in stat if words[0] == "inactive_file"), 0)
             free = min(free, int(limit[0]) - int(used[0]) + cached)
     return max(0, free)

@@ -16,7 +16,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.run_directory import Kept, incompleteness, retain
 from trp_scale.checkpoint.tensor_file import damage
 from trp_scale.checkpoint.upload import Mirror
-from trp_scale.distributed.stop import signal_came_at
+from trp_scale.distributed.stop import first_signal_time
 
 AT_END_SECONDS = 600.0
 """How long the end of a run waits for the copy to the mirror."""
@@ -141,7 +141,7 @@ class Keeper:
 
 def _end_of_patience(began: float) -> float:
     """Return the time to give up waiting for the upload, by time.monotonic(). A signal may come meanwhile."""
-    signalled = signal_came_at()
+    signalled = first_signal_time()
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import trp_scale
 from trp_scale.config.flags import HELP, clean_text, is_rank_zero_env
 from trp_scale.console import EscapedStream
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, leave
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, exit_process
 from trp_scale.distributed.stop import listen_early
 from trp_scale.errors import RefusedError, exit_status_and_message, nearest
 from trp_scale.exit_status import ExitStatus
@@ -200,4 +200,4 @@ def console(*command: str) -> NoReturn:
     _open_closed_streams()
     if [*command, *sys.argv[1:]][:1] in (["pretrain"], ["finetune"]):
         listen_early()  # before the seconds of imports
-    leave(main([*command, *sys.argv[1:]]))
+    exit_process(main([*command, *sys.argv[1:]]))

@@ -210,14 +210,14 @@ class Probes(Protocol):
         """A copy of the weights."""
         ...
 
-    def perturbed(
+    def perturb_weights(
         self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
     ) -> AbstractContextManager[MoveTo]:
         """Forwards read weights (or base) + scale x direction; what the context gives moves on to another scale.
         Restored bit for bit."""
         ...
 
-    def exchanged(self, other: Shards) -> AbstractContextManager[None]:
+    def exchange_weights(self, other: Shards) -> AbstractContextManager[None]:
         """Forwards read `other`, which holds the weights for that time; both come back bit for bit."""
         ...
 

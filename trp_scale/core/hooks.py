@@ -168,7 +168,7 @@ class StepContext:
         assert self.late is not None, "decided before the hooks' after_step"
         return self.late.read()
 
-    def apart(self, window: Sequence[Batch], counts: Tensor | None = None) -> StepContext:
+    def separate_context(self, window: Sequence[Batch], counts: Tensor | None = None) -> StepContext:
         """A context of the same step for a pass of a hook's own: what the balancer writes there is not the step's.
 
         Args:

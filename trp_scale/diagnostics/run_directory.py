@@ -25,7 +25,7 @@ from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkp
 from trp_scale.checkpoint.tensor_file import damage
 from trp_scale.config.json_files import parse_json, read_content, read_object
 from trp_scale.diagnostics.machine import Finding, judge
-from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, boot_id, holder_of
+from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, boot_id, lease_holder
 from trp_scale.distributed.watchdog import HANGS, TIMES_THE_MEDIAN
 from trp_scale.errors import CheckpointError, RefusedError
 from trp_scale.training.ending import STOP_RECORD
@@ -60,7 +60,7 @@ def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
         RefusedError: the directory belongs to no run.
     """
     _require_run(run_dir)
-    holder = holder_of(run_dir)
+    holder = lease_holder(run_dir)
     lease, is_alive = _check_lease(run_dir, holder)
     step, metrics = _check_metrics(run_dir, is_alive=is_alive)
     record = _read_object(run_dir / STOP_RECORD)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trp_scale.config import RefusedError
 from trp_scale.distributed.gathering import gather
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, exit_process
 from trp_scale.errors import exit_status_and_message
 
 __all__ = ["Environment", "RankInfo", "discover"]
@@ -113,33 +113,33 @@ class Environment:
                 report_failure(error, self.info)
         finally:  # also when nobody reads what is printed
             # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
-            leave(status)
+            exit_process(status)
 
 
 def cpus_of_rank(world: Group) -> int:
     """CPUs for this rank, at least 1: of each that it may use, its share. A launcher may bind every rank to CPUs of its
     own, or leave all CPUs of a node to all its ranks. Collective."""
-    host, own = socket.gethostname(), os.sched_getaffinity(0)
-    on_host = [cpus for name, cpus in world.gather_objects((host, own)) if name == host]
-    share = sum(Fraction(1, sum(cpu in cpus for cpus in on_host)) for cpu in own)
+    host, affinity = socket.gethostname(), os.sched_getaffinity(0)
+    on_host = [cpus for name, cpus in world.gather_objects((host, affinity)) if name == host]
+    share = sum(Fraction(1, sum(cpu in cpus for cpus in on_host)) for cpu in affinity)
     return max(1, math.floor(min(share, (cpu_quota() or math.inf) / len(on_host))))
 
 
-def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cpu_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """CPUs that the time of this process's control group (version 2), or of one above it, is worth; None: no limit."""
-    limits = [line.split() for folder in control_groups(own, root) for line in lines_of(folder / "cpu.max")]
+    limits = [line.split() for folder in control_groups(membership, root) for line in read_lines(folder / "cpu.max")]
     return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
 
 
-def control_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
+def control_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
     """Folders of this process's control group (version 2) and of those above it, whose limits hold too."""
-    for line in lines_of(own):
+    for line in read_lines(membership):
         if line.startswith("0::/"):
             group = Path(line.removeprefix("0::/"))
             yield from (root / folder for folder in (group, *group.parents))
 
 
-def lines_of(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """Return the lines of a system file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()

@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.config import RefusedError
-from trp_scale.distributed.launchers import RankInfo, leave
+from trp_scale.distributed.launchers import RankInfo, exit_process
 from trp_scale.distributed.stop import asked_early
 
 FIRST_REPORT_SECONDS = 10.0
@@ -55,7 +55,7 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
             while not _is_there(store, _ALL_HERE):
                 _leave_if_asked()
                 if wait.is_long:
-                    here = [rank for rank in range(info.world) if store.check([_place(rank)])]
+                    here = [rank for rank in range(info.world) if store.check([_describe_rank(rank)])]
                     missing = [rank for rank in range(info.world) if rank not in here]
                     wait.report(missing, speaks=info.rank == here[0])  # one speaks for all
     except DistNetworkError as error:
@@ -88,17 +88,17 @@ class _Wait:
         if not missing or not self.is_long:
             return
         info = self._info
-        said = (
+        message = (
             f"{_numbers(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
             f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s{reason and f' ({reason})'}"
         )
         if self.waited >= self._seconds:
             raise RefusedError(
-                f"{said}; start as many processes as WORLD_SIZE or SLURM_NTASKS says, on hosts that reach that address"
+                f"{message}; start WORLD_SIZE or SLURM_NTASKS processes, on hosts that reach that address"
             )
         self._next = 2 * self.waited
         if speaks:
-            print(f"[rank {info.rank} on {socket.gethostname()}] {said}: waiting", file=sys.stderr, flush=True)
+            print(f"[rank {info.rank} on {socket.gethostname()}] {message}: waiting", file=sys.stderr, flush=True)
 
 
 def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
@@ -152,7 +152,7 @@ def _leave_if_asked() -> None:
     """A request to stop that comes before the ranks have met: there is nothing to save."""
     if asked := asked_early():
         print(f"{asked} while ranks were awaited: nothing was begun", file=sys.stderr, flush=True)
-        leave(0)
+        exit_process(0)
 
 
 def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
@@ -165,27 +165,27 @@ def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
 
 def _register(store: Store, info: RankInfo) -> None:
     """Tell the others that this rank is there; the last one tells that all are."""
-    world = _agreed(store, "world", str(info.world))
+    world = _agree(store, "world", str(info.world))
     if world != str(info.world):
         raise RefusedError(
             f"{socket.gethostname()} started rank {info.rank} of {info.world}, and others at "
             f"{info.master_addr}:{info.master_port} are of {world}: two launches share the port, or WORLD_SIZE differs "
             "between hosts"
         )
-    own = f"{socket.gethostname()}, process {os.getpid()}"
-    holder = _agreed(store, _place(info.rank), own)
-    if holder != own:
+    process = f"{socket.gethostname()}, process {os.getpid()}"
+    holder = _agree(store, _describe_rank(info.rank), process)
+    if holder != process:
         raise RefusedError(
             f"rank {info.rank} of {info.world} at {info.master_addr}:{info.master_port} is there twice: {holder}, and "
-            f"{own}; two launches share the port, or two hosts were started with the same node rank"
+            f"{process}; two launches share the port, or two hosts were started with the same node rank"
         )
-    if all(store.check([_place(rank)]) for rank in range(info.world)):
+    if all(store.check([_describe_rank(rank)]) for rank in range(info.world)):
         store.set(_ALL_HERE, "yes")
 
 
-def _agreed(store: Store, key: str, own: str) -> str:
+def _agree(store: Store, key: str, value: str) -> str:
     """Return the value that the first process has written."""
-    return store.compare_set(key, "", own).decode()
+    return store.compare_set(key, "", value).decode()
 
 
 def _is_there(store: Store, key: str) -> bool:
@@ -207,7 +207,7 @@ def _patience(store: Store, timeout: timedelta, *, afterwards: timedelta) -> Ite
         store.set_timeout(afterwards)
 
 
-def _place(rank: int) -> str:
+def _describe_rank(rank: int) -> str:
     return f"rank {rank}"
 
 

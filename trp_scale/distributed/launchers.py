@@ -61,13 +61,13 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
     Raises:
         RefusedError: variables that are missing or no numbers, or two launchers at once; the message says what to do.
     """
-    place = _place(environ)
+    rank = _read_rank(environ)
     if ATTEMPT not in environ:
-        return place
-    return replace(place, attempt=_number(environ, ATTEMPT), began=float(environ[BEGAN]))
+        return rank
+    return replace(rank, attempt=_number(environ, ATTEMPT), began=float(environ[BEGAN]))
 
 
-def _place(environ: Mapping[str, str]) -> RankInfo:
+def _read_rank(environ: Mapping[str, str]) -> RankInfo:
     """Return the rank as the launcher gave it."""
     started = _launched_by_variables(environ)
     step = _slurm_step(environ)
@@ -144,7 +144,7 @@ def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
         master_port=_number(environ, "MASTER_PORT"),
         launcher="torchrun" if by_torchrun else "deepspeed" if by_deepspeed else "variables",
     )
-    return _checked(info)
+    return _check_rank(info)
 
 
 def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
@@ -170,7 +170,7 @@ def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
         master_port=_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else port,
         launcher="slurm",
     )
-    return _checked(info)
+    return _check_rank(info)
 
 
 def first_host(nodelist: str) -> str:
@@ -200,8 +200,8 @@ def _refuse_two_launchers(environ: Mapping[str, str], started: RankInfo, step: R
     """torchrun or deepspeed under srun is right with one task per node, and wrong when srun starts several."""
     if step.world == 1:
         return
-    place = (started.rank, started.world)
-    if started.launcher == "variables" and place == (step.rank, step.world):
+    position = (started.rank, started.world)
+    if started.launcher == "variables" and position == (step.rank, step.world):
         return
     nodes = environ.get("GROUP_WORLD_SIZE" if started.launcher == "torchrun" else "CROSS_SIZE", "?")
     if step.local_world == 1 and nodes == str(step.world):
@@ -227,19 +227,19 @@ def _refuse_mpirun(environ: Mapping[str, str]) -> None:
 def _number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name)
     if value is None or not value.isdecimal():
-        found = "not set" if value is None else repr(value)
-        raise RefusedError(f"the environment variable {name} is {found}; allowed: a whole number, 0 or more")
+        description = "not set" if value is None else repr(value)
+        raise RefusedError(f"the environment variable {name} is {description}; allowed: a whole number, 0 or more")
     return int(value)
 
 
-def _checked(info: RankInfo) -> RankInfo:
-    for name, place, size in (("rank", info.rank, info.world), ("local rank", info.local_rank, info.local_world)):
-        if not 0 <= place < size:
-            raise RefusedError(f"{name} {place} of {size} processes ({info.launcher}); allowed: 0 to {size - 1}")
+def _check_rank(info: RankInfo) -> RankInfo:
+    for name, number, size in (("rank", info.rank, info.world), ("local rank", info.local_rank, info.local_world)):
+        if not 0 <= number < size:
+            raise RefusedError(f"{name} {number} of {size} processes ({info.launcher}); allowed: 0 to {size - 1}")
     return info
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End this process, once its command has closed what it opened, without the interpreter's shutdown: a thread of
     gloo's that lets go of a tensor in the middle of that ends a run that went well with SIGABRT (seen with FSDP2 on two
     ranks of a loaded machine)."""

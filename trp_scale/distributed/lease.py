@@ -50,7 +50,7 @@ class Lease:
         lost: Callable[[str], object] | None = None,
     ) -> None:
         self._path, self._gone_after, self._renewed_each = run_dir / LEASE, gone_after, renewed_each
-        self._lost = _leave if lost is None else lost
+        self._lost = _exit_with if lost is None else lost
         self._token = secrets.token_hex(8)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="trp_scale lease", daemon=True)
@@ -60,7 +60,7 @@ class Lease:
         Raises:
             RefusedError: another run holds it.
         """
-        while not self._taken():
+        while not self._is_held():
             self._await_sign_of_life()
         self._thread.start()
         return self
@@ -73,7 +73,7 @@ class Lease:
         if _read(self._path).get("token") == self._token:
             self._path.unlink(missing_ok=True)
 
-    def _taken(self) -> bool:
+    def _is_held(self) -> bool:
         """Whether the lease is this process's now."""
         try:
             write_exclusively(self._path, json.dumps({"token": self._token, **_this_process()}))
@@ -88,9 +88,9 @@ class Lease:
             RefusedError: it is not.
         """
         holder = _read(self._path)
-        changed, until = _time_of(self._path), time.monotonic() + self._gone_after
+        changed, until = _modified_ns(self._path), time.monotonic() + self._gone_after
         while not _is_gone_from_here(holder):
-            now = _time_of(self._path)
+            now = _modified_ns(self._path)
             if now is None:
                 return
             if now != changed:
@@ -119,10 +119,10 @@ class Lease:
                 if not self._path.parent.is_dir():
                     self._lost(f"{self._path.parent}: the run directory was removed while the run trained into it")
                     return
-                found = _read(self._path)
-                if found and found.get("token") != self._token:
+                holder = _read(self._path)
+                if holder and holder.get("token") != self._token:
                     self._lost(
-                        f"{self._path.parent}: process {found.get('process')} on {found.get('host')} has taken over "
+                        f"{self._path.parent}: process {holder.get('process')} on {holder.get('host')} has taken over "
                         "this directory"
                     )
                     return
@@ -145,13 +145,13 @@ def write_exclusively(path: Path, text: str) -> None:
             raise
 
 
-def holder_of(run_dir: Path) -> dict[str, Any]:
+def lease_holder(run_dir: Path) -> dict[str, Any]:
     """Return the holder of the lease, with `gone` if it is an ended process of this host; empty if nobody holds it."""
-    found = _read(run_dir / LEASE)
-    return {**found, "gone": _is_gone_from_here(found)} if found else {}
+    holder = _read(run_dir / LEASE)
+    return {**holder, "gone": _is_gone_from_here(holder)} if holder else {}
 
 
-def _leave(message: str) -> None:
+def _exit_with(message: str) -> None:
     print(f"error: {message}; this one ends without a checkpoint", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -173,8 +173,8 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
         return False
     if holder.get("boot") != boot_id():
         return True
-    own = _pid_namespace()
-    if holder.get("pid_namespace", own) != own:  # of another container, whose processes are not seen here
+    namespace = _pid_namespace()
+    if holder.get("pid_namespace", namespace) != namespace:  # of another container, whose processes are not seen here
         return False
     number = holder.get("process")
     return not isinstance(number, int) or _began(number) != holder.get("began")
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _time_of(path: Path) -> int | None:
+def _modified_ns(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed import stop
 from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
-from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, leave
+from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, exit_process
 from trp_scale.exit_status import ExitStatus
 
 POLL_S, GRACE_S, STORE_TIMEOUT = 1.0, 5.0, timedelta(seconds=10)
@@ -81,7 +81,7 @@ class _Supervisor:
                 status = error.code if isinstance(error.code, int) else status
             except BaseException:
                 traceback.print_exc()
-            leave(status)
+            exit_process(status)
         self.pid, self._pidfd, self._poll = pid, os.pidfd_open(pid), select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
         if self.stop_requested:  # perhaps while no rank existed

@@ -40,7 +40,7 @@ _first_at: float | None = None
 """When the first signal came, by time.monotonic()."""
 
 
-def signal_came_at() -> float | None:
+def first_signal_time() -> float | None:
     """Return when this process first received a signal to stop, by time.monotonic(), or `None`."""
     return _first_at
 
@@ -141,7 +141,7 @@ class StopRequests:
         self._handlers.__exit__(None, None, None)
         _first_at = None  # the next run of a notebook's process was not asked to stop
 
-    def requested(self) -> str | None:
+    def reason_to_stop(self) -> str | None:
         """Return the reason of this rank's stop request, for the log, or `None`. The first reason stays."""
         if self._reason is None and self._max_hours > 0:
             hours = (self._clock() - self._start) / 3600
@@ -225,7 +225,7 @@ class _Listener:
                     self._interrupted = self._interrupted or now
 
 
-def launchers_of(launcher: str, parent: int | None = None, *, forked: bool = False) -> tuple[int, ...]:
+def launcher_processes(launcher: str, parent: int | None = None, *, forked: bool = False) -> tuple[int, ...]:
     """The processes that see to a rank of torchrun or deepspeed: its parent, and of deepspeed, whose command starts a
     process on each host that starts the ranks, the parent of that. Of others none: a shell may go, and the run with
     `nohup` stays.
@@ -235,12 +235,12 @@ def launchers_of(launcher: str, parent: int | None = None, *, forked: bool = Fal
     """
     parent = os.getppid() if parent is None else parent
     if forked:
-        above = _parent_of(parent)
-        return (parent,) if above is None else (parent, *launchers_of(launcher, above))
+        above = _parent_process(parent)
+        return (parent,) if above is None else (parent, *launcher_processes(launcher, above))
     if launcher == "torchrun":
         return (parent,)
     if launcher == "deepspeed":
-        above = _parent_of(parent)
+        above = _parent_process(parent)
         return (parent,) if above is None else (parent, above)
     return ()
 
@@ -249,14 +249,14 @@ def gone_launcher(launchers: tuple[int, ...]) -> int | None:
     """The first of these that is no longer what it was: the parent of the one before, or of this process."""
     child: int | None = None
     for expected in launchers:
-        parent = os.getppid() if child is None else _parent_of(child)
+        parent = os.getppid() if child is None else _parent_process(child)
         if parent != expected:
             return expected
         child = expected
     return None
 
 
-def _parent_of(process: int) -> int | None:
+def _parent_process(process: int) -> int | None:
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

@@ -156,7 +156,7 @@ class Watchdog:
             directory.mkdir(parents=True, exist_ok=True)
             write_own(directory, self._rank, step=beat.step, what=beat.what, why=why, since=time.monotonic() - beat.at)
             until = time.monotonic() + ALL_WRITTEN
-            while len(written := _written(directory)) < self._world and time.monotonic() < until:
+            while len(written := _read_reports(directory)) < self._world and time.monotonic() < until:
                 time.sleep(0.2)
             text = summary(written, self._world)
             if self._rank == min(written, default=self._rank):
@@ -173,7 +173,7 @@ def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, sin
         faulthandler.dump_traceback(file, all_threads=True)
     trace = collectives()
     (directory / f"rank-{rank:05d}.trace.json").write_text(json.dumps(trace))
-    place = {
+    report = {
         "rank": rank,
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -181,11 +181,11 @@ def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, sin
         "at": what,
         "why": why,
         "seconds": round(since, 1),
-        "begun": {name: int(each["last_enqueued_collective"]) for name, each in trace.get("pg_status", {}).items()},
+        "begun": {name: int(status["last_enqueued_collective"]) for name, status in trace.get("pg_status", {}).items()},
         "last": _last(trace),
     }
     temporary = directory / f".rank-{rank:05d}.json"
-    temporary.write_text(json.dumps(place, indent=1))
+    temporary.write_text(json.dumps(report, indent=1))
     temporary.replace(directory / f"rank-{rank:05d}.json")
 
 
@@ -195,8 +195,8 @@ def collectives() -> dict[str, Any]:
         from torch._C import _distributed_c10d as c10d
 
         dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-        found: list[dict[str, Any]] = [json.loads(dump(True, False)) for dump in dumps if dump is not None]
-        return max(found, key=lambda each: len(each.get("entries", ())))
+        traces: list[dict[str, Any]] = [json.loads(dump(True, False)) for dump in dumps if dump is not None]
+        return max(traces, key=lambda trace: len(trace.get("entries", ())))
     except Exception:  # in what it is called and takes, versions of torch differ; a report without it is one
         return {}
 
@@ -211,24 +211,24 @@ def _last(trace: Mapping[str, Any]) -> str:
     return f"{last.get('profiling_name')} number {last.get('collective_seq_id')} of group {group}"
 
 
-def _written(directory: Path) -> dict[int, dict[str, Any]]:
+def _read_reports(directory: Path) -> dict[int, dict[str, Any]]:
     """Read the reports of ranks, by rank."""
-    found = {}
+    reports = {}
     for path in sorted(directory.glob("rank-*.json")):
         if path.name.endswith(".trace.json"):
             continue
         with contextlib.suppress(RefusedError):
-            found[int(path.stem.removeprefix("rank-"))] = read_object(path)
-    return found
+            reports[int(path.stem.removeprefix("rank-"))] = read_object(path)
+    return reports
 
 
 def summary(written: Mapping[int, Mapping[str, Any]], world: int) -> str:
     """Name the late rank, in one line and a line for each rank with a report."""
     silent = [rank for rank in range(world) if rank not in written]
     lines = [
-        f"  rank {rank} on {each['host']}: step {each['step']}, {each['at']}; {each['why']}"
-        + (f"; last collective {each['last']}" if each["last"] else "")
-        for rank, each in sorted(written.items())
+        f"  rank {rank} on {report['host']}: step {report['step']}, {report['at']}; {report['why']}"
+        + (f"; last collective {report['last']}" if report["last"] else "")
+        for rank, report in sorted(written.items())
     ]
     gone = f"{_ranks(silent)} did not answer: stopped, ended, or on a host that is gone"
     late = gone if silent else _fewest(written)
@@ -237,13 +237,13 @@ def summary(written: Mapping[int, Mapping[str, Any]], world: int) -> str:
 
 def _fewest(written: Mapping[int, Mapping[str, Any]]) -> str:
     """The ranks that are behind, by steps, then by the collectives that they have begun."""
-    steps = {rank: int(each["step"]) for rank, each in written.items()}
+    steps = {rank: int(report["step"]) for rank, report in written.items()}
     behind = [rank for rank, step in steps.items() if step < max(steps.values())]
     if behind:
         return f"{_ranks(behind)} is at step {min(steps.values())}, others at {max(steps.values())}"
-    begun = {rank: dict(each["begun"]) for rank, each in written.items()}
-    for group in dict.fromkeys(name for each in begun.values() for name in each):
-        counts = {rank: each.get(group, 0) for rank, each in begun.items() if group in each}
+    begun = {rank: dict(report["begun"]) for rank, report in written.items()}
+    for group in dict.fromkeys(name for counters in begun.values() for name in counters):
+        counts = {rank: counters.get(group, 0) for rank, counters in begun.items() if group in counters}
         behind = [rank for rank, count in counts.items() if count < max(counts.values())]
         if behind:
             most, least = max(counts.values()), min(counts.values())

@@ -87,7 +87,7 @@ class Graphs:
 
     def __init__(self, forward: PlainForward | None = None) -> None:
         self._forward = forward
-        self._losses = torch.compile(losses_of, dynamic=False)
+        self._losses = torch.compile(compiled_losses, dynamic=False)
         self.made = 0
         self.surplus: list[str] = []
         # torch's numbers of the graphs, by what was called and how, then by its length
@@ -109,7 +109,7 @@ class Graphs:
         found = self._losses(objective, self._forward, batch)
         if made := graphs_so_far() - self.made - before:  # without those of a forward pass that a graph broke before
             module, autocasts = self._forward.module, self._forward.autocasts
-            self.note(made, module, mode_of(module, type(objective), autocasts, batch.fields, batch.extras))
+            self.note(made, module, graph_key(module, type(objective), autocasts, batch.fields, batch.extras))
         return found
 
     def note(self, number: int, module: nn.Module, mode: Any, length: int | None = None) -> None:
@@ -136,7 +136,7 @@ class Graphs:
         return found_in_cache() - self._found_before
 
 
-def losses_of(objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+def compiled_losses(objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
     """Compute the compiled losses."""
     return objective(forward, batch)
 
@@ -169,7 +169,7 @@ def cache_directory() -> str:
     return cache_dir()
 
 
-def mode_of(module: nn.Module, *given: Any) -> Any:
+def graph_key(module: nn.Module, *given: Any) -> Any:
     """Return the key of a call that decides which graph it gets: whether gradients are wanted, whether the module
     trains, autocast, and the kinds of the arguments. Sizes and numbers are not part of it."""
     autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
@@ -221,7 +221,7 @@ class Compiled:
         if made := graphs_so_far() - before:
             length_of = getattr(self.module, "sequence_length", None)
             length = None if length_of is None else length_of(*arguments, **named)
-            self.graphs.note(made, self.module, mode_of(self.module, arguments, named), length)
+            self.graphs.note(made, self.module, graph_key(self.module, arguments, named), length)
         return found
 
 

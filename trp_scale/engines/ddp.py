@@ -92,7 +92,7 @@ class Bucket:
             member.own.grad = view
 
 
-def buckets_of(
+def cut_into_buckets(
     members: Sequence[ReducedParameter],
     limit: int,
     dtype: torch.dtype | None = None,
@@ -137,12 +137,12 @@ class GradientReduction:
         kind: Callable[[list[Any], torch.dtype | None], Bucket] = Bucket,
     ) -> None:
         self.group = group
-        self.buckets = buckets_of(members, limit, dtype, kind)
+        self.buckets = cut_into_buckets(members, limit, dtype, kind)
         self._bucket_of = {id(member.read): bucket for bucket in self.buckets for member in bucket.members}
         self._next: int | None = None  # the bucket that goes next; None outside a window's last backward pass
         self._under_way: list[Any] = []
         for member in members:
-            member.read.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            member.read.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """The window's last backward pass begins."""
@@ -150,7 +150,7 @@ class GradientReduction:
             bucket.missing = len(bucket.members)
         self._next = 0
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         if self._next is None:
             return
         self._bucket_of[id(parameter)].missing -= 1
@@ -192,13 +192,13 @@ class DdpEngine(PlainEngine):
             raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
         return filled(module, self.device)
 
-    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         if self.data_group.size > 1:
             dtype = torch.bfloat16 if self.config.training.gradients == "bf16" else None
-            self.reduction = self.reduction_of(module, dtype)
-        return super().optimizer_of(module)
+            self.reduction = self.build_reduction(module, dtype)
+        return super().build_optimizer(module)
 
-    def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
+    def build_reduction(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         """Return the reduction of gradients, sent as `dtype`, over the data ranks."""
         owned = (own for _, own in self.named_parameters())
         members = [

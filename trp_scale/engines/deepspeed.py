@@ -96,7 +96,7 @@ class DeepSpeedEngine(ShardOperations):
         else:
             filled(module, device)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._optimizer_of(module, document), config=document, dist_init_required=False
+            model=module, optimizer=self._build_optimizer(module, document), config=document, dist_init_required=False
         )
         self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
         if self.zero_stage == 3:
@@ -116,7 +116,7 @@ class DeepSpeedEngine(ShardOperations):
             intra = groups._get_zero_param_intra_parallel_group()
             deepspeed.zero.Init(module=unit, config_dict_or_path=document, zero_param_parallel_group=intra)
 
-    def _optimizer_of(self, module: nn.Module, document: dict[str, Any]) -> torch.optim.Optimizer:
+    def _build_optimizer(self, module: nn.Module, document: dict[str, Any]) -> torch.optim.Optimizer:
         """Torch's, or DeepSpeed's C++ Adam where the file asks for it.
 
         Raises:

@@ -175,7 +175,7 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
 def notices(document: Mapping[str, Any], config: Config, *, path: str) -> list[str]:
     """Return the settings of the file that the run overrides, in words; arguments as for `resolve`."""
     block = document.get("scheduler")
-    if not _is_for_filling_in(block) or not list(scheduler_differences({"type": block.get("type", AUTO)}, config)):
+    if not _is_template(block) or not list(scheduler_differences({"type": block.get("type", AUTO)}, config)):
         return []
     settings = config.optimizer
     return [
@@ -220,10 +220,10 @@ def _blocks(document: Document, config: Config) -> Iterator[str]:
         yield from optimizer_differences(document.pop("optimizer"), config)
     if "scheduler" in document:
         block = document.pop("scheduler")
-        yield from scheduler_differences(_without_kind(block) if _is_for_filling_in(block) else block, config)
+        yield from scheduler_differences(_without_kind(block) if _is_template(block) else block, config)
 
 
-def _is_for_filling_in(block: object) -> TypeGuard[Mapping[str, Any]]:
+def _is_template(block: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether a scheduler block leaves its values to whoever reads it, as the files of transformers do for any run: its
     type then is a habit, not a wish."""
     params = block.get("params") if isinstance(block, Mapping) else None
@@ -401,7 +401,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
     if not isinstance(block, Mapping):
         yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
-    yield from _unknown(block, ("type", "params", "legacy_fusion"), path)
+    yield from _unknown_names(block, ("type", "params", "legacy_fusion"), path)
     settings = config.optimizer
     names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "sgd": ("sgd",)}[settings.kind]
     kind = block.get("type", AUTO)
@@ -427,7 +427,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
     else:
         stated["momentum"] = (0.0, "fixed: plain gradient descent")
     implementation = ("torch_adam", "fused", "foreach", "betas")  # how, not what, is computed; betas are above
-    yield from _unknown(params, (*stated, *implementation), f"{path}.params")
+    yield from _unknown_names(params, (*stated, *implementation), f"{path}.params")
     yield from _differing(params, stated, f"{path}.params")
 
 
@@ -436,7 +436,7 @@ def scheduler_differences(block: object, config: Config, path: str = "scheduler"
     if not isinstance(block, Mapping):
         yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
-    yield from _unknown(block, ("type", "params"), path)
+    yield from _unknown_names(block, ("type", "params"), path)
     settings, steps = config.optimizer, config.training.steps
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = block.get("type", AUTO)
@@ -457,7 +457,7 @@ def scheduler_differences(block: object, config: Config, path: str = "scheduler"
         "total_num_steps": (steps, "--training.steps"),
         "cos_min_ratio": (settings.min_lr / settings.lr if settings.lr else 0.0, "--optimizer.min_lr / --optimizer.lr"),
     }
-    yield from _unknown(params, (*stated, "last_batch_iteration"), f"{path}.params")
+    yield from _unknown_names(params, (*stated, "last_batch_iteration"), f"{path}.params")
     yield from _differing(params, stated, f"{path}.params")
 
 
@@ -480,7 +480,7 @@ def _differing(block: Mapping[str, Any], stated: Mapping[str, tuple[object, str]
             yield f"{path}.{name} is {quote(found)}, the recipe says {value!r} ({flag})"
 
 
-def _unknown(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:
+def _unknown_names(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:
     for name in block:
         if name not in known:
             yield f"{path}.{name} is not known; allowed: {', '.join(known)}"

@@ -75,7 +75,9 @@ class FsdpEngine(PlainEngine):
             on_disk = self._on_disk if self.config.fsdp.offload_directory else None
             allocate(module, self.device, torch.device("cpu") if self.offloads else self.device, on_disk)
             self.fill(module, values)
-        self._owning_copies = balanced([parameter.numel() for parameter in module.parameters()], self.copies)
+        self._owning_copies = assign_to_least_loaded(
+            [parameter.numel() for parameter in module.parameters()], self.copies
+        )
         return module
 
     def _offload_policy(self) -> OffloadPolicy:
@@ -118,15 +120,15 @@ class FsdpEngine(PlainEngine):
         for name, parameter in module.named_parameters():
             value, local = values[name](), self.local(parameter).view(-1)
             if isinstance(value, Tensor):
-                start = self.start_of(parameter)
+                start = self.first_element(parameter)
                 value = value.reshape(-1)[start : start + local.numel()]
             local[...] = value
 
-    def masters_of(self, module: nn.Module) -> None:
+    def build_masters(self, module: nn.Module) -> None:
         """The shards are: FSDP2 rounds what it gathers."""
 
-    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
-        optimizer = super().optimizer_of(module)
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer(module)
         if isinstance(optimizer, Lamb):
             optimizer.shard(self.local, self.data_group)  # which counts copies too: in a ratio of norms that is nothing
         if self.config.fsdp.offload_directory and isinstance(optimizer, torch.optim.AdamW):
@@ -142,7 +144,7 @@ class FsdpEngine(PlainEngine):
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        for gathered in self._gathered():
+        for gathered in self._gathered_parameters():
             # Gradients of a window whose last backward never came are still with the gathered parameters. No public
             # call drops them on every torch >= 2.11, and gathering again could wait for a rank that failed.
             gathered.grad = None
@@ -150,7 +152,7 @@ class FsdpEngine(PlainEngine):
             if "unsharded_accumulated_grad" in vars(parameter):  # where torch < 2.15 keeps those of another type
                 parameter.unsharded_accumulated_grad = None
 
-    def _gathered(self) -> Iterator[Tensor]:
+    def _gathered_parameters(self) -> Iterator[Tensor]:
         """The whole parameters that forwards read, once a forward has gathered them; their memory may be free."""
         for parameter in self._parameters():
             if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
@@ -164,7 +166,7 @@ class FsdpEngine(PlainEngine):
                 yield from group.fsdp_params if group is not None else ()
 
     def leaves(self) -> Iterator[Tensor]:
-        found = list(self._gathered())
+        found = list(self._gathered_parameters())
         if not found:
             raise EngineError(
                 f"torch {torch.__version__} does not show the gradients of single micro-batches under --engine fsdp; "
@@ -175,7 +177,7 @@ class FsdpEngine(PlainEngine):
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def start_of(self, parameter: Tensor) -> int:
+    def first_element(self, parameter: Tensor) -> int:
         rows = -(-parameter.shape[0] // self.shard_ranks)  # torch.chunk's rule, which FSDP2 shards by
         row_numel = parameter.numel() // max(parameter.shape[0], 1)
         return min(self.data_group.rank % self.shard_ranks * rows, parameter.shape[0]) * row_numel
@@ -202,7 +204,7 @@ class FsdpEngine(PlainEngine):
         return found if self.data_group.rank == 0 else {}
 
 
-def balanced(sizes: Sequence[int], places: int) -> list[int]:
+def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
     """Each thing's place, one after the other where least lies."""
     held, found = [0] * places, []
     for size in sizes:

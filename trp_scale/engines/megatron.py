@@ -25,7 +25,15 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import Masters
-from trp_scale.engines.sequence_parallel import DropoutApart, Operation, exchanged, gathered, own, products, summed
+from trp_scale.engines.sequence_parallel import (
+    DropoutApart,
+    Operation,
+    exchange,
+    gather_tokens,
+    products,
+    reduce_scatter_tokens,
+    split_tokens,
+)
 from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
@@ -124,8 +132,8 @@ class RowParallel(RowParallelLinear):  # type: ignore[misc]
         if self.splitting is None:
             whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
         else:
-            back = partial(gathered, group=self.splitting, count=part.shape[-2])
-            whole = exchanged(part, partial(summed, group=self.splitting), back)
+            back = partial(gather_tokens, group=self.splitting, count=part.shape[-2])
+            whole = exchange(part, partial(reduce_scatter_tokens, group=self.splitting), back)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # type: ignore[no-any-return]
 
 
@@ -210,23 +218,23 @@ class SplitTokens(CutOverRanks):
 
     def __init__(self, tensor_group: Group, device: torch.device) -> None:
         super().__init__(tensor_group, device)
-        self.scatter, self.own = (partial(each, group=tensor_group) for each in (summed, own))
+        self.scatter, self.own = (partial(each, group=tensor_group) for each in (reduce_scatter_tokens, split_tokens))
         self.count = 0
 
     @property
     def gather(self) -> Operation:
         """Return the gather of the currently split tokens; a backward pass keeps it."""
-        return partial(gathered, group=self.group, count=self.count)
+        return partial(gather_tokens, group=self.group, count=self.count)
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         return products(tokens, self.gather, self.scatter, layers)
 
     def split(self, tokens: Tensor) -> Tensor:
         self.count = tokens.shape[-2]
-        return exchanged(tokens, self.own, self.gather)
+        return exchange(tokens, self.own, self.gather)
 
     def whole(self, tokens: Tensor) -> Tensor:
-        return exchanged(tokens, self.gather, self.own)
+        return exchange(tokens, self.gather, self.own)
 
 
 class MegatronEngine(DdpEngine):
@@ -325,38 +333,40 @@ class MegatronEngine(DdpEngine):
                 kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
                 setattr(owner, name.rpartition(".")[2], kept)
 
-    def masters_of(self, module: nn.Module) -> Masters | None:
-        self.cut = {name for name, own in module.named_parameters() if tuple(own.shape) != self.shapes[name]}
+    def build_masters(self, module: nn.Module) -> Masters | None:
+        self.cut = {
+            name for name, split_tokens in module.named_parameters() if tuple(split_tokens.shape) != self.shapes[name]
+        }
         if not self.shards_moments:
-            return super().masters_of(module)
+            return super().build_masters(module)
         masters = OwnRows(module, self.data_group, rounded=self.rounds_weights)
         for (name, parameter), rows in zip(module.named_parameters(), masters.rows, strict=True):
             self.boxes[name] = list(rows_of_boxes(self.boxes[name], parameter, rows))
         return masters
 
-    def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
+    def build_reduction(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         if isinstance(self.masters, OwnRows):
             return self.masters.reduction(dtype)
-        return super().reduction_of(module, dtype)
+        return super().build_reduction(module, dtype)
 
-    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
-        optimizer = super().optimizer_of(module)
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer(module)
         partial = set(self.plan.partial(module) if self.config.megatron.sequence_parallel else ()) - self.cut
-        self.partial = [own for name, own in self.named_parameters() if name in partial]
+        self.partial = [split_tokens for name, split_tokens in self.named_parameters() if name in partial]
         if isinstance(optimizer, Lamb):
             # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
             optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
         return optimizer
 
-    def _boxes(self, name: str, own: tuple[int, ...]) -> list[Box]:
+    def _boxes(self, name: str, split_tokens: tuple[int, ...]) -> list[Box]:
         """Return the elements of the whole parameter that this rank holds, in its order: a range of the one dimension
         in which it is smaller, or such a range of each of the packed matrices."""
         whole, parts = self.shapes[name], self.plan.parts(name.rpartition(".")[0])
         bounds = [(0, size) for size in whole]
-        cut = next((number for number, size in enumerate(whole) if own[number] != size), None)
+        cut = next((number for number, size in enumerate(whole) if split_tokens[number] != size), None)
         if cut is None:
             return [Box(tuple(bounds))]
-        size, found = own[cut] // parts, []
+        size, found = split_tokens[cut] // parts, []
         for part in range(parts):
             start = whole[cut] // parts * part + size * self.tensor_group.rank
             found.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
@@ -370,7 +380,7 @@ class MegatronEngine(DdpEngine):
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
         """Sum gradients of replicated parameters that each rank applied to its own tokens, in one collective."""
-        gradients = [own.grad.view(-1) for own in self.partial if own.grad is not None]
+        gradients = [split_tokens.grad.view(-1) for split_tokens in self.partial if split_tokens.grad is not None]
         if gradients:
             whole = self.tensor_group.sum(torch.cat(gradients))
             torch._foreach_copy_(gradients, torch.split(whole, [each.numel() for each in gradients]))
@@ -430,10 +440,10 @@ class MegatronEngine(DdpEngine):
         return found if self.world.rank == 0 else {}
 
 
-def rows_of_boxes(boxes: list[Box], own: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
+def rows_of_boxes(boxes: list[Box], split_tokens: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
     """The parts of boxes that lie in these rows of the tensor that has them one after the other in its first
     dimension, or one box in all dimensions."""
-    size = len(own) // len(boxes)  # rows of a box
+    size = len(split_tokens) // len(boxes)  # rows of a box
     for number, box in enumerate(boxes):
         (first, _), *others = box.bounds
         start, stop = (min(max(row - number * size, 0), size) for row in rows)

@@ -28,7 +28,7 @@ class Layered(Protocol):
 
     depth: int
 
-    def depth_of(self, name: str) -> int:
+    def parameter_depth(self, name: str) -> int:
         """Return the depth of a parameter by its name, from 0 for the embeddings to `depth`."""
         ...
 
@@ -72,7 +72,7 @@ def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float
         return lambda _: 1.0
     if not isinstance(module, Layered):
         raise EngineError(f"--optimizer.layer_decay is {layer_decay}, allowed here: 1; it is for fine-tuning")
-    return lambda name: float(layer_decay ** (module.depth - module.depth_of(name)))
+    return lambda name: float(layer_decay ** (module.depth - module.parameter_depth(name)))
 
 
 def build_optimizer(

@@ -93,8 +93,8 @@ class PlainEngine(ShardOperations):
         self.graphs = compile_model(module, config.training.compile, self if self.plain_forward else None)
         checkpoint_blocks(module, config.training.activation_checkpointing)
         self.module: nn.Module = self.place(module)
-        self.masters = self.masters_of(self.module)
-        self.optimizer = self.optimizer_of(self.module)
+        self.masters = self.build_masters(self.module)
+        self.optimizer = self.build_optimizer(self.module)
         self._updated = [parameter for _, parameter in self.named_parameters()]  # a walk of the modules takes a ms
         self.forward_module: Any = self.module
         self._norm = torch.zeros(())
@@ -107,11 +107,11 @@ class PlainEngine(ShardOperations):
             raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
         return filled(module, self.device)
 
-    def masters_of(self, module: nn.Module) -> Masters | None:
+    def build_masters(self, module: nn.Module) -> Masters | None:
         """None where the module's own parameters are what the optimizer updates."""
         return Masters(module) if self.rounds_weights else None
 
-    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(module, self.config.optimizer, self.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class PlainEngine(ShardOperations):
     def local(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def start_of(self, parameter: Tensor) -> int:
+    def first_element(self, parameter: Tensor) -> int:
         """First element of this rank's part in the flattened parameter."""
         return 0
 
@@ -198,7 +198,7 @@ class PlainEngine(ShardOperations):
             yield Piece(
                 name=name,
                 shape=tuple(parameter.shape),
-                region=FlatRange(start := self.start_of(parameter), start + flat.numel()),
+                region=FlatRange(start := self.first_element(parameter), start + flat.numel()),
                 tensors={"weight": flat, **moments},
             )
 

@@ -28,7 +28,7 @@ def share(count: int, group: Group) -> int:
     return -(-count // group.size)
 
 
-def gathered(tokens: Tensor, group: Group, count: int) -> Tensor:
+def gather_tokens(tokens: Tensor, group: Group, count: int) -> Tensor:
     """[..., share(T), D] of each rank -> [..., T, D] on all.
 
     Args:
@@ -40,18 +40,18 @@ def gathered(tokens: Tensor, group: Group, count: int) -> Tensor:
     return whole[:count].movedim(0, -2).contiguous()  # each layer that reads it would copy and keep its own
 
 
-def summed(tokens: Tensor, group: Group) -> Tensor:
+def reduce_scatter_tokens(tokens: Tensor, group: Group) -> Tensor:
     """[..., T, D] of each rank -> [..., share(T), D], the sum over the ranks of each one's own tokens."""
     first = tokens.movedim(-2, 0)
     part = share(len(first), group)
     missing = group.size * part - len(first)
     first = F.pad(first, (0, 0) * (first.dim() - 1) + (0, missing)) if missing else first.contiguous()
-    own = first.new_empty((part, *first.shape[1:]))
-    dist.reduce_scatter_tensor(own, first, group=group.handle)
-    return own.movedim(0, -2)
+    split_tokens = first.new_empty((part, *first.shape[1:]))
+    dist.reduce_scatter_tensor(split_tokens, first, group=group.handle)
+    return split_tokens.movedim(0, -2)
 
 
-def own(tokens: Tensor, group: Group) -> Tensor:
+def split_tokens(tokens: Tensor, group: Group) -> Tensor:
     """[..., T, D] that all ranks have -> this one's [..., share(T), D]."""
     part = share(tokens.shape[-2], group)
     found = tokens[..., group.rank * part : (group.rank + 1) * part, :]
@@ -71,7 +71,7 @@ class Exchange(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def exchanged(tokens: Tensor, there: Operation, back: Operation) -> Tensor:
+def exchange(tokens: Tensor, there: Operation, back: Operation) -> Tensor:
     """`Exchange`, with types."""
     return Exchange.apply(tokens, there, back)  # type: ignore[no-untyped-call, no-any-return]
 

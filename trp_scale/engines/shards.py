@@ -157,7 +157,9 @@ class ShardOperations(ABC):
         return self._shards(copy_parts([piece.tensors["weight"] for piece in self.pieces()]))
 
     @contextmanager
-    def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[MoveTo]:
+    def perturb_weights(
+        self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
+    ) -> Iterator[MoveTo]:
         """Forwards read weights + scale x direction, or base + scale x direction; what this gives moves on to another
         scale. Afterwards the weights are what they were, bit for bit.
 
@@ -190,7 +192,7 @@ class ShardOperations(ABC):
         self.publish_weights()
 
     @contextmanager
-    def exchanged(self, other: Shards) -> Iterator[None]:
+    def exchange_weights(self, other: Shards) -> Iterator[None]:
         """Forwards read `other`, which holds the weights for that time; afterwards both are what they were, bit for
         bit. Also when the forward raises; see `perturbed`."""
         self._exchange(other)

@@ -64,7 +64,7 @@ class WeightAverage(Hook):
         self.updates = ctx.commit(self.updates + 1, self.updates)
 
     def validation(self) -> AbstractContextManager[None]:
-        return self.engine.exchanged(self.average) if self.settings.validate else nullcontext()
+        return self.engine.exchange_weights(self.average) if self.settings.validate else nullcontext()
 
     def metrics(self) -> Mapping[str, Any]:
         """decay: of the next update; updates: made so far."""

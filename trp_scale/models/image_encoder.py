@@ -91,7 +91,7 @@ class ImageEncoder(nn.Module):
         """Sizes for the heads."""
         return EncoderShape(self.cls_token.shape[0], self.grid, self.patch_size, len(self.blocks))
 
-    def depth_of(self, name: str) -> int:
+    def parameter_depth(self, name: str) -> int:
         """0 for the embeddings, i + 1 for block i, and the last block's for the last norm, as in timm; of a name
         without a prefix."""
         first, _, rest = name.partition(".")
@@ -155,7 +155,7 @@ class OnImageEncoder(nn.Module):
         """The head's."""
         return len(self.encoder.blocks) + 1
 
-    def depth_of(self, name: str) -> int:
+    def parameter_depth(self, name: str) -> int:
         """The encoder's own for its parameters, the head's for all others."""
         first, _, rest = name.partition(".")
-        return self.encoder.depth_of(rest) if first == "encoder" else self.depth
+        return self.encoder.parameter_depth(rest) if first == "encoder" else self.depth

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, buckets_of
+from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.training.micro_size import WORKSPACE
@@ -176,7 +176,7 @@ def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Ite
         for parameter in counted.model.parameters()
         if parameter.requires_grad
     ]
-    for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
+    for bucket in cut_into_buckets(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
         yield Collective(kind="all-reduce", size=layout.sent * bucket.flat.numel(), phase="last")
 
 
@@ -207,7 +207,7 @@ def _megatron(counted: Counted, layout: Layout, ranks: int, micro: int, accumula
     if data == 1:
         return
     members = [ReducedParameter(read=parameter, own=parameter) for parameter in part.model.parameters()]
-    for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
+    for bucket in cut_into_buckets(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
         numbers = bucket.flat.numel()
         if shared:
             yield Collective(kind="scatter", size=layout.sent * numbers, phase="last", **among)

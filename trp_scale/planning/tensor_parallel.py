@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.sequence_parallel import Operation, exchanged, own, products
+from trp_scale.engines.sequence_parallel import Operation, exchange, products, split_tokens
 from trp_scale.models.initialise import give
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
@@ -89,11 +89,11 @@ class CountsTokens(CountsSums):
         """Puts a rank's own in the places of so many of all."""
         return lambda tokens: torch.cat([tokens] * self.ranks, dim=-2)[..., :count, :].contiguous()
 
-    def own(self, tokens: Tensor) -> Tensor:
-        return own(tokens, Group("tensor", size=self.ranks))
+    def split_tokens(self, tokens: Tensor) -> Tensor:
+        return split_tokens(tokens, Group("tensor", size=self.ranks))
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        outputs = products(tokens, self.all(self.count), self.own, layers)
+        outputs = products(tokens, self.all(self.count), self.split_tokens, layers)
         size = self.ranks * tokens.numel() * outputs[0].element_size()
         for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "scatter")):
             self.note(phase, size, kind)
@@ -101,13 +101,13 @@ class CountsTokens(CountsSums):
 
     def split(self, tokens: Tensor) -> Tensor:
         self.count = tokens.shape[-2]
-        outputs = exchanged(tokens, self.own, self.all(self.count))
+        outputs = exchange(tokens, self.split_tokens, self.all(self.count))
         self.note("backward", self.ranks * outputs.nbytes, "gather")
         return outputs
 
     def whole(self, tokens: Tensor) -> Tensor:
         self.note("forward", self.ranks * tokens.nbytes, "gather")
-        return exchanged(tokens, self.all(self.count), self.own)
+        return exchange(tokens, self.all(self.count), self.split_tokens)
 
 
 class RowsOfTokens(nn.Linear):
@@ -117,7 +117,7 @@ class RowsOfTokens(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         part = F.linear(inputs, self.weight)
-        sums = exchanged(part, self.counts.own, self.counts.all(part.shape[-2]))
+        sums = exchange(part, self.counts.split_tokens, self.counts.all(part.shape[-2]))
         self.counts.note("forward", self.counts.ranks * sums.nbytes, "scatter")
         self.counts.note("backward", self.counts.ranks * sums.nbytes, "gather")
         return sums + self.bias.to(sums.dtype)

@@ -14,7 +14,7 @@ from trp_scale.config.json_files import read_object
 from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
 from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.config.yaml_files import read_yaml
-from trp_scale.distributed.lease import holder_of
+from trp_scale.distributed.lease import lease_holder
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.curves import RunCurves
 from trp_scale.training.ending import STOP_RECORD
@@ -214,7 +214,7 @@ def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
         if nothing_left(why):
             return State(word="finished", mood="good", sentence=f"It ended early: {sentence}.", goes_on=False)
         return State(word="stopped", mood="open", sentence=f"It was stopped: {sentence}.", goes_on=True)
-    holder = holder_of(run_dir)
+    holder = lease_holder(run_dir)
     if holder and not holder.get("gone"):
         return State(word="running", mood="open", sentence="It goes on.", goes_on=False)
     if reason := str(summary.get("exit_reason", "")):

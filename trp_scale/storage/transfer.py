@@ -28,7 +28,7 @@ from urllib.parse import unquote
 
 from trp_scale.config.flags import find_credentials
 from trp_scale.config.json_files import LARGEST_INDEX
-from trp_scale.distributed.stop import signal_came_at
+from trp_scale.distributed.stop import first_signal_time
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.exit_status import ExitStatus
 
@@ -311,7 +311,7 @@ class Remote:
         pause, asked = FIRST_PAUSE, 0
 
         def left() -> float:
-            signal = signal_came_at()
+            signal = first_signal_time()
             most = self._seconds if signal is None else min(self._seconds, max(0.0, signal - began) + SECONDS_TO_STOP)
             return began + most - time.monotonic()
 
@@ -330,7 +330,7 @@ class Remote:
                     logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
                 if self._once or pause > left():
                     ended = f"not read within {self._seconds:g} s"
-                    if signal_came_at() is not None:
+                    if first_signal_time() is not None:
                         ended = "not read before this process was asked to stop"
                     raise RemoteError(
                         f"{where}: {ended}, asked for {asked} times, at last: {reason}; see whether this machine "

@@ -32,7 +32,7 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.lease import Lease
-from trp_scale.distributed.stop import StopRequests, launchers_of
+from trp_scale.distributed.stop import StopRequests, launcher_processes
 from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
@@ -135,7 +135,7 @@ def guard_run(
             asked_in or run_dir,
             rank=info.rank,
             max_hours=config.training.max_hours,
-            launchers=launchers_of(info.launcher, forked=info.attempt is not None),
+            launchers=launcher_processes(info.launcher, forked=info.attempt is not None),
             began=info.began,
         )
         stop = stack.enter_context(requests)
@@ -149,7 +149,7 @@ def guard_run(
         )
         stack.enter_context(watchdog)
         try:
-            yield Guard(stop.requested, watchdog, ending)
+            yield Guard(stop.reason_to_stop, watchdog, ending)
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
                 ending.broke(error, watchdog.steps_done)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.runs import environment
-from trp_scale.distributed.lease import LEASE, Lease, holder_of
+from trp_scale.distributed.lease import LEASE, Lease, lease_holder
 from trp_scale.errors import RefusedError
 from trp_scale.training.ending import STOP_RECORD, Ending
 
@@ -27,16 +27,16 @@ def quick(run_dir: Path, **settings: Any) -> Lease:
 
 def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path) -> None:
     with quick(tmp_path):
-        assert holder_of(tmp_path)["process"] == os.getpid()
+        assert lease_holder(tmp_path)["process"] == os.getpid()
         with (
             pytest.raises(RefusedError, match=f"process {os.getpid()} on .*, started .*allowed: stop it"),
             quick(tmp_path),
         ):
             pass
-        assert holder_of(tmp_path), "the first one has it still"
+        assert lease_holder(tmp_path), "the first one has it still"
     assert not (tmp_path / LEASE).exists()
     with quick(tmp_path):
-        assert not holder_of(tmp_path)["gone"]
+        assert not lease_holder(tmp_path)["gone"]
 
 
 def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,11 @@ def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
         f"import os; from trp_scale.distributed.lease import *; Lease(Path({str(tmp_path)!r})).__enter__(); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=False, timeout=60)
-    assert holder_of(tmp_path)["gone"]
+    assert lease_holder(tmp_path)["gone"]
     began = time.monotonic()
     with Lease(tmp_path):
         assert time.monotonic() - began < 5, "its host knows that it is gone: nobody waits for signs of life"
-        assert holder_of(tmp_path)["process"] == os.getpid()
+        assert lease_holder(tmp_path)["process"] == os.getpid()
 
 
 def test_a_process_of_another_container_may_be_alive_though_it_is_not_seen(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_process_of_another_container_may_be_alive_though_it_is_not_seen(tmp_p
     with Lease(tmp_path):
         held = json.loads((tmp_path / LEASE).read_text())
     (tmp_path / LEASE).write_text(json.dumps({**held, "pid_namespace": "pid:[1]", "began": "another's"}))
-    assert not holder_of(tmp_path)["gone"]
+    assert not lease_holder(tmp_path)["gone"]
     (tmp_path / LEASE).write_text(json.dumps({**held, "began": "another's"}))
-    assert holder_of(tmp_path)["gone"]
+    assert lease_holder(tmp_path)["gone"]
 
 
 def of_another_host(run_dir: Path) -> None:
@@ -95,7 +95,7 @@ def test_another_hosts_lease_is_taken_over_when_it_is_not_renewed(tmp_path: Path
     began = time.monotonic()
     with quick(tmp_path):
         assert time.monotonic() - began > 0.9
-        assert holder_of(tmp_path)["process"] == os.getpid()
+        assert lease_holder(tmp_path)["process"] == os.getpid()
 
 
 def test_another_hosts_lease_that_is_renewed_is_refused(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_who_was_taken_over_is_told(tmp_path: Path) -> None:
         while not told and time.monotonic() < until:
             time.sleep(0.05)
     assert "process 12 on node7 has taken over this directory" in told[0]
-    assert holder_of(tmp_path)["host"] == "node7", "and leaves the other one's lease"
+    assert lease_holder(tmp_path)["host"] == "node7", "and leaves the other one's lease"
 
 
 def test_of_many_starts_at_once_one_gets_it(tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_of_many_starts_at_once_one_gets_it(tmp_path: Path) -> None:
 def test_a_damaged_lease_is_of_nobody_that_renews_it(tmp_path: Path, content: str) -> None:
     (tmp_path / LEASE).write_text(content)
     with quick(tmp_path):
-        assert holder_of(tmp_path)["process"] == os.getpid()
+        assert lease_holder(tmp_path)["process"] == os.getpid()

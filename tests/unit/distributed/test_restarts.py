@@ -13,7 +13,7 @@ import pytest
 
 from trp_scale.distributed.launchers import RankInfo, discover
 from trp_scale.distributed.restarts import run_with_restarts
-from trp_scale.distributed.stop import StopRequests, asked_early, launchers_of
+from trp_scale.distributed.stop import StopRequests, asked_early, launcher_processes
 
 Run = Callable[[int], int]
 
@@ -74,7 +74,7 @@ def test_the_hours_of_a_run_begin_once(tmp_path: Path) -> None:
             time.sleep(0.4)
             return 1
         with StopRequests(max_hours=0.3 / 3600, began=discover(os.environ).began) as stop:
-            return 10 + int(stop.requested() is not None)
+            return 10 + int(stop.reason_to_stop() is not None)
 
     assert outcome(run, tmp_path, restarts=1)[0] == 11
 
@@ -109,7 +109,7 @@ def test_a_rank_sees_that_what_looks_after_it_is_gone(tmp_path: Path) -> None:
     told = tmp_path / "told"
 
     def run(attempt: int) -> int:
-        told.write_text(" ".join(map(str, launchers_of("torchrun", forked=True))))
+        told.write_text(" ".join(map(str, launcher_processes("torchrun", forked=True))))
         return 0
 
     outcome(run, tmp_path)

@@ -40,11 +40,11 @@ def clock() -> Iterator[Clock]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_a_signal_is_a_request_and_no_more(clock: Clock, number: signal.Signals) -> None:
     with StopRequests(clock=clock) as requests:
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
         os.kill(os.getpid(), number)
-        assert requests.requested() == number.name
+        assert requests.reason_to_stop() == number.name
         os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.requested() == number.name  # the first reason is the one that is logged
+        assert requests.reason_to_stop() == number.name  # the first reason is the one that is logged
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -55,7 +55,7 @@ def test_a_signal_that_is_inherited_as_ignored_stays_ignored(clock: Clock, numbe
         listen_early()
         with StopRequests(clock=clock) as requests:
             os.kill(os.getpid(), number)
-            assert requests.requested() is None
+            assert requests.reason_to_stop() is None
         assert signal.getsignal(number) == signal.SIG_IGN
     finally:
         for other, handler in before.items():
@@ -65,7 +65,7 @@ def test_a_signal_that_is_inherited_as_ignored_stays_ignored(clock: Clock, numbe
 def test_a_request_is_acknowledged_on_the_screen(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with StopRequests(clock=clock) as requests:
         os.kill(os.getpid(), signal.SIGINT)
-        assert requests.requested() == "Ctrl-C", "the hint is no reason"
+        assert requests.reason_to_stop() == "Ctrl-C", "the hint is no reason"
         assert capsys.readouterr().err.startswith("Ctrl-C: stopping after this step, with a checkpoint; Ctrl-C once")
     with StopRequests(clock=clock, rank=1):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -77,7 +77,7 @@ def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clo
         os.kill(os.getpid(), signal.SIGINT)
         clock.now += 0.2
         os.kill(os.getpid(), signal.SIGINT)
-        reason = requests.requested()
+        reason = requests.reason_to_stop()
         assert reason is not None
         assert reason.startswith("Ctrl-C")
         clock.now += 5
@@ -90,16 +90,16 @@ def test_ctrl_c_after_a_sigterm_is_still_the_first(clock: Clock) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         clock.now += 5
         os.kill(os.getpid(), signal.SIGINT)
-        assert requests.requested() == "SIGTERM"
+        assert requests.reason_to_stop() == "SIGTERM"
 
 
 def test_the_next_run_of_a_process_was_not_asked_to_stop(clock: Clock) -> None:
     with StopRequests(clock=clock):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal_came_at() is not None
-    assert stop.signal_came_at() is None
+        assert stop.first_signal_time() is not None
+    assert stop.first_signal_time() is None
     with StopRequests(clock=clock) as requests:
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
 
 
 def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
@@ -107,26 +107,26 @@ def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
     clock.now += 3600
     with requests:
         clock.now += 1799
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
         clock.now += 1
-        assert requests.requested() == "--training.max_hours 0.5 are over"
+        assert requests.reason_to_stop() == "--training.max_hours 0.5 are over"
 
 
 def test_the_file_is_looked_for_once_a_second_and_taken_away(clock: Clock, tmp_path: Path) -> None:
     with StopRequests(tmp_path, clock=clock) as requests:
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
         (tmp_path / "STOP").touch()
         clock.now += 0.5
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
         clock.now += 0.6
-        assert requests.requested() == f"the file {tmp_path / 'STOP'}"
+        assert requests.reason_to_stop() == f"the file {tmp_path / 'STOP'}"
     assert not (tmp_path / "STOP").exists()
 
 
 def test_only_rank_0_looks_for_the_file(clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
     with StopRequests(tmp_path, rank=1, clock=clock) as requests:
-        assert requests.requested() is None
+        assert requests.reason_to_stop() is None
     assert (tmp_path / "STOP").exists()
 
 
@@ -157,7 +157,7 @@ def imports(argv):
     print("ready", flush=True)
     time.sleep(1.0)
     with StopRequests() as stop:
-        print(stop.requested())
+        print(stop.reason_to_stop())
     return 0
 
 cli.main = imports

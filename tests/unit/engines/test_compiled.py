@@ -240,7 +240,7 @@ def test_losses_after_an_interrupted_shift_are_those_of_what_was_put_back() -> N
     batch = rows()
     batch.fields = {name: field.bfloat16() for name, field in batch.fields.items()}
     before = task_losses(Summed(), engine, batch).sums.detach().clone()
-    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shift(1.0), 3.0):
+    with pytest.raises(KeyError), engine.perturb_weights(engine.weights().times(0.0).shift(1.0), 3.0):
         raise KeyError
     assert torch.equal(task_losses(Summed(), engine, batch).sums, before)
 

@@ -78,12 +78,12 @@ def engine_of(parameters: int) -> PlainEngine:
 
 
 def moved(engine: PlainEngine, direction: Shards, base: Shards | None) -> None:
-    with engine.perturbed(direction, torch.tensor(0.5, dtype=torch.float64), base=base):
+    with engine.perturb_weights(direction, torch.tensor(0.5, dtype=torch.float64), base=base):
         pass
 
 
 def exchanged(engine: PlainEngine, other: Shards) -> None:
-    with engine.exchanged(other):
+    with engine.exchange_weights(other):
         pass
 
 
@@ -121,7 +121,7 @@ def test_both_sides_of_a_difference_publish_three_times(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(engine, "publish_weights", lambda: published.append(first()))
     before, direction = first(), engine.weights().times(0.0).shift(1.0)
-    with engine.perturbed(direction, 0.5) as move_to:
+    with engine.perturb_weights(direction, 0.5) as move_to:
         move_to(-0.25)
     assert published == pytest.approx([before + 0.5, before - 0.25, before])
 
@@ -132,7 +132,7 @@ def test_a_forward_after_an_interrupted_shift_reads_what_was_put_back() -> None:
     engine = PlainEngine(module, config, device=CPU)
     rows = torch.ones(1, 2, dtype=torch.bfloat16)
     before = engine(rows).clone()
-    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shift(1.0), 3.0):
+    with pytest.raises(KeyError), engine.perturb_weights(engine.weights().times(0.0).shift(1.0), 3.0):
         assert not torch.equal(engine(rows), before)
         raise KeyError
     assert torch.equal(engine(rows), before)

@@ -50,7 +50,7 @@ class BertClassifier(nn.Module):
         """The head's, and the pooler's."""
         return len(self.layers) + 1
 
-    def depth_of(self, name: str) -> int:
+    def parameter_depth(self, name: str) -> int:
         """See engines/optimizer.py, `Layered`."""
         parts = name.split(".")
         if parts[:2] == ["bert", "embeddings"]:

@@ -190,7 +190,7 @@ def run_own_pass(ctx: StepContext) -> None:
     the window are not perturbed and take no part.
     """
     # A context of its own: the weights and sums that the balancer writes here are not those of the step.
-    own_ctx = ctx.apart(ctx.own_window)
+    own_ctx = ctx.separate_context(ctx.own_window)
     own_ctx.balancer.before_step(own_ctx)
     for number, micro in enumerate(own_ctx.window):
         loss = own_ctx.balancer.total(own_ctx, own_ctx.compute_losses(micro))

@@ -131,7 +131,7 @@ def finite_difference(
         base: weights around which it is taken; None = the present ones.
     """
     epsilon = length / direction.norm().clamp(min=SMALLEST)
-    with ctx.engine.perturbed(direction, epsilon, base=base) as move_to:
+    with ctx.engine.perturb_weights(direction, epsilon, base=base) as move_to:
         above = derivative(ctx, window)
         move_to(-epsilon)
         below = derivative(ctx, window)

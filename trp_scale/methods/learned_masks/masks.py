@@ -300,7 +300,7 @@ class Masker:
         pairs = [pair for window in windows for pair in zip(window.micros, window.selections, strict=True)]
         before = [chosen.masked for _, chosen in pairs]
         now = [self._chosen_again(chosen) for _, chosen in pairs]
-        with self.network.exchanged(self.untrained):
+        with self.network.exchange_weights(self.untrained):
             untrained = [self._chosen_again(chosen) for _, chosen in pairs]
         sums = torch.zeros(3, dtype=torch.float64, device=self.network.device)
         for (micro, chosen), *masked in zip(pairs, now, untrained, before, strict=True):

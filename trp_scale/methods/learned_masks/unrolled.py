@@ -102,7 +102,7 @@ class UnrolledValidationLoss(ValidationLoss):
         for micros in windows:
             with _moved(ctx.engine, offset):
                 window = choose(ctx, micros)
-                inner_ctx = ctx.apart(micros, window.counts)
+                inner_ctx = ctx.separate_context(micros, window.counts)
                 inner_ctx.balancer.before_step(inner_ctx)
                 gradient = ctx.engine.compute_gradient(_losses(inner_ctx, micros))
             if self.settings.derivative == "last":
@@ -124,7 +124,7 @@ class UnrolledValidationLoss(ValidationLoss):
         losses = _losses(step.ctx, step.window.micros)
         with (
             _moved(engine, step.place),
-            engine.perturbed(direction, epsilon) as move_to,
+            engine.perturb_weights(direction, epsilon) as move_to,
             engine.exact_forwards(),
         ):
             above = engine.compute_gradient(losses)
@@ -140,4 +140,4 @@ def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
 
 
 def _moved(engine: Engine, offset: Shards | None) -> AbstractContextManager[Any]:
-    return nullcontext() if offset is None else engine.perturbed(offset, 1.0)
+    return nullcontext() if offset is None else engine.perturb_weights(offset, 1.0)

@@ -213,7 +213,7 @@ def test_anchors_and_levels_keep_their_proportion_to_the_patches() -> None:
 
 def test_depths_are_the_encoders_and_the_heads_the_deepest() -> None:
     detector = Detector(detection_config())
-    depths = {name: detector.depth_of(name) for name, _ in detector.named_parameters()}
+    depths = {name: detector.parameter_depth(name) for name, _ in detector.named_parameters()}
     assert depths["encoder.cls_token"] == 0 and depths["encoder.blocks.2.norm1.weight"] == 3
     assert {depths[name] for name in depths if not name.startswith("encoder.")} == {detector.depth} == {5}
     assert detector.layers == list(detector.encoder.blocks)
