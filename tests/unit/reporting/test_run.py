@@ -23,7 +23,7 @@ from tests.unit.reporting.small_runs import (
     write,
 )
 from trp_scale.cli import main as cli
-from trp_scale.config import metric_plots
+from trp_scale.config import registry
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
@@ -241,7 +241,7 @@ def test_a_first_step_that_compiled_leaves_room_for_the_others(tmp_path: Path) -
 
 
 def test_a_hook_from_outside_describes_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_plots, "_described", dict(metric_plots._described))
+    monkeypatch.setattr(registry, "_described", dict(registry._described))
     plot = MetricPlot(title="How fast", names=("speed",), unit="m / s")
     describe_metrics("own_hook", title="A hook of my own", look_for="That it moves.", plots=[plot])
     text = page_of(write(tmp_path / "masks", mask_lines()))
@@ -251,7 +251,7 @@ def test_a_hook_from_outside_describes_its_metrics(tmp_path: Path, monkeypatch: 
 
 def test_a_hook_is_described_once() -> None:
     with pytest.raises(RefusedError, match=r"'adversary' .* by trp_scale.methods.adversary.settings"):
-        metric_plots.metrics_description("adversary")
+        registry.metrics_description("adversary")
         describe_metrics("adversary", title="mine", look_for="")
 
 
@@ -260,7 +260,7 @@ def test_what_rooms_describe_is_logged_by_their_hooks() -> None:
     package = Path(cli.__file__).parents[1]
     rooms = {"adversary": "methods/adversary", "multilevel": "methods/learned_masks", "probes": "evaluation/online"}
     for name, room in rooms.items():
-        described = metric_plots.metrics_description(name)
+        described = registry.metrics_description(name)
         assert described is not None
         files = [path for path in (package / room).glob("*.py") if path.name not in ("settings.py", "__init__.py")]
         source = "".join(path.read_text(encoding="utf-8") for path in files)
