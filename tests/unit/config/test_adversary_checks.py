@@ -69,7 +69,7 @@ def test_refused_with_the_flag_to_change(kind: str, changes: dict[str, Any], wor
 
 def test_an_adversary_needs_image_patches() -> None:
     document = {"upstream": "pos_bert", "adversary": {"kind": "absolute_embedding"}}
-    with pytest.raises(RefusedError, match=r"adversary: a section of upstream mae, mm_mae; this run's is pos_bert"):
+    with pytest.raises(RefusedError, match=r"adversary: .* upstream mae, mm_mae;"):
         from_dict(document)
 
 
@@ -98,11 +98,7 @@ def test_balls_that_pixels_can_lie_in_need_no_word(changes: dict[str, Any]) -> N
     ("kind", "name", "value", "having"),
     [
         ("absolute_embedding", "scope", "value", "relative_embedding"),
-        ("absolute_coordinate", "mask_token", "learned", "absolute_embedding"),
-        ("relative_embedding", "index", "straight_through", "relative_coordinate"),
-        ("absolute_coordinate", "on_saturation", "reset", "relative_coordinate"),
         ("pixels", "where", "both", "absolute_embedding, absolute_coordinate, relative_embedding, relative_coordinate"),
-        ("pixels", "ascent", "adamw", "absolute_embedding, absolute_coordinate, relative_embedding, relative_coordin"),
         (
             "none",
             "eps",

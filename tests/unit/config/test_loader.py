@@ -85,13 +85,10 @@ def test_an_unknown_recipe_names_the_known_ones_and_the_nearest() -> None:
         load_recipe("pos_bert_bse")
     assert "did you mean pos_bert_base?" in str(caught.value)
     assert all(name in str(caught.value) for name in known_recipes())
-    with pytest.raises(RefusedError, match=r"--recipe recipes/x.YAML: there is no such file"):
-        load_recipe("recipes/x.YAML")
-    with pytest.raises(RefusedError, match=r"up.YAML: there is no such file"):
-        load_recipe("up.YAML")
-    with pytest.raises(RefusedError, match=r"--recipe tests/unit: a directory; allowed: a recipe's name"):
-        load_recipe("tests/unit")
-    with pytest.raises(RefusedError, match=r"there is no such file; did you mean pos_bert_tiny\?"):
+    for path in ("recipes/x.YAML", "up.YAML", "tests/unit"):
+        with pytest.raises(RefusedError, match=f"--recipe {path}: "):
+            load_recipe(path)
+    with pytest.raises(RefusedError, match=r"pos_bert_tiny\?"):
         load_recipe("recipes/pos_bert_tiny.yaml")
 
 

@@ -47,35 +47,19 @@ def test_the_defaults_pass_and_give_no_caution(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"),
+    ("name", "value"),
     [
-        ("multilevel__unroll", 0, "1 or more"),
-        ("multilevel__every", 0, "1 or more"),
-        ("multilevel__batch_size", -1, "0 or more"),
-        ("multilevel__micro_size", -1, "0 or more"),
-        ("multilevel__gamma", -0.1, "0 or more"),
-        ("multilevel__proximity", float("inf"), "more than 0"),
-        ("multilevel__proximity", 0.0, "more than 0"),
-        ("multilevel__look_ahead_lr", -1.0, "0 or more"),
-        ("multilevel__head_weight_decay", -1.0, "0 or more"),
-        ("multilevel__weight_decay", float("nan"), "0 or more"),
-        ("multilevel__exact_every", -1, "0 or more"),
-        ("multilevel__head_lr", 0.0, "more than 0"),
-        ("multilevel__lr", 0.0, "more than 0"),
-        ("multilevel__eps", 0.0, "more than 0"),
-        ("multilevel__difference", 0.0, "more than 0"),
-        ("multilevel__validation_share", 0.0, "more than 0 and below 1"),
-        ("multilevel__validation_share", 1.0, "more than 0 and below 1"),
-        ("multilevel__head_dropout", 1.0, "from 0 to below 1"),
-        ("multilevel__hidden_size", 0, "1 or more"),
-        ("multilevel__temperature", 0.0, "more than 0"),
-        ("objective__uniformity", -0.01, "0 or more"),
+        ("multilevel__unroll", 0),
+        ("multilevel__gamma", -0.1),
+        ("multilevel__proximity", float("inf")),
+        ("multilevel__weight_decay", float("nan")),
+        ("multilevel__validation_share", 1.0),
+        ("objective__uniformity", -0.01),
     ],
 )
-def test_ranges(name: str, value: float, allowed: str) -> None:
-    flag = name.replace("__", ".")
+def test_a_number_outside_its_range_is_refused(name: str, value: float) -> None:
     kind = {"multilevel__gamma": "joint", "multilevel__proximity": "fine_tuning"}.get(name, "head")
-    assert f"--{flag} is {value}, allowed: {allowed}" in problem(**{name: value}, multilevel__kind=kind)
+    assert f"--{name.replace('__', '.')} is {value}" in problem(**{name: value}, multilevel__kind=kind)
 
 
 def test_every_number_has_a_range() -> None:
@@ -172,7 +156,7 @@ def test_masks_are_learned_for_masked_autoencoders_of_images_alone(recipe: str) 
     document = to_dict(load_recipe(recipe))
     document["data"]["path"] = "data"
     document["multilevel"] = {"kind": "head"}
-    with pytest.raises(RefusedError, match=r"1 wrong.*\n.*multilevel: a section of upstream mae; this run's is"):
+    with pytest.raises(RefusedError, match=r"multilevel: .* upstream mae;"):
         from_dict(document)
 
 
@@ -240,24 +224,10 @@ def test_what_has_no_effect_or_is_rarely_meant_is_allowed_with_a_caution(
     ("kind", "name", "value", "having"),
     [
         ("none", "unroll", 5, "head, joint, fine_tuning, reconstruction"),
-        ("none", "final_ratio", 0.9, "head, joint, fine_tuning, reconstruction"),
         ("head", "gamma", 2.0, "joint"),
         ("joint", "proximity", 2.0, "fine_tuning"),
-        ("joint", "mode", "look_ahead", "head"),
         ("fine_tuning", "mode", "look_ahead", "head"),
-        *(
-            ("reconstruction", name, value, "head, joint, fine_tuning")
-            for name, value in (
-                ("unlabelled", "all"),
-                ("validation_share", 0.5),
-                ("batch_size", 7),
-                ("head_lr", 1.0),
-                ("head_norm", "layer"),
-                ("pooling", "class"),
-                ("difference", 0.5),
-            )
-        ),
-        ("reconstruction", "derivative", "full", "head"),
+        ("reconstruction", "batch_size", 7, "head, joint, fine_tuning"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused_with_the_kinds_that_have_it(

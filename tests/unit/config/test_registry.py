@@ -95,7 +95,7 @@ def test_a_task_of_another_modality_is_refused() -> None:
 
 
 def test_a_setting_without_a_default_is_refused() -> None:
-    with pytest.raises(RefusedError, match="the setting rate has no default; give one, such as `rate: float"):
+    with pytest.raises(RefusedError, match="rate has no default"):
 
         @component("balancer", "mine")
         class Mine:
@@ -126,7 +126,7 @@ def test_a_module_that_fails_is_named_with_its_error(tmp_path: Path, text: str, 
 
 
 def test_a_module_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"a module dataclasses from .* is in its place; rename the file"):
+    with pytest.raises(RefusedError, match=r"--module .*dataclasses\.py"):
         load_module(written(tmp_path, "dataclasses", ""))
 
 
@@ -138,21 +138,21 @@ def test_a_run_has_the_modules_of_its_own_command_line(tmp_path: Path) -> None:
 
 def test_a_setting_of_a_hook_that_is_not_listed_says_how_to_list_it(tmp_path: Path) -> None:
     given = [*TINY, "--module", hook(tmp_path, "one", "first")]
-    with pytest.raises(RefusedError, match=r"--first\.rate: this run has no hook first; --hooks first adds it"):
+    with pytest.raises(RefusedError, match=r"--first\.rate: .*--hooks first"):
         parse([*given, "--first.rate", "2"])
-    with pytest.raises(RefusedError, match="first: settings of the hook first, which is not in hooks; list it there"):
+    with pytest.raises(RefusedError, match=r"first: .*hooks"):
         from_dict({"first": {"rate": 2}})
 
 
 def test_a_hook_whose_section_is_there_already_is_refused(tmp_path: Path) -> None:
     load_module(hook(tmp_path, "one", "validation"))
-    with pytest.raises(RefusedError, match="validation of one has settings, and a section validation is there already"):
+    with pytest.raises(RefusedError, match="validation of one"):
         from_dict({"hooks": ["validation"]})
 
 
 def test_settings_of_a_run_without_its_module_say_which(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("modules: [own, other]\nbalancer: {kind: mine}\n", encoding="utf-8")
-    with pytest.raises(RefusedError, match=r"^\S*: settings of a run with --module own --module other; give it"):
+    with pytest.raises(RefusedError, match=r"--module own --module other"):
         load_recipe(tmp_path / "config.yaml")
     load_module(written(tmp_path, "own", ""))
     load_module(written(tmp_path, "other", ""))
@@ -225,5 +225,5 @@ def test_what_is_no_hook_is_refused_by_name(tmp_path: Path) -> None:
     from trp_scale.core.hooks import _build_component
 
     component("hook", "mine")(type("Mine", (), {"__init__": lambda self, settings, run: None, "__module__": "one"}))
-    with pytest.raises(RefusedError, match=r"one registers Mine as the hook 'mine'; allowed: .* trp_scale\.Hook"):
+    with pytest.raises(RefusedError, match=r"Mine .*trp_scale\.Hook"):
         _build_component(None, "hook", "mine", None)  # type: ignore[arg-type]

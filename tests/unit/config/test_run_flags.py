@@ -132,7 +132,7 @@ def test_the_engine_follows_from_the_flags_and_the_world() -> None:
     assert Arguments(config=large).engine_for(2) == "fsdp"
     assert Arguments(ds_config=Path("x.json")).engine_for(1) == "deepspeed"
     assert Arguments(engine="fsdp").engine_for(1) == "fsdp"
-    with pytest.raises(RefusedError, match="--engine plain is for one process, this run has 2"):
+    with pytest.raises(RefusedError, match="--engine plain"):
         Arguments(engine="plain").engine_for(2)
 
 

@@ -271,9 +271,9 @@ def test_files_that_say_nothing_stop_nothing(run_dir: Path, monkeypatch: pytest.
 
 
 def test_no_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="no such directory"):
+    with pytest.raises(RefusedError, match="none"):
         examine_run(tmp_path / "none")
-    with pytest.raises(RefusedError, match=f"it is no run; give one of: {run_dir}"):
+    with pytest.raises(RefusedError, match=f"{tmp_path} .*{run_dir}"):
         examine_run(tmp_path)
 
 
