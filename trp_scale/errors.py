@@ -1,5 +1,4 @@
-"""The refusal that a user sees: how a value is quoted in it, and the nearest known name. And how an error ends a
-command."""
+"""Errors that a user sees, how messages quote values and name the nearest known one, and exit statuses of errors."""
 
 from __future__ import annotations
 
@@ -66,23 +65,23 @@ _QUOTE.maxstring = _QUOTE.maxlong = _QUOTE.maxother = LONGEST_QUOTE
 
 
 def quote(value: object) -> str:
-    """A value as a message quotes it: its repr, of a long or deep one the beginning. Never written out as a whole:
-    aliases of YAML make a value of any size out of a few bytes."""
+    """Return the repr of a value for a message, shortened without building the whole repr: aliases of YAML make a value
+    of any size out of a few bytes."""
     return shorten(_QUOTE.repr(value))
 
 
 def shorten(text: str, most: int = LONGEST_QUOTE) -> str:
-    """Text of at most `most` characters: a longer one ends in "..."."""
+    """Return text of at most `most` characters; a longer one ends in "..."."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def escape_name(text: str) -> str:
-    """Text that can be stored: bytes of a file name that are not UTF-8 become \\udcXX."""
+    """Return text that can be stored: bytes of a file name that are not UTF-8 become \\udcXX."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of what another library says, or the error's name: its messages may quote a file at length."""
+    """Return the first line of another library's message, shortened, or the error's name."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()
     return shorten(lines[0] if lines else type(error).__name__)
 
@@ -92,7 +91,7 @@ FULL_BYTES = 64 << 20
 
 
 def scarcest_space() -> str:
-    """Return where there is no room: the path with the least free space of those that this command may write to."""
+    """Return the path with the least free space among those that this command may write to."""
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
     paths = [*words, os.environ.get("TRP_SCALE_CACHE") or ".", tempfile.gettempdir(), "/dev/shm", "."]
     free: dict[str, int] = {}
@@ -110,7 +109,7 @@ def scarcest_space() -> str:
 
 
 def exit_status_and_message(error: BaseException) -> tuple[ExitStatus, str]:
-    """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
+    """Return the exit status of an error, and its message; "" if the traceback is needed."""
     if any(words in str(error) for words in NO_ROOM):
         text = next((line for line in str(error).splitlines() if any(word in line for word in NO_ROOM)), "")
         where = "there" if text.endswith("'") else scarcest_space()  # a path in quotes, or none
@@ -135,7 +134,7 @@ def finding(error: RefusedError) -> str:
 
 
 def listed_problems(problems: list[str]) -> str:
-    """The problems one a line, the first MOST_PROBLEMS of them."""
+    """Return the first MOST_PROBLEMS problems, one a line."""
     lines = [f"  {problem}" for problem in problems[:MOST_PROBLEMS]]
     if len(problems) > MOST_PROBLEMS:
         lines.append(f"  and {len(problems) - MOST_PROBLEMS} more")
@@ -143,6 +142,6 @@ def listed_problems(problems: list[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The words "; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
+    """Return "; did you mean X?" for the known name most like `name`, or "" if none is like it."""
     matches = difflib.get_close_matches(name[:LONGEST_QUOTE], sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -20,25 +20,11 @@ def shard_text(argv: Sequence[str]) -> int:
     """`trp-scale shard-text`."""
     from trp_scale.sharding.text.shard import ShardTextConfig
 
-    first = (
-        "inputs",
-        "output",
-        "embedded",
-        "length",
-        "tokenizer",
-        "vocab_size",
-        "rows_per_block",
-        "processes",
-        "executor",
-    )
-    settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=first)
+    first = ("inputs", "output", "embedded", "length", "tokenizer", "vocab_size", "rows_per_block", "processes")
+    settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=(*first, "executor"))
     from trp_scale.sharding.text.shard import shard_text as shard
 
-    _tell_progress()
-    settings.check()
-    if not _submit("shard-text", argv, settings, settings.output):
-        shard(settings)
-    return 0
+    return _run_or_submit("shard-text", argv, settings, settings.output, shard)
 
 
 def shard_images(argv: Sequence[str]) -> int:
@@ -49,11 +35,7 @@ def shard_images(argv: Sequence[str]) -> int:
     settings = read(ShardImagesConfig, argv, prog="trp-scale shard-images", first=first)
     from trp_scale.sharding.images.shard import shard_images as shard
 
-    _tell_progress()
-    settings.check()
-    if not _submit("shard-images", argv, settings, settings.output):
-        shard(settings)
-    return 0
+    return _run_or_submit("shard-images", argv, settings, settings.output, shard)
 
 
 def pseudo_label(argv: Sequence[str]) -> int:
@@ -64,15 +46,22 @@ def pseudo_label(argv: Sequence[str]) -> int:
     settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
     from trp_scale.sharding.pseudo_labels.label import pseudo_label as label
 
-    _tell_progress()
+    return _run_or_submit("pseudo-label", argv, settings, settings.data, label)
+
+
+def _run_or_submit(
+    command: str, argv: Sequence[str], settings: Any, directory: Path, work: Callable[[Any], object]
+) -> int:
+    """Check the settings, then do the work here, or submit the command to SLURM."""
+    _log_progress()
     settings.check()
-    if not _submit("pseudo-label", argv, settings, settings.data):
-        label(settings)
+    if not _submit(command, argv, settings, directory):
+        work(settings)
     return 0
 
 
 def _submit(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
-    """Whether the command, whose settings were checked, is one for SLURM; then it is submitted."""
+    """Submit a command with checked settings if it is for SLURM; return whether it is."""
     if settings.executor != "slurm-array":
         if settings.sbatch:
             raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
@@ -151,7 +140,7 @@ def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
             raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")
         output = dataset
     part = arguments.own_part()
-    _tell_progress()
+    _log_progress()
     config = IndexTars(**{"tars": arguments.tars, **settings}, output=output, part=part, executor=arguments.executor)
     config.check()
     if not _submit("index", argv, arguments, output):
@@ -182,7 +171,7 @@ def merge(argv: Sequence[str]) -> int:
     arguments = read(MergeArguments, argv, prog="trp-scale merge")
     from trp_scale.sharding.merge import merge as join
 
-    _tell_progress()
+    _log_progress()
     join(arguments.dataset, arguments.max_skipped)
     return 0
 
@@ -284,5 +273,5 @@ def verify(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tell_progress() -> None:
+def _log_progress() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")

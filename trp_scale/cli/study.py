@@ -87,7 +87,7 @@ def show(argv: Sequence[str]) -> int:
 
 
 @dataclass(kw_only=True)
-class PlanArguments:
+class StudyPlanArguments:
     """Predict the hours of a study, and what they cost, before any is spent."""
 
     file: File
@@ -102,7 +102,7 @@ class PlanArguments:
 
 def plan(argv: Sequence[str]) -> int:
     """The hours of a study, and their price, before any is spent."""
-    arguments = read(PlanArguments, argv, prog="trp-scale study plan")
+    arguments = read(StudyPlanArguments, argv, prog="trp-scale study plan")
     from trp_scale.studies.execute import Claim, claim, read_claim
     from trp_scale.studies.graph import Graph
     from trp_scale.studies.plan import hours_left, planned_hours
@@ -194,7 +194,7 @@ def _graph(study: Study, scale: Scale, directory: Path, flags: list[str]) -> Gra
 
 
 @dataclass(kw_only=True)
-class ReportArguments:
+class StudyReportArguments:
     """Write what a study found so far: README.md, report.tex, report.html, figures.json and a picture."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -207,7 +207,7 @@ class ReportArguments:
 
 def report(argv: Sequence[str]) -> int:
     """Write the results of a study so far as Markdown, LaTeX and HTML."""
-    arguments = read(ReportArguments, argv, prog="trp-scale study report")
+    arguments = read(StudyReportArguments, argv, prog="trp-scale study report")
     from trp_scale.studies.execute import read_claim
     from trp_scale.studies.graph import Graph
     from trp_scale.studies.report import write_report

@@ -100,7 +100,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
     def imports() -> None:
         load()
         with suppress(ImportError):  # the run says what is not installed
-            importlib.import_module(f"trp_scale.engines.{arguments.engine_for(info.world)}")
+            importlib.import_module(f"trp_scale.engines.{arguments.choose_engine(info.world)}")
 
     def attempt(number: int) -> int:
         if number and (arguments.resume == "never" or checkpoints(run_dir)):

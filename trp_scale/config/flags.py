@@ -1,7 +1,7 @@
-"""How a command reads its flags. `--help` is one screen, `--help-all` explains every flag.
+"""Flags of a command. `--help` is one screen, `--help-all` explains every flag.
 
-Importing this costs little, and so must every module that says what flags a command has: a command imports torch and
-the like when its work starts.
+Importing this is cheap, and so must be every module with flags of a command: a command imports torch and the like when
+its work starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
 
 def clean_text(text: str) -> str:
     """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
-    URLs. `credentials_of` gives them to requests, also in processes that this one starts.
+    URLs. `find_credentials` returns them for requests, also in processes that this one starts.
 
     Raises:
         RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
@@ -71,7 +71,7 @@ class TakesModalities(TakesModules):
     """A command in which each modality may have a section of its own, under its name.
 
     Attributes:
-        part: what the sections are for (config/registry.py: `preparation_sections`).
+        part: purpose of the sections (config/registry.py: `preparation_sections`).
     """
 
     part: ClassVar[Literal["files", "labels"]]
@@ -92,7 +92,7 @@ class TakesModalities(TakesModules):
         return extended
 
     def section(self, modality: str) -> Section | None:
-        """The settings of a modality; its defaults where the command was made without; None: it has none here."""
+        """Return the settings of a modality, by default its defaults; `None` if it has none here."""
         kind = preparation_sections(self.part).get(modality)
         section: Section | None = getattr(self, modality, None) if kind is not None else None
         return kind() if section is None and kind is not None else section
@@ -112,26 +112,26 @@ HELP_ALL = "--help-all"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether a command line asks what the command's flags are."""
+    """Return whether a command line contains a flag for help."""
     return any(word in (*HELP, HELP_ALL) for word in argv)
 
 
 def phase(text: str) -> None:
-    """Say what takes its time before a run can show its steps; of several ranks, rank 0 speaks."""
+    """Print the current phase of a start, on rank 0."""
     if is_rank_zero_env():
         with suppress(OSError):  # nobody reads it
             print(text, flush=True)
 
 
 def is_rank_zero_env() -> bool:
-    """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
+    """Return whether this process is rank 0, before the environment is checked."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def read(
     kind: type[Arguments], argv: Sequence[str], *, prog: str, first: Collection[str] = (), **settings: Any
 ) -> Arguments:
-    """The command line as a `kind`; only the first rank prints what is wrong with it.
+    """Read the command line as a `kind`; only rank 0 prints errors.
 
     Args:
         kind: dataclass of the flags; a dataclass within it is a section, whose flags are `--section.name`.
@@ -185,7 +185,7 @@ def _parse(kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection
 
 
 def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:
-    """Print the first screen, and end."""
+    """Print the first screen, and exit."""
     sections = dict(_sections(kind, settings.get("default")))
     listed = list(_components(getattr(settings.get("default"), "config", None)))
     types = get_type_hints(kind, include_extras=True)
@@ -201,8 +201,8 @@ def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str
 
 
 def _unwrap_docstrings(kind: type[Any], default: object) -> None:
-    """Give tyro what the fields of a dataclass and of its sections say, as running text: in a docstring it takes each
-    indented line for a paragraph.
+    """Pass the docstrings of the fields of a dataclass and of its sections to tyro as running text: tyro takes each
+    indented line of a docstring for a paragraph.
 
     Args:
         default: one of this kind, whose sections may be of other types than its annotations; None if there is none.
@@ -227,7 +227,7 @@ def _unwrap_docstrings(kind: type[Any], default: object) -> None:
 
 
 def _components(config: Any) -> Iterator[str]:
-    """The components that the settings of a run list by name, and those that they may."""
+    """Yield the components that the settings of a run list by name, and all known ones."""
     if upstream := getattr(config, "upstream", ""):
         yield f"--upstream {upstream}; known: {', '.join(sorted(names('upstream')))}"
     if hasattr(config, "hooks"):
@@ -246,7 +246,7 @@ def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
 
 
 def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
-    """The sections of a dataclass, with the first sentence of what each says of itself.
+    """Yield the sections of a dataclass, with the first sentence of their docstrings.
 
     Args:
         default: one of this kind, whose sections may say more than their annotation; None if there is none.
@@ -268,13 +268,13 @@ def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
 
 
 def _section(type_: Any) -> type[Any] | None:
-    """The dataclass that a field's type is, if it is one."""
+    """Return the type of a field if it is a dataclass."""
     plain = get_args(type_)[0] if get_origin(type_) is Annotated else type_
     return plain if dataclasses.is_dataclass(plain) and isinstance(plain, type) else None
 
 
 def _without(kind: type[Any], hidden: Sequence[str]) -> type[Any]:
-    """`kind`, where the fields `hidden` have no flag."""
+    """Return `kind` without flags for the fields `hidden`."""
     members = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,

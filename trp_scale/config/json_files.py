@@ -41,7 +41,7 @@ def read_json(
     missing: str = "not found",
     largest: int = LARGEST,
 ) -> Any:
-    """The value in a JSON file.
+    """Return the value in a JSON file.
 
     Args:
         raised: the error of a file that is refused.
@@ -64,7 +64,7 @@ def read_object(
     missing: str = "not found",
     largest: int = LARGEST,
 ) -> dict[str, Any]:
-    """The object in a JSON file; arguments and errors as of `read_json`. Another value is refused too."""
+    """Return the object in a JSON file; arguments and errors as for `read_json`. Another value is refused too."""
     source = source or str(path)
     document = read_json(path, raised, source=source, missing=missing, largest=largest)
     if not isinstance(document, dict):
@@ -75,7 +75,7 @@ def read_object(
 def read_content(
     path: Path, raised: type[RefusedError], *, source: str = "", missing: str = "not found", largest: int = LARGEST
 ) -> bytes:
-    """The bytes of a file that may be refused; arguments as of `read_json`.
+    """Return the bytes of a file; arguments as for `read_json`.
 
     Raises:
         raised: the file cannot be read, or is too large.
@@ -99,7 +99,7 @@ def read_content(
 
 
 def _parts(stream: IO[bytes], most: int) -> Iterator[bytes]:
-    """The content of a stream, up to more than `most` bytes."""
+    """Yield the content of a stream, up to more than `most` bytes."""
     while most >= 0 and (part := stream.read(1 << 20)):
         yield part
         most -= len(part)
@@ -113,7 +113,7 @@ def parse_json(
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     looked_through: bool = True,
 ) -> Any:
-    """The value that JSON text stands for.
+    """Return the value of JSON text.
 
     Args:
         content: in UTF-8, or text.
@@ -164,7 +164,7 @@ def check_document(document: Any, source: str, raised: type[RefusedError]) -> An
 
 
 def can_be_written(text: str) -> bool:
-    """Whether text is without halves of surrogate pairs."""
+    """Return whether text has no halves of surrogate pairs."""
     if text.isascii():
         return True
     try:
@@ -175,7 +175,7 @@ def can_be_written(text: str) -> bool:
 
 
 def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of each line of a file, its end included; the last one may have none.
+    """Yield (number, line) of each line of a file with its end; the last one may have none.
 
     Raises:
         raised: the file cannot be read, or a line is longer than LONGEST_LINE.
@@ -193,7 +193,7 @@ def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterato
 
 
 def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source: str = "", what: str = "") -> list[str]:
-    """The lines of a text file, in UTF-8.
+    """Return the lines of a text file in UTF-8.
 
     Args:
         source: how the file is named in messages; empty: its path.

@@ -41,7 +41,7 @@ def recipes(argv: Sequence[str]) -> int:
 
 
 def list_recipes() -> Iterator[str]:
-    """The names of all recipes, those of each command together, with what they say of themselves."""
+    """Yield the names of all recipes by command, with their summaries."""
     names = known_recipes()
     width = max(map(len, names))
     pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
@@ -54,13 +54,12 @@ def list_recipes() -> Iterator[str]:
 
 
 def summaries() -> dict[str, str]:
-    """Names of all recipes, and what each says of itself."""
+    """Return the summaries of all recipes by name."""
     return {name: summary(name) for name in known_recipes()}
 
 
 def summary(name: str) -> str:
-    """The line that a recipe was registered with, or the first sentence of the comment at its head; empty if it has
-    none."""
+    """Return the line that a recipe was registered with, or the first sentence of its head comment, or ""."""
     path = recipe_path(name)
     if registered_document(path) is not None:
         return registered_recipes[name].line
@@ -79,17 +78,13 @@ def data(name: str) -> str:
 
 
 def _head(path: Path) -> str:
-    """The comment at the head of a file, without its marks."""
+    """Return the comment at the head of a file, without its marks."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), read_lines(path))
     return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
 def resolve_recipe(path: Path) -> Iterator[str]:
-    """All settings of a recipe as YAML, which is a recipe itself; the comment behind each is its origin.
-
-    Raises:
-        RefusedError: as `load_recipe`.
-    """
+    """Yield all settings of a recipe as YAML, which is a recipe itself; the comment after each is its origin."""
     config, recipe = resolve(path)
     names = [file.stem if file.parent == RECIPES else str(file) for file in recipe.chain]
     origin = {where: names[recipe.chain.index(file)] for where, file in recipe.origin.items()}

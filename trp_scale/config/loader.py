@@ -17,7 +17,7 @@ from trp_scale.config import Config, PretrainConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.recipes import Inherited, inherit, recipe_names, recipe_path
 from trp_scale.config.registry import RUNS, Component, find, listed_roles, load_module, registered_components, runs
-from trp_scale.config.schema import Problem, WrongValueError, reader_of
+from trp_scale.config.schema import Problem, WrongValueError, typed_reader
 from trp_scale.config.settings import Settings, setting_name, setting_names
 from trp_scale.config.yaml_files import write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
@@ -130,7 +130,7 @@ def read_section(kind: type[Section], values: Mapping[str, Any], source: str) ->
 def _read(kind: Any, document: object, source: str, problems: list[str], missing_modules: Sequence[str]) -> Any:
     """Read settings; all problems are one error. Without the run's modules no problem can be told."""
     try:
-        settings = reader_of(kind, as_setting=True)(document)
+        settings = typed_reader(kind, as_setting=True)(document)
     except WrongValueError as error:
         room = MOST_PROBLEMS - len(problems)
         problems += [_describe(kind, problem) for problem in error.problems[:room]]

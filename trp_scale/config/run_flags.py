@@ -70,8 +70,8 @@ class Arguments:
     local_rank: int = -1
     """Passed by the deepspeed launcher; ranks are read from the environment."""
 
-    def engine_for(self, world: int) -> EngineName:
-        """The engine of this run on `world` ranks.
+    def choose_engine(self, world: int) -> EngineName:
+        """Return the engine of this run on `world` ranks.
 
         Raises:
             RefusedError: plain on several ranks.
@@ -90,7 +90,7 @@ class Arguments:
         return "fsdp" if self.config.model.block_parameters > WHOLE else "ddp"
 
     def recipe_name(self) -> str:
-        """The recipe's name, for the name of the run directory."""
+        """Return the recipe's name, for the name of the run directory."""
         return Path(self.recipe).stem
 
 
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments
 
 
 def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str) -> AnyArguments:
-    """The command line of a run, settings not yet checked.
+    """Read the command line of a run, without a check of its settings.
 
     Args:
         kind: the command's flags.

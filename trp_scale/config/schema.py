@@ -124,7 +124,7 @@ class Fields:
                 raise self.refusal(f"no field {name!r}")
             return default
         try:
-            return reader_of(kind)(self.document[name])
+            return typed_reader(kind)(self.document[name])
         except WrongValueError as error:
             raise self.refusal("; ".join(map(str, error.below(name)))) from None
 
@@ -170,7 +170,7 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
         raised: it has not.
     """
     try:
-        result: Kind = reader_of(kind)(document)  # type: ignore[arg-type]  # a class can be hashed
+        result: Kind = typed_reader(kind)(document)  # type: ignore[arg-type]  # a class can be hashed
     except WrongValueError as error:
         words = "; ".join(map(str, error.problems[:MOST_PROBLEMS]))
         raise raised(f"{where}: {words}{f'; {advice}' * bool(advice)}") from None
@@ -182,7 +182,7 @@ Read = Callable[[Any], Any]
 
 
 @cache
-def reader_of(kind: Any, as_setting: bool = False) -> Read:
+def typed_reader(kind: Any, as_setting: bool = False) -> Read:
     """Return the reader of a type, built once: an index has a million values.
 
     Args:
@@ -196,7 +196,7 @@ def reader_of(kind: Any, as_setting: bool = False) -> Read:
     if dataclasses.is_dataclass(kind):
         return _record_reader(kind, as_setting)
     if origin is Annotated:
-        return _with_limit(reader_of(arguments[0], as_setting), arguments[1])
+        return _with_limit(typed_reader(arguments[0], as_setting), arguments[1])
     if origin is Literal:
         return _choice(arguments, as_setting)
     if origin in (Union, UnionType):
@@ -276,7 +276,7 @@ def _with_limit(inner: Read, limit: Container[Any]) -> Read:
 
 
 def _reader_of_any(kinds: tuple[Any, ...], as_setting: bool) -> Read:
-    nullable, readers = NoneType in kinds, [reader_of(kind, as_setting) for kind in kinds]
+    nullable, readers = NoneType in kinds, [typed_reader(kind, as_setting) for kind in kinds]
 
     def read(value: Any) -> Any:
         if value is None and nullable:
@@ -316,7 +316,7 @@ def _read_parts(parts: Iterable[tuple[Any, Read, Any]]) -> list[Any]:
 
 def _list_reader(as_tuple: bool, arguments: tuple[Any, ...], as_setting: bool) -> Read:
     fixed = as_tuple and arguments[1:] != (...,)
-    readers = [reader_of(kind, as_setting) for kind in (arguments if fixed else arguments[:1] or (Any,))]
+    readers = [typed_reader(kind, as_setting) for kind in (arguments if fixed else arguments[:1] or (Any,))]
 
     def read(value: Any) -> Any:
         if type(value) is not list:
@@ -330,7 +330,7 @@ def _list_reader(as_tuple: bool, arguments: tuple[Any, ...], as_setting: bool) -
 
 
 def _mapping_reader(arguments: tuple[Any, ...], as_setting: bool) -> Read:
-    read_name, read_value = (reader_of(kind, as_setting) for kind in arguments or (Any, Any))
+    read_name, read_value = (typed_reader(kind, as_setting) for kind in arguments or (Any, Any))
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
@@ -351,7 +351,7 @@ def _record_reader(kind: Any, as_setting: bool) -> Read:
     keys = setting_names(kind) if as_setting else [field.name for field in declared]
     fields = dict(zip(keys, declared, strict=True))
     readers = {
-        key: _component_reader(field) if "role" in field.metadata else reader_of(types[field.name], as_setting)
+        key: _component_reader(field) if "role" in field.metadata else typed_reader(types[field.name], as_setting)
         for key, field in fields.items()
     }
     attributes = {key: field.name for key, field in fields.items()}
@@ -392,7 +392,7 @@ def _component_reader(field: dataclasses.Field[Any]) -> Read:
             allowed = f"one of {', '.join(known)}, or one that --module registers{nearest(str(kind), known)}"
             raise WrongValueError(Problem(kind, allowed, ("kind",)))
         settings: Any = find(role, kind).settings
-        return reader_of(settings, as_setting=True)(value)
+        return typed_reader(settings, as_setting=True)(value)
 
     return read
 

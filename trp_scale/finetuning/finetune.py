@@ -45,7 +45,7 @@ def finetune(arguments: FinetuneArguments) -> int:
     config = arguments.config
     config.refuse_overwritten()
     with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
-        engine_name = arguments.engine_for(environment.info.world)
+        engine_name = arguments.choose_engine(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         engine_rules(engine_name).join_groups(config, environment)
         world = environment.world

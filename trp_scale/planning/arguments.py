@@ -67,6 +67,6 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
     arguments.config.data.path = arguments.config.data.path or NO_DATA
     check(arguments.config)
     check_settings(arguments)
-    arguments.engine_for(arguments.gpus)
+    arguments.choose_engine(arguments.gpus)
     arguments.worlds()
     return arguments

@@ -112,7 +112,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     gpu, why = this_gpu()
     config = arguments.config
     counted = Counted(config, find_upstream(config).facts(config))
-    choices = replace(fixed_layout(arguments), engine=arguments.engine_for(world))
+    choices = replace(fixed_layout(arguments), engine=arguments.choose_engine(world))
     yield from tables.describe_plan(counted, Cluster(gpu=gpu, gpus=world))
     yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), choices)
     yield "\nassumed:"

@@ -73,7 +73,7 @@ def pretrain(arguments: Arguments) -> Ended:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     config = arguments.config
     with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
-        engine_name = arguments.engine_for(environment.info.world)
+        engine_name = arguments.choose_engine(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         engine_rules(engine_name).join_groups(config, environment)
         run_dir = rundir.create_run_directory(arguments, environment.world)

@@ -124,16 +124,16 @@ def test_flags_that_cannot_be_are_refused(argv: list[str], expected: str) -> Non
 
 
 def test_the_engine_follows_from_the_flags_and_the_world() -> None:
-    assert Arguments().engine_for(1) == "plain"
-    assert Arguments().engine_for(2) == "ddp"
+    assert Arguments().choose_engine(1) == "plain"
+    assert Arguments().choose_engine(2) == "ddp"
     large = PosBertConfig(model=TextModelConfig(layers=24, hidden_size=2048, intermediate_size=8192))
     assert large.model.block_parameters == 24 * (4 + 8) * 2048**2 > 10**9
-    assert Arguments(config=large).engine_for(1) == "plain"
-    assert Arguments(config=large).engine_for(2) == "fsdp"
-    assert Arguments(ds_config=Path("x.json")).engine_for(1) == "deepspeed"
-    assert Arguments(engine="fsdp").engine_for(1) == "fsdp"
+    assert Arguments(config=large).choose_engine(1) == "plain"
+    assert Arguments(config=large).choose_engine(2) == "fsdp"
+    assert Arguments(ds_config=Path("x.json")).choose_engine(1) == "deepspeed"
+    assert Arguments(engine="fsdp").choose_engine(1) == "fsdp"
     with pytest.raises(RefusedError, match="--engine plain"):
-        Arguments(engine="plain").engine_for(2)
+        Arguments(engine="plain").choose_engine(2)
 
 
 def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureFixture[str]) -> None:
