@@ -8,7 +8,8 @@ from typing import Any
 from trp_scale.config import Config
 from trp_scale.config.loader import from_dict, to_dict, upstream_settings
 from trp_scale.config.registry import names
-from trp_scale.config.settings import Settings, setting_name
+from trp_scale.config.schema import setting_name
+from trp_scale.config.settings import Settings
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:

@@ -17,7 +17,8 @@ from trp_scale.config.listing import summaries
 from trp_scale.config.loader import read_section
 from trp_scale.config.registry import MAIN, find_registration, load_module
 from trp_scale.config.run_flags import Arguments, EngineName, make_arguments
-from trp_scale.config.settings import Settings, setting_name
+from trp_scale.config.schema import setting_name
+from trp_scale.config.settings import Settings
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.errors import RefusedError
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import trp_scale
-from trp_scale.config.flags import HELP, clean_text, is_rank_zero_env
+from trp_scale.config.flags import HELP, is_rank_zero_env
+from trp_scale.config.schema import clean_text
 from trp_scale.console import EscapedStream
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, exit_process
 from trp_scale.distributed.stop import listen_early

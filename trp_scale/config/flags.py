@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -20,37 +19,9 @@ import tyro
 
 from trp_scale.config.registry import find, kinds_beside, load_module, names, preparation_sections
 from trp_scale.config.settings import Section, Settings
-from trp_scale.errors import RefusedError, escape_name
+from trp_scale.errors import RefusedError
 
 Arguments = TypeVar("Arguments")
-
-CREDENTIALS = "TRP_SCALE_URL_CREDENTIALS"
-"""Environment variable with NAME:PASSWORD by SCHEME://HOST, of URLs that this process or its parent was given."""
-
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
-
-
-def clean_text(text: str) -> str:
-    """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
-    URLs. `find_credentials` returns them for requests, also in processes that this one starts.
-
-    Raises:
-        RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
-    """
-    if escape_name(text) != text:
-        raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
-    text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
-    if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
-        os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)
-    return _USERINFO.sub(r"\1\3", text)
-
-
-def find_credentials(url: str) -> str:
-    """Return NAME:PASSWORD for a URL; empty if none were given."""
-    scheme, _, rest = url.partition("://")
-    userinfo: str = json.loads(os.environ.get(CREDENTIALS, "{}")).get(f"{scheme}://{rest.partition('/')[0]}", "")
-    return userinfo
-
 
 Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")]
 

@@ -17,8 +17,8 @@ from trp_scale.config import Config, PretrainConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.recipes import Inherited, inherit, recipe_names, recipe_path
 from trp_scale.config.registry import RUNS, Component, find, listed_roles, load_module, registered_components, runs
-from trp_scale.config.schema import Problem, WrongValueError, typed_reader
-from trp_scale.config.settings import Settings, setting_name, setting_names
+from trp_scale.config.schema import Problem, WrongValueError, setting_name, setting_names, typed_reader
+from trp_scale.config.settings import Settings
 from trp_scale.config.yaml_files import write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
 

@@ -29,8 +29,7 @@ from trp_scale.config.loader import (
 )
 from trp_scale.config.recipes import read_document
 from trp_scale.config.registry import find, load_module, own_modules
-from trp_scale.config.schema import Fields
-from trp_scale.config.settings import setting_name, setting_names
+from trp_scale.config.schema import Fields, setting_name, setting_names
 
 EngineName = Literal["plain", "ddp", "fsdp", "megatron", "deepspeed"]
 

@@ -13,21 +13,56 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import os
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trp_scale.config.flags import clean_text
 from trp_scale.config.json_files import can_be_written
-from trp_scale.config.registry import find, names
-from trp_scale.config.settings import Range, setting_names
-from trp_scale.errors import MOST_PROBLEMS, RefusedError, nearest, quote, shorten
+from trp_scale.errors import MOST_PROBLEMS, RefusedError, escape_name, nearest, quote, shorten
 
 LARGEST = (1 << 63) - 1
 """Of a whole number: arrays and files hold 64 bits with a sign."""
+
+CREDENTIALS = "TRP_SCALE_URL_CREDENTIALS"
+"""Environment variable with NAME:PASSWORD by SCHEME://HOST, of URLs that this process or its parent was given."""
+
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that a setting may have; infinity is none of them.
+
+    Attributes: at_least, above, at_most, below: bounds, None where there is none.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            value != math.inf
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        upper = f"below {self.below:g}" if self.below is not None else ""
+        upper = f"at most {self.at_most:g}" if self.at_most is not None else upper
+        if self.at_least is not None:
+            return f"from {self.at_least:g} to {upper}" if upper else f"{self.at_least:g} or more"
+        lower = f"more than {self.above:g}" if self.above is not None else ""
+        return f"{lower} and {upper}" if lower and upper else lower or upper
 
 
 class PlainName:
@@ -175,6 +210,28 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
         words = "; ".join(map(str, error.problems[:MOST_PROBLEMS]))
         raise raised(f"{where}: {words}{f'; {advice}' * bool(advice)}") from None
     return result
+
+
+def clean_text(text: str) -> str:
+    """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
+    URLs. `find_credentials` returns them for requests, also in processes that this one starts.
+
+    Raises:
+        RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
+    """
+    if not text.isascii() and escape_name(text) != text:
+        raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
+    text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
+    if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
+        os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)
+    return _USERINFO.sub(r"\1\3", text)
+
+
+def find_credentials(url: str) -> str:
+    """Return NAME:PASSWORD for a URL; empty if none were given."""
+    scheme, _, rest = url.partition("://")
+    userinfo: str = json.loads(os.environ.get(CREDENTIALS, "{}")).get(f"{scheme}://{rest.partition('/')[0]}", "")
+    return userinfo
 
 
 Read = Callable[[Any], Any]
@@ -382,6 +439,8 @@ def _record_reader(kind: Any, as_setting: bool) -> Read:
 
 def _component_reader(field: dataclasses.Field[Any]) -> Read:
     """Return the reader of a component's section, of which `kind` chooses the type."""
+    from trp_scale.config.registry import find, names  # its settings have types of this file
+
     role, default = field.metadata["role"], field.default_factory
 
     def read(value: Any) -> Any:
@@ -395,6 +454,16 @@ def _component_reader(field: dataclasses.Field[Any]) -> Read:
         return typed_reader(settings, as_setting=True)(value)
 
     return read
+
+
+def setting_name(field: str) -> str:
+    """Return the name that users write for a field: a Python keyword such as `from` has an underscore in the class."""
+    return field.rstrip("_")
+
+
+def setting_names(kind: Any) -> list[str]:
+    """Return the names of the settings of a section."""
+    return [setting_name(field.name) for field in dataclasses.fields(kind)]
 
 
 def is_plain_name(name: object) -> bool:

@@ -8,37 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from trp_scale.config.schema import Range, setting_name
 from trp_scale.errors import RefusedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """The numbers that a setting may have; infinity is none of them.
-
-    Attributes: at_least, above, at_most, below: bounds, None where there is none.
-    """
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (
-            value != math.inf
-            and (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        upper = f"below {self.below:g}" if self.below is not None else ""
-        upper = f"at most {self.at_most:g}" if self.at_most is not None else upper
-        if self.at_least is not None:
-            return f"from {self.at_least:g} to {upper}" if upper else f"{self.at_least:g} or more"
-        lower = f"more than {self.above:g}" if self.above is not None else ""
-        return f"{lower} and {upper}" if lower and upper else lower or upper
 
 
 def setting(default: Any, **bounds: float) -> Any:
@@ -90,16 +61,6 @@ def near_divisors(whole: int, wanted: int) -> str:
     """Divisors of a number, at most four, those nearest to one that is wanted; for messages."""
     allowed = [part for part in range(1, whole + 1) if whole % part == 0]
     return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
-
-
-def setting_name(field: str) -> str:
-    """Return the name that users write for a field: a Python keyword such as `from` has an underscore in the class."""
-    return field.rstrip("_")
-
-
-def setting_names(kind: Any) -> list[str]:
-    """Return the names of the settings of a section."""
-    return [setting_name(field_.name) for field_ in dataclasses.fields(kind)]
 
 
 def non_default_values(section: Section) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import against_compiling, cautions, check_engine, engine_rules
-from trp_scale.config.flags import clean_text, phase
+from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
 from trp_scale.config.run_flags import Arguments
+from trp_scale.config.schema import clean_text
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment

@@ -28,10 +28,9 @@ import torch
 import trp_scale
 from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.flags import clean_text
 from trp_scale.config.json_files import read_object
 from trp_scale.config.loader import dump
-from trp_scale.config.schema import Fields
+from trp_scale.config.schema import Fields, clean_text
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
 from trp_scale.storage.files import write_text

@@ -21,8 +21,9 @@ import trp_scale
 from trp_scale.cli import main as cli
 from trp_scale.cli.main import run
 from trp_scale.config import RefusedError
-from trp_scale.config.flags import CREDENTIALS, find_credentials, read
+from trp_scale.config.flags import read
 from trp_scale.config.loader import dump, load_recipe
+from trp_scale.config.schema import CREDENTIALS, find_credentials
 from trp_scale.console import EscapedStream
 from trp_scale.errors import exit_status_and_message
 from trp_scale.exit_status import ExitStatus

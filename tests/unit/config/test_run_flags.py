@@ -14,7 +14,8 @@ from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.config.run_flags import Arguments, parse
-from trp_scale.config.settings import sections, setting_name
+from trp_scale.config.schema import setting_name
+from trp_scale.config.settings import sections
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 TINY = ["--recipe", "pos_bert_tiny"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.faulty_server import Answer, directory, faulty_server
-from trp_scale.config.flags import CREDENTIALS, clean_text
+from trp_scale.config.schema import CREDENTIALS, clean_text
 from trp_scale.distributed import stop
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.storage import transfer
