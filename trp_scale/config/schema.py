@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
@@ -283,10 +283,6 @@ def _has_64_bits(value: float) -> bool:
     return -LARGEST <= value <= LARGEST
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is float or _has_64_bits(value)
-
-
 def _is_whole(value: Any) -> bool:
     return _has_64_bits(value) and (type(value) is int or value.is_integer())
 
@@ -297,7 +293,7 @@ def _is_text(value: str) -> bool:
 
 _READERS: dict[Any, Read] = {
     int: _plain_reader("a whole number", (int,), _has_64_bits),
-    float: _plain_reader("a number", (float, int), _is_number, float),
+    float: _plain_reader("a number", (float, int), lambda value: type(value) is float or _has_64_bits(value), float),
     str: _plain_reader("text", (str,), _is_text),
     bool: _plain_reader("true or false", (bool,)),
     NoneType: _plain_reader("null", (NoneType,)),
@@ -454,6 +450,18 @@ def _component_reader(field: dataclasses.Field[Any]) -> Read:
         return typed_reader(settings, as_setting=True)(value)
 
     return read
+
+
+def range_problems(section: Any, prefix: str) -> Iterator[str]:
+    """Yield the numbers of a dataclass outside their ranges; `prefix` of the flags, such as "--optimizer."."""
+    for field in dataclasses.fields(section):
+        allowed, value = field.metadata.get("range"), getattr(section, field.name)
+        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # a word such as auto
+            continue
+        kinds = get_args(get_type_hints(type(section))[field.name])
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
+        yield f"{prefix}{setting_name(field.name)} is {value}, allowed: {limits}"
 
 
 def setting_name(field: str) -> str:

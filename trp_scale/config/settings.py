@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from trp_scale.config.schema import Range, setting_name
+from trp_scale.config.schema import Range, range_problems
 from trp_scale.errors import RefusedError
 
 
@@ -79,16 +78,11 @@ def sections(config: Any) -> Mapping[str, Any]:
     }
 
 
-def range_problems(config: Any) -> Iterator[str]:
-    """Yield every number outside its range: of a run or a command, and of its sections."""
-    yield from _section_range_problems("--", config)
-    for name, section in sections(config).items():
-        yield from _section_range_problems(f"--{name}.", section)
-
-
 def find_problems(settings: Any) -> Iterator[str]:
     """Yield the numbers outside their ranges, and the problems of each section, of a run or a command."""
-    yield from range_problems(settings)
+    yield from range_problems(settings, "--")
+    for name, section in sections(settings).items():
+        yield from range_problems(section, f"--{name}.")
     for section in sections(settings).values():
         if isinstance(section, Section):
             yield from section.problems(settings)
@@ -98,14 +92,3 @@ def check_settings(settings: Any, error: type[RefusedError] = RefusedError) -> N
     """Refuse the problems of a command's settings, all of them in one message."""
     if problems := list(find_problems(settings)):
         raise error("\n".join(problems))
-
-
-def _section_range_problems(prefix: str, section: Any) -> Iterator[str]:
-    for field_ in dataclasses.fields(section):
-        allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
-        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # a word such as auto
-            continue
-        kinds = get_args(get_type_hints(type(section))[field_.name])
-        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
-        yield f"{prefix}{setting_name(field_.name)} is {value}, allowed: {limits}"
