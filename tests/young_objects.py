@@ -2,7 +2,7 @@
 
 A run collects twice before its second step (`loop.garbage_collected_between_steps`). Here it would look each time
 through all that pytest and every import before it have made, a million objects and more, for half of the seconds that a
-small run takes. tests/unit/training/test_garbage.py has the run as it is, and so has every run that a launcher starts.
+small run takes. tests/unit/training/test_loop.py has the run as it is, and so has every run that a launcher starts.
 """
 
 from __future__ import annotations

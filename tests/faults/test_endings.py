@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -10,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.faulty_server import directory, faulty_server
 from tests.runs import flags, pretrain_here
-from trp_scale.checkpoint.agreement import together
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.cli import main as cli
-from trp_scale.core.batch import Batch
-from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import Lease
-from trp_scale.errors import DataError, RefusedError, UnreadableError, exit_status_and_message
 from trp_scale.exit_status import ExitStatus
-from trp_scale.storage.transfer import RemoteError, RemoteSetupError
-from trp_scale.training.agreement import StepAgreement
 
 
 def record(run_dir: Path) -> dict[str, Any]:
@@ -132,49 +124,3 @@ def test_more_unreadable_blocks_than_allowed_end_with_status_1(text_dataset: Pat
         tar.write_bytes(content)
     assert cli.main(["pretrain", *flags(data, run_dir)]) == ExitStatus.FAILED
     assert record(run_dir)["status"] == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (RemoteError("s3://bucket/a.tar: not read within 300 s"), 1),
-        (RemoteSetupError("s3://bucket/a.tar: no permission"), 2),
-        (UnreadableError("11 blocks could not be read"), 1),
-        (DataError("dataset.json: not found"), 2),
-        (DataError("a.tar: cannot be read"), 2),
-    ],
-)
-@pytest.mark.parametrize("through_ranks", [False, True])
-def test_faults_of_the_world_have_status_1_and_mistakes_of_the_user_2(
-    error: RefusedError, status: int, through_ranks: bool
-) -> None:
-    def action() -> None:
-        raise error
-
-    with pytest.raises(RefusedError) as caught:
-        together(Group("world"), "looking", action) if through_ranks else action()
-    assert exit_status_and_message(caught.value)[0] == status
-
-
-@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2)])
-def test_data_that_failing_storage_hides_is_no_mistake_of_the_user(number: int, status: int) -> None:
-    error = DataError("a.tar: cannot be read")
-    error.__cause__ = OSError(number, os.strerror(number), "a.tar")
-    assert exit_status_and_message(error)[0] == status
-
-
-def test_unreadable_blocks_in_step_after_step_are_the_storage() -> None:
-    agreement = StepAgreement(Group("world"), max_corrupt_blocks=1000, max_corrupt_steps=3)
-
-    def step(*keys: str) -> None:
-        batch = Batch(fields={"row_weights": torch.ones(1)}, keys=torch.zeros(1, dtype=torch.int64), start=0)
-        batch.corrupt = list(keys)
-        agreement.reach(torch.zeros(1, dtype=torch.float64), [batch], stop=False)
-
-    for number in range(3):
-        step(f"block {number}")
-    step()  # one that could be read
-    for number in range(3, 6):
-        step(f"block {number}")
-    with pytest.raises(DataError, match=r"4 steps in a row met unreadable blocks.*max_corrupt_steps allows 3"):
-        step("block 6")

@@ -121,3 +121,18 @@ def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     config.data.blocks_per_group = 3
     config.batch.global_size, config.batch.micro_size = 12, 3
     return changed(config, **sections)
+
+
+def members(rows: int = 2) -> dict[str, bytes]:
+    return {
+        "tokens.npy": npy(np.full((rows, 21), 7, dtype=np.uint16)),
+        "tags.npy": npy(np.full((rows, 21), 0x81, dtype=np.uint8)),
+        "sentences.npy": npy(np.array([[5, 21]] * rows, dtype=np.uint16)),
+    }
+
+
+def dataset_with(directory: Path, **blocks: dict[str, bytes]) -> Path:
+    """A data set whose only shard holds `blocks`, of two rows each."""
+    write_dataset(directory, block_rows=[[2]])
+    write_shard(directory / "shards" / "text-000000.tar", blocks, dict.fromkeys(blocks, 2))
+    return directory

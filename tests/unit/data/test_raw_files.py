@@ -31,23 +31,19 @@ def laid_out(folder: Path, *files: str) -> Path:
 @pytest.mark.parametrize(
     ("files", "given", "message"),
     [
-        (["x"], "nowhere", "no such file or directory; allowed: .* Names on a hub are not downloaded"),
-        (["sub/x"], "sub/none", "no such file"),
-        (["a.txt", "b.txt"], "", r"text that is not sharded \(a.txt, ...\); .*: trp-scale shard-text --inputs DIR "),
-        (["a.jsonl.gz"], "a.jsonl.gz", r"text that is not sharded \(a.jsonl.gz\); .* --inputs DIR/a.jsonl.gz --output"),
-        (["cat/a.jpg", "dog/b.PNG", "README.md"], "", r"images that are not sharded \(cat/a.jpg, .*shard-images --inp"),
+        (["x"], "nowhere", "DIR/nowhere"),
+        (["sub/x"], "sub/none", "DIR/sub/none"),
+        (["a.txt", "b.txt"], "", r"\(a.txt, ...\); .*trp-scale shard-text --inputs DIR "),
+        (["a.jsonl.gz"], "a.jsonl.gz", r"\(a.jsonl.gz\); .*--inputs DIR/a.jsonl.gz --output"),
+        (["cat/a.jpg", "dog/b.PNG", "README.md"], "", r"\(cat/a.jpg, .*trp-scale shard-images --inputs"),
         (["rgb/a.jpg", "depth/a.png", "semseg/a.png"], "", "rgb, depth, semseg; .*DIR/rgb --modality depth=DIR/depth"),
-        (["a/dataset.json", "b/dataset.json"], "", "there are such in it; give one: a, b"),
-        (["dataset.json", "shards/x.tar"], "shards", "a part of the data set DIR, .* give that: DIR"),
-        (["progress/x", "shards/x.tar"], "", "its sharding has not come to its end"),
-        (
-            ["state.json", "data.arrow"],
-            "",
-            "a directory of datasets.save_to_disk; .*trp-scale shard-text .*or shard-im",
-        ),
-        (["config.json", "stop.json"], "", "a run's directory; .*trp-scale report --run DIR"),
-        (["metrics.jsonl", "tokenizer/vocab.txt"], "", "a run's directory; .*trp-scale report --run DIR"),
-        (["a.csv"], "", r"files \(a.csv\); text, JSON lines, parquet and images can be sharded"),
+        (["a/dataset.json", "b/dataset.json"], "", ": a, b"),
+        (["dataset.json", "shards/x.tar"], "shards", "DIR, .*: DIR"),
+        (["progress/x", "shards/x.tar"], "", "sharding"),
+        (["state.json", "data.arrow"], "", "save_to_disk; .*trp-scale shard-text .*shard-images"),
+        (["config.json", "stop.json"], "", "trp-scale report --run DIR"),
+        (["metrics.jsonl", "tokenizer/vocab.txt"], "", "trp-scale report --run DIR"),
+        (["a.csv"], "", r"\(a.csv\)"),
     ],
 )
 def test_what_is_there_and_what_to_do(files: list[str], given: str, message: str, tmp_path: Path) -> None:
@@ -58,40 +54,39 @@ def test_what_is_there_and_what_to_do(files: list[str], given: str, message: str
 
 def test_an_empty_folder_and_tars(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="an empty directory"):
+    with pytest.raises(DataError, match="empty"):
         require_dataset(tmp_path / "empty")
-    for member, message in (("000.jpg", "read where they lie, after: trp-scale index"), ("000.txt", "unpack these")):
+    for member, message in (("000.jpg", "trp-scale index"), ("000.txt", "unpack")):
         (tmp_path / member).write_text("x")
         folder = tmp_path / f"of_{member}"
         folder.mkdir()
         with tarfile.open(folder / "a-000.tar", "w") as tar:
             tar.add(tmp_path / member, member)
-        with pytest.raises(DataError, match=rf"tars without an index \(a-000.tar\); .*{message}"):
+        with pytest.raises(DataError, match=rf"\(a-000.tar\); .*{message}"):
             require_dataset(folder)
 
 
 def test_every_setting_that_names_data_is_looked_at(tmp_path: Path) -> None:
     there = laid_out(tmp_path / "there", "dataset.json")
     require_data({"data.path": f"a:0.5={there},b:0.5=s3://bucket/b", "downstream.test_path": str(there)})
-    with pytest.raises(DataError, match=r"--downstream\.test_path \S*/none: no such file or directory"):
+    with pytest.raises(DataError, match=r"--downstream\.test_path \S*/none"):
         require_data({"data.path": str(there), "downstream.test_path": str(tmp_path / "none")})
-    with pytest.raises(DataError, match=r"--data\.path \S*/none: not made yet; make it: trp-scale shard-text -x"):
+    with pytest.raises(DataError, match=r"--data\.path \S*/none: .*trp-scale shard-text -x"):
         require_made(str(tmp_path / "none"), "trp-scale shard-text -x")
     require_made(str(tmp_path / "none"), "")
     require_made(str(there), "trp-scale shard-text -x")
 
 
 def test_several_directories_need_weights_and_shares_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="several data sets have names and weights above 0: 'b:1=/b,c:1=/c'"):
+    with pytest.raises(DataError, match="'b:1=/b,c:1=/c'"):
         require_data({"data.path": "/b,/c"})
     for wrong in ("a=/b,c=/d", "a:inf=/b,c:1=/d"):
-        with pytest.raises(DataError, match="have names and weights above 0: 'a:1=/b,c:1=/d'"):
+        with pytest.raises(DataError, match="'a:1=/b,c:1=/d'"):
             require_data({"data.path": wrong})
     with_comma = laid_out(tmp_path / "a,b", "dataset.json")
     assert [path.path for path in parse_paths(str(with_comma))] == [with_comma]
-    assert shares_said(parse_paths("a:0.5=/b,c:0.9=/c")) == [
-        "the weights of --data.path sum to 1.4 and are divided by that: a 35.7%, c 64.3%"
-    ]
+    (shares,) = shares_said(parse_paths("a:0.5=/b,c:0.9=/c"))
+    assert "1.4" in shares and "a 35.7%, c 64.3%" in shares
     for clear in ("/b", "a:0.5=/b,c:0.5=/c", "a:1=/b,c:2=/c"):
         assert not shares_said(parse_paths(clear))
 
@@ -130,7 +125,4 @@ def test_it_is_said_before_anything_heavy_is_imported(argv: list[str], tmp_path:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "2 []\n"
-    assert (
-        done.stderr == f"error: --data.path {tmp_path}: an empty directory; allowed: one that trp-scale shard-text, "
-        "shard-images or index wrote\n"
-    )
+    assert done.stderr.startswith(f"error: --data.path {tmp_path}: ") and done.stderr.count("\n") == 1

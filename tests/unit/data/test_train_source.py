@@ -15,17 +15,11 @@ def test_accumulation_is_derived() -> None:
 
 
 def test_message_names_what_does_divide() -> None:
-    with pytest.raises(
-        RefusedError, match="does not divide over 3 ranks x micro-batch 32: ranks that do: 1, 2, 4, 8;"
-    ) as error:
+    with pytest.raises(RefusedError, match=r": 1, 2, 4, 8;.*on 3 ranks: none"):
         check_partition(256, 32, 3)
-    assert "on 3 ranks: none" in str(error.value)
-    with pytest.raises(RefusedError, match="ranks that do: none; micro-batches that do on 2 ranks: 1, 2, 3, 6 "):
+    with pytest.raises(RefusedError, match=r": none;.*on 2 ranks: 1, 2, 3, 6 "):
         check_partition(12, 5, 2)
-
-
-def test_a_global_batch_smaller_than_one_round_is_refused() -> None:
-    with pytest.raises(RefusedError, match="ranks that do: 1, 2"):
+    with pytest.raises(RefusedError, match=": 1, 2"):  # smaller than one round
         check_partition(8, 4, 4)
 
 

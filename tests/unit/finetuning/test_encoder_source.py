@@ -341,3 +341,23 @@ def test_runs_that_read_no_images_are_refused(tmp_path: Path) -> None:
     source = open_encoder(str(described(tmp_path / "bert", **BERT)))
     with pytest.raises(RefusedError, match=r"an encoder of text, but --downstream.kind classification needs one of im"):
         source.adopt(finetune_config())
+
+
+def test_timm_is_given_no_argument_that_loads_or_fetches(tmp_path: Path) -> None:
+    """timm would unpickle `checkpoint_path`, and fetch an architecture called hf-hub:USER/MODEL."""
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    from trp_scale.finetuning.encoder_source import open_encoder
+
+    save_file({"pos_embed": zeros(1, 5, 8)}, tmp_path / "model.safetensors")
+    for settings, message in (
+        ({"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "x.pth"}}, "'checkpoint_path'"),
+        ({"architecture": "vit_tiny_patch16_224", "model_args": {"pretrained_cfg": "x"}}, "'pretrained_cfg'"),
+        ({"architecture": "hf-hub:user/model"}, "hf-hub:user/model .*Unknown model"),
+        ({"architecture": "local-dir:/tmp"}, "local-dir:/tmp .*Unknown model"),
+        ({"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 10**9}}, " 1000 "),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(RefusedError, match=message):
+            open_encoder(str(tmp_path))

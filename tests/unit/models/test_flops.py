@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from transformers import BertConfig, BertForPreTraining
 
 from benchmarks.text_steps import random_batch
 from tests.runs import flags
+from tests.unit.finetuning.dense.test_model import CASES, built, images
 from trp_scale.config import TextModelConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.environment import Environment
-from trp_scale.models.flops import bert_step_flops, peak_flops, peak_memory_bytes
+from trp_scale.models.flops import bert_step_flops, encoder_forward_flops, forward_flops, peak_flops, peak_memory_bytes
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
@@ -67,7 +70,7 @@ def small_batch() -> Batch:
     return batch
 
 
-def forward_flops(model: TextModelConfig, batch: Batch) -> int:
+def counted_forward(model: TextModelConfig, batch: Batch) -> int:
     """Counted by torch while it computes."""
     module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
     objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
@@ -80,7 +83,7 @@ def test_forward_of_our_model_is_counted_as_it_is_computed() -> None:
     """The last layer at the first and the masked positions alone, which a whole one would overstate."""
     model, batch = small_model(layers=2), small_batch()
     sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320}
-    counted = 3 * forward_flops(model, batch)
+    counted = 3 * counted_forward(model, batch)
     assert bert_step_flops(model, **sizes, read=1 + 7) == pytest.approx(counted, rel=1e-3)
     assert bert_step_flops(model, **sizes) > 1.2 * counted
 
@@ -93,7 +96,7 @@ def test_what_is_left_out_is_not_counted() -> None:
     batch.fields["kept"] = real.flatten().nonzero().flatten()
     sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320, "read": 1 + 7}
     found = bert_step_flops(model, **sizes, kept=129 / 144)
-    assert found == pytest.approx(3 * forward_flops(model, batch), rel=1e-3)
+    assert found == pytest.approx(3 * counted_forward(model, batch), rel=1e-3)
     assert found < 0.97 * bert_step_flops(model, **sizes)
 
 
@@ -139,3 +142,23 @@ def test_peak_memory_grows_with_what_is_used() -> None:
     block = torch.ones(before // 8 + 2**25)  # fp32: half of what was used so far, and 128 MiB
     assert peak_memory_bytes(on_gpu=False) > before + 2**26
     assert block.sum() == len(block)
+
+
+@pytest.mark.parametrize("head", CASES)
+def test_shapes_alone_give_what_the_pass_gives(head: str) -> None:
+    model = built(head)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(images())
+    assert forward_flops(model, images()) == counter.get_total_flops() > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not next(iter(model.parameters())).is_meta
+
+
+def test_encoder_and_linear_head_are_what_the_formula_says() -> None:
+    config = ImageTaskConfig()
+    model = built("linear")
+    config.model = replace(config.model, layers=4, hidden_size=32, heads=2, intermediate_size=64)
+    config.crops.size, config.vision.patch_size = 32, 8
+    head = 2 * (32 // 8) ** 2 * 32 * 5
+    assert forward_flops(model, images(rows=1)) == encoder_forward_flops(config) + head

@@ -87,20 +87,19 @@ def test_what_another_process_fetches_is_not_fetched_ahead(files: Cache) -> None
     assert files.fetched == 1
 
 
-def test_a_fetch_ahead_that_fails_leaves_nothing(files: Cache) -> None:
+@pytest.mark.parametrize("method", ["fetch_ahead", "open"])
+@pytest.mark.parametrize("error", [RemoteError("no network"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+def test_a_fetch_that_fails_leaves_nothing(files: Cache, method: str, error: Exception) -> None:
+    """A disk without room is no unreadable block either."""
+
     def fail(_: int) -> None:
-        raise RemoteError("no network")
+        raise error
 
-    with pytest.raises(RemoteError, match="no network"):
-        files.fetch_ahead(files.root / "a.tar", SIZE, fail)
+    with pytest.raises(RemoteError, match=str(error.args[-1])):
+        getattr(files, method)(files.root / "s3" / "a.tar", SIZE, fail)
     assert held(files) == [] and files.ahead == 0
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(RemoteError, match=r"cannot hold it .*No space left"):
-        files.fetch_ahead(files.root / "a.tar", SIZE, full)
     assert files._used_bytes() == 0, "what was not fetched takes no room"
+    take(files, "a.tar")
 
 
 def test_files_that_are_kept_go_last(files: Cache) -> None:
@@ -123,21 +122,9 @@ def test_an_open_file_that_goes_can_still_be_read(files: Cache) -> None:
 
 
 def test_a_file_larger_than_the_cache(files: Cache) -> None:
-    with pytest.raises(
-        RemoteError, match=r"a.tar: 0.005 GB, the cache in .* may take 0.000 GB; set TRP_SCALE_CACHE_GB"
-    ):
+    with pytest.raises(RemoteError, match=r"a.tar: 0.005 GB, .*TRP_SCALE_CACHE_GB"):
         files.open(files.root / "a.tar", 5000 * SIZE, fill)
     assert held(files) == []
-
-
-def test_a_fetch_that_fails_leaves_nothing(files: Cache) -> None:
-    def fail(_: int) -> None:
-        raise RemoteError("no network")
-
-    with pytest.raises(RemoteError, match="no network"):
-        files.open(files.root / "a.tar", SIZE, fail)
-    assert held(files) == []
-    take(files, "a.tar")
 
 
 def test_what_killed_processes_leave_is_removed(files: Cache) -> None:
@@ -203,7 +190,7 @@ def test_a_process_that_does_not_get_on_is_not_awaited_for_ever(files: Cache, mo
     thread = threading.Thread(target=files.open, args=(files.root / "a.tar", SIZE, stuck))
     thread.start()
     begun.wait()
-    with pytest.raises(RemoteError, match=r"a.tar: another process of this machine fetches it and does not get on"):
+    with pytest.raises(RemoteError, match=r"a.tar: another process"):
         Cache(files.root).open(files.root / "a.tar", SIZE, fill)
     end.set()
     thread.join()
@@ -212,7 +199,7 @@ def test_a_process_that_does_not_get_on_is_not_awaited_for_ever(files: Cache, mo
 def test_bounds_and_places_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("much", "0", "-1", "inf"):
         monkeypatch.setenv("TRP_SCALE_CACHE_GB", wrong)
-        with pytest.raises(RefusedError, match=rf"TRP_SCALE_CACHE_GB: '{wrong}' found, .* above 0 allowed"):
+        with pytest.raises(RefusedError, match=f"TRP_SCALE_CACHE_GB: '{wrong}'"):
             given_bound()
     monkeypatch.delenv("TRP_SCALE_CACHE_GB")
     assert given_bound() is None
@@ -225,14 +212,6 @@ def test_bounds_and_places_that_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     place.chmod(0o777)
     with pytest.raises(RefusedError, match="TRP_SCALE_CACHE"):
         cache_root()
-
-
-def test_a_disk_that_takes_nothing_is_no_unreadable_block(files: Cache) -> None:
-    def refused(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(RemoteError, match=r"a\.tar: the cache cannot hold it \(No space left on device\)"):
-        files.open(files.root / "s3" / "a.tar", SIZE, refused)
 
 
 def test_an_abandoned_file_is_removed_once_and_under_its_lock(files: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
-"""A fault, as the loop takes note of it, and the checkpoint from before it, which stays."""
+"""A fault, and the checkpoint from before it; garbage is collected between steps; a step leaves nothing behind."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,10 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.runs import flags, pretrain_here
+from tests.synthetic import Layout, RecordingTrainer, SilentObserver, small_config, trainer_for
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.training.loop import CALM_STEPS, TrainingState
+from trp_scale.training import loop
+from trp_scale.training.loop import CALM_STEPS, Trainer, TrainingState
 
 
 @pytest.mark.parametrize(
@@ -53,3 +61,134 @@ def test_the_last_checkpoint_from_before_a_fault_stays(text_dataset: Path, tmp_p
             left = [step for step, _ in checkpoints(tmp_path)]
             assert left[0] == 6 and len(left) == 2, "step 8 is the first that was skipped"
     assert read_document(checkpoint_path(tmp_path, left[-1])).extra["fault"][0] == 8
+
+
+STEPS, EVERY = 9, 3
+
+
+class Told(SilentObserver):
+    """Keeps its messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+class Cycle:
+    """Held by itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Watched:
+    """A run's trainer, with the steps done when the collector ran, and those within which it ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = small_config(Layout(), training={"steps": STEPS}, validation={"every": 0}, checkpoint={"every": 0})
+        self.trainer: RecordingTrainer = trainer_for(Layout(), config)
+        self.trainer.observer = self.told = Told()  # type: ignore[assignment]
+        self.trainer.control.save = lambda: None
+        self.between: list[int] = []
+        self.within: list[int] = []
+        self.left: list[weakref.ref[Cycle]] = []
+        self.alive: list[int] = []
+        self.stepping = False
+        train_step = self.trainer.train_step
+
+        def watched() -> str | None:
+            self.stepping = True
+            kept: list[Any] = [[] for _ in range(1000)]  # many more objects than the collector waits for
+            self.left.append(weakref.ref(Cycle()))
+            try:
+                return train_step()
+            finally:
+                self.stepping = False
+                kept.clear()
+
+        monkeypatch.setattr(self.trainer, "train_step", watched)
+
+    def noted(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            self.alive.append(sum(each() is not None for each in self.left))
+        else:
+            (self.within if self.stepping else self.between).append(self.trainer.state.step)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(loop, "COLLECT_EVERY", EVERY)
+    monkeypatch.setattr(loop, "gc", gc)  # tests/young_objects.py
+    thresholds = gc.get_threshold()
+    found = Watched(monkeypatch)
+    gc.callbacks.append(found.noted)
+    gc.set_threshold(100, 2, 2)
+    yield found
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(found.noted)
+
+
+def test_it_runs_between_steps_only_and_frees_what_they_left(watched: Watched) -> None:
+    assert watched.trainer.run() == "finished"
+    assert watched.within == []
+    times = zip(watched.between, watched.alive, strict=True)
+    assert [(step, alive) for step, alive in times if 0 < step < STEPS] == [(1, 0), (3, 0), (6, 0)]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert not watched.told.messages, "a reader of the log has nothing to do about it"
+
+
+def test_after_an_error_it_is_as_before(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched.trainer, "train_step", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        watched.trainer.run()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_where_it_was_off_it_stays_off(watched: Watched) -> None:
+    gc.disable()
+    try:
+        watched.trainer.run()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+MANY_STEPS, MICRO_BATCHES = 200, 4
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("no_collection")
+def test_batches_and_open_files_stay_as_many_over_two_hundred_steps(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference counts alone must free them: the collector may not run for a thousand steps."""
+    seen: weakref.WeakSet[Batch] = weakref.WeakSet()
+    alive: list[int] = []
+    files: list[int] = []
+    context = Trainer.context
+
+    def watched(self: Trainer, window: list[Batch], counts: Tensor) -> StepContext:
+        alive.append(len(seen))  # of the steps before this one
+        files.append(len(list(Path("/proc/self/fd").iterdir())))
+        seen.update(window)
+        return context(self, window, counts)
+
+    monkeypatch.setattr(Batch, "__hash__", object.__hash__, raising=False)
+    monkeypatch.setattr(Trainer, "context", watched)
+    small = {"model__layers": 1, "model__hidden_size": 16, "model__heads": 1, "model__intermediate_size": 16}
+    sizes = {"batch__global_size": MICRO_BATCHES, "batch__micro_size": 1, "training__steps": MANY_STEPS}
+    assert pretrain_here(flags(text_dataset, tmp_path, **small, **sizes, data__workers=1, checkpoint__every=0)) == 0
+    assert len(alive) == MANY_STEPS
+    assert max(alive) == 0, "a past step's batches are alive"
+    # What the loader has ready ahead of the loop comes and goes; a file for each of a step's tensors would not.
+    assert max(files[MANY_STEPS // 2 :]) <= max(files[10 : MANY_STEPS // 2]) + MICRO_BATCHES

@@ -37,10 +37,9 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end(monkeypatch: pytest.M
         if step in (4, 12):
             display.line({"step": step, "validation": {"loss": 5.25 - 0.01 * step, "tasks": tasks}})
         display.update(record(step), 2000.0, "noun")
-    assert output(console).count("right of those held out: noun 6.1%") == 1, "what is as before is not said again"
-    assert (
-        output(console).count("held out 5.2100 at step 4") == output(console).count("held out 5.1300 at step 12") == 1
-    )
+    text = output(console)
+    assert text.count("noun 6.1%") == 1, "what is as before is not said again"
+    assert text.count("held out 5.2100 at step 4") == text.count("held out 5.1300 at step 12") == 1
     shown = [int(found) for found in re.findall(r"^step (\d+)/20", output(console), flags=re.MULTILINE)]
     assert shown == [1, 5, 9, 13, 17, 20]
     first, second = output(console).splitlines()[:2]
@@ -109,7 +108,7 @@ def test_output_that_cannot_be_written_to_is_given_up_with_one_notice(
         print("of a library", flush=True)
         monkeypatch.undo()
     (notice,) = caplog.messages
-    assert "the run goes on: see run/metrics.jsonl" in notice
+    assert "run/metrics.jsonl" in notice
 
 
 def test_a_table_in_a_log_is_not_cut(config: Config, info: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,5 +131,5 @@ def test_logging_progress_false_leaves_messages(
 
 def test_a_wrong_variable_is_refused(config: Config, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRP_SCALE_PROGRESS", "fancy")
-    with pytest.raises(RefusedError, match="TRP_SCALE_PROGRESS is 'fancy'; allowed: live, plain, off"):
+    with pytest.raises(RefusedError, match=r"TRP_SCALE_PROGRESS .*'fancy'"):
         open_display(config, info, Path("run"))

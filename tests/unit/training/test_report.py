@@ -1,9 +1,20 @@
-"""The report says what got better and worse, and where the balancer's weights explain it."""
+"""The report: its table, what got better and worse and where weights explain it, and what hooks have to say."""
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.unit.training.small_run import record
+from trp_scale.config import Config
 from trp_scale.training.metrics import RunHistory, TaskHistory
-from trp_scale.training.report import changes_in_words
+from trp_scale.training.observer import Observer
+from trp_scale.training.records import RunInfo, TaskRecord
+from trp_scale.training.report import changes_in_words, report, report_table
 
 
 def history(*tasks: tuple[str, float, float, float, int], outside: set[str] | None = None) -> RunHistory:
@@ -50,3 +61,82 @@ def test_equal_weights_are_not_called_less_than_even() -> None:
     assert changes_in_words(found)[1] == "worse: 1: a +0.5000"
     scaled = history(("a", 9.0, 9.5, 1.2, 100), ("b", 5.0, 4.0, 0.8, 100))  # weights of Uncertainty do not add up to 1
     assert changes_in_words(scaled)[1] == "worse: 1: a +0.5000"
+
+
+def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
+    tasks = {name: {"loss": 4.5, "weight": 0.5, "count": 3} for name in ("noun", "verb")}
+    held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 5.25, "count": 7, "accuracy": 0.125}, "verb": {"loss": 4.75}}}
+    line = {"step": 1, "loss": 4.5, "peak_memory_bytes": 1, "tasks": tasks, "validation": held_out}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    head, noun, verb = (
+        next(line for line in report(tmp_path).splitlines() if word in line) for word in ("task  ", "noun ", "verb ")
+    )
+    assert head.split()[-2:] == ["out", "right"]
+    assert noun.split()[6:8] == ["5.2500", "12.5%"]
+    assert verb.split()[6:8] == ["4.7500", "-"]
+    del held_out["tasks"]["noun"]["accuracy"]  # type: ignore[index]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert "right" not in report(tmp_path)
+
+
+def test_a_narrow_terminal_shows_which_task_is_the_worst(tmp_path: Path) -> None:
+    tasks = {name: {"loss": loss, "weight": 0.5, "count": 3} for name, loss in (("noun", 4.5), ("next_sentence", 0.7))}
+    held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 11.25, "accuracy": 0.125}}}
+    line = {"step": 1, "loss": 4.5, "peak_memory_bytes": 1, "tasks": tasks, "validation": held_out}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(report_table(tmp_path))
+    assert "noun" in capture.get() and [line for line in capture.get().splitlines() if line.rstrip().endswith(" worst")]
+
+
+def test_a_killed_run_has_a_report(start: Callable[..., Observer], tmp_path: Path) -> None:
+    start().step(record(1))
+    text = report(tmp_path / "run")
+    assert "steps 1 (no summary.json: still running, or killed)" in text
+
+
+def test_a_hook_s_notice_is_in_the_report_while_the_last_line_has_it(
+    start: Callable[..., Observer], tmp_path: Path
+) -> None:
+    observer = start()
+    observer.step(record(1, hooks={"adversary": {"notice": "the adversary hardly acts"}}))
+    assert "note: the adversary hardly acts" in report(tmp_path / "run")
+    observer.step(record(2, hooks={"adversary": {"norm": 1.0}}))
+    assert "note:" not in report(tmp_path / "run")
+
+
+def test_the_report_says_whose_masks_the_learned_ones_are(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    observer.step(record(1, hooks={"multilevel": {"lessons": 0}}))
+    assert "learned masks: 0 lessons" in report(tmp_path / "run")
+    overlaps = {"lessons": 3, "overlap_untrained": 0.25, "overlap_last": 0.875}
+    observer.step(record(2, hooks={"multilevel": overlaps}))
+    text = " ".join(report(tmp_path / "run").split())
+    assert "learned masks: 25.0% " in text and ", 87.5% " in text and " 3" in text
+    observer.validation(2, {"loss": 0.5, "tasks": {"noun": {"loss": 0.5, "count": 100}}})
+    text = " ".join(report(tmp_path / "run").split())
+    assert "random masks, no weights): 0.5000" in text
+    observer.step(record(3))
+    assert "learned masks" not in report(tmp_path / "run")
+
+
+def test_a_stopped_run_says_how_far_it_is_and_how_it_goes_on(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    observer.step(record(1))
+    observer.close("Ctrl-C", {"goes_on": "run/checkpoints/step_00000001; go on from it with: trp-scale pretrain"})
+    lines = report(tmp_path / "run").splitlines()
+    assert "steps 1 of 20 (Ctrl-C)" in lines
+    assert "newest checkpoint: run/checkpoints/step_00000001; go on from it with: trp-scale pretrain" in lines
+
+
+def test_the_table_fits_80_columns(config: Config, info: RunInfo, tmp_path: Path) -> None:
+    """With every column, the longest of our names, and as many elements as a long run has."""
+    names = ("interjection", "next_sentence")
+    observer = Observer(tmp_path / "run", config, names, info)
+    tasks = {name: TaskRecord(loss=10.0, weight=0.5, count=123_456_789) for name in names}
+    observer.step(record(1, tasks=tasks))
+    held_out = {name: {"loss": 10.0, "count": 9, "accuracy": 1.0} for name in names}
+    observer.validation(1, {"loss": 1.0, "tasks": held_out})
+    table = [line for line in report(tmp_path / "run").splitlines() if line.startswith((" ", "─"))]
+    assert len(table) == 5 and max(map(len, table)) <= 80 and "123.5M" in table[-1]

@@ -38,7 +38,7 @@ def test_a_given_directory_is_made_and_kept(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RefusedError, match="file/run cannot be made: Not a directory"):
+    with pytest.raises(RefusedError, match="file/run"):
         rundir.create_run_directory(Arguments(run_dir=tmp_path / "file" / "run"), ALONE)
 
 
@@ -73,7 +73,7 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
 
 def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{", encoding="utf-8")
-    with pytest.raises(RefusedError, match=r"environment\.json: not JSON"):
+    with pytest.raises(RefusedError, match=r"environment\.json"):
         rundir.write_environment(
             tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4, cpus=3
         )

@@ -107,5 +107,5 @@ def test_a_fine_tuned_encoder_is_in_the_checkpoint(data: Path, tmp_path: Path) -
 
 
 def test_a_balancer_that_would_have_nothing_to_do_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"--balancer.kind is minimax"):
+    with pytest.raises(RefusedError, match=r"--balancer.kind .*minimax"):
         pretrain_here(flags(data, tmp_path, "joint", balancer__kind="minimax"))

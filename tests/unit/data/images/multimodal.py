@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.pretraining.base import open_sources
 
+SECOND = "semseg-made"
+"""Directory of maps beside the images' tars."""
 SEMSEG_CLASSES = ["ground", "box", "sky"]
 DESCRIBED: dict[str, dict[str, object]] = {
     "depth": {"scale": 0.001, "unit": "millimetres"},
@@ -57,14 +60,27 @@ def write_multimodal(directory: Path, shards: list[list[Contents]], **changes: o
 
 def write_beside(directory: Path, shards: list[list[Contents]]) -> Path:
     """The same data set with depth in the images' tars, and segmentation in tars of its own."""
-    described = {**DESCRIBED, "semseg": {**DESCRIBED["semseg"], "directory": "semseg-made"}}
+    described = {**DESCRIBED, "semseg": {**DESCRIBED["semseg"], "directory": SECOND}}
     own = [[{name: one[name] for name in one if name != "semseg.png"} for one in shard] for shard in shards]
     write_images(directory, own, changes={"suffixes": SUFFIXES[:3], "modalities": described})
-    (directory / "semseg-made").mkdir()
+    (directory / SECOND).mkdir()
     for number, shard in enumerate(shards):
         beside = [{name: one[name] for name in ("__key__", "semseg.png")} for one in shard]
-        write_tar(directory / "semseg-made" / f"image-{number:06d}.tar", beside)
+        write_tar(directory / SECOND / f"image-{number:06d}.tar", beside)
     return directory
+
+
+def nine_beside(directory: Path) -> Path:
+    """Nine images in two tars, their segmentation beside them."""
+    return write_beside(directory, [samples(9)[:5], samples(9)[5:]])
+
+
+def rewrite_maps(data: Path, order: Sequence[int] = range(4), members: Mapping[int, Contents] | None = None) -> None:
+    """Write the second tar of maps of `nine_beside` anew, in another order or with other `members` by place."""
+    maps = [{"__key__": sample["__key__"], "semseg.png": sample["semseg.png"]} for sample in samples(9)[5:]]
+    write_tar(
+        data / SECOND / "image-000001.tar", [{**maps[place], **(members or {}).get(place, {})} for place in order]
+    )
 
 
 def multimodal_config(path: Path | str, **sections: dict[str, object]) -> Config:

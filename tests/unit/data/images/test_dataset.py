@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.data.images.stored import CLASSES, SIZES, config_for, sample, small_images, write_images, write_tar
+from tests.unit.data.images.multimodal import DESCRIBED, SECOND, multimodal_config, nine_beside, rewrite_maps
+from tests.unit.data.images.source_images import class_map, png
+from tests.unit.data.images.stored import CLASSES, config_for, sample, small_images, write_images
 from tests.unit.data.stored import config_for as text_config_for
 from tests.unit.data.stored import write_dataset
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.index import read_json, write_json
+from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
+from trp_scale.data.index import index_path, read_index, read_json, write_json
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
+from trp_scale.sharding.verify import verify_dataset
 
 
 @pytest.fixture(scope="module")
@@ -42,40 +45,6 @@ def test_blocks_are_consecutive_images_of_one_shard(images: Path) -> None:
     assert blocks.identities.tolist() == [name_hash(key) for key in blocks.keys]
 
 
-def test_columns_hold_what_is_read_and_names_come_from_the_index(images: Path) -> None:
-    table = open_image_dataset(images).samples
-    reader = SampleReader(table, verify=True, keep=1)  # fewer than there are: closes and opens again
-    for number in (33, 0, 14, 13, 20, 21):
-        (image,) = reader.members(number)
-        assert bytes(image) == sample(number, *SIZES[number % len(SIZES)])["jpg"]
-        assert table.labels[number] == number % 3
-        assert table.key(number) == f"{table.shards[table.shard_number(number)].stem}/n{number:05d}"
-    assert len(pickle.dumps(table)) < 5000  # no names: a process holds numbers only
-    assert table.offsets.shape == table.lengths.shape == table.checksums.shape == (34, 1)
-    assert [array.itemsize for array in (table.offsets, table.lengths, table.checksums)] == [8, 4, 4]
-
-
-def test_a_reader_opens_its_own_files_after_pickling(images: Path) -> None:
-    reader = SampleReader(open_image_dataset(images).samples, verify=True)
-    first = reader.members(3)
-    stored = pickle.dumps(reader)
-    del reader  # closes its files
-    assert pickle.loads(stored).members(3) == first
-
-
-def test_members_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    samples = [sample(number, 8, 8) for number in range(3)]
-    dataset = open_image_dataset(write_images(tmp_path / "data", [samples], changes={"classes": None}))
-    shard = tmp_path / "data" / "shards" / "image-000000.tar"
-    start, length = (int(column[2, 0]) for column in (dataset.samples.offsets, dataset.samples.lengths))
-    shard.write_bytes(shard.read_bytes()[: start + 100])
-    with pytest.raises(DataError, match=rf"image-000000\.tar: image 2, \.jpg: 100 bytes found, {length} expected"):
-        SampleReader(dataset.samples, verify=False).members(2)
-    shard.unlink()
-    with pytest.raises(DataError, match=r"image-000000\.tar"):
-        SampleReader(dataset.samples, verify=False).members(2)
-
-
 def test_members_of_other_objectives_are_known_but_not_opened(tmp_path: Path) -> None:
     samples = [sample(number, 8, 8, **{"depth.png": b"16 bits", "semseg.png": b"8 bits"}) for number in range(3)]
     suffixes = ["jpg", "semseg.png", "cls", "depth.png"]
@@ -89,30 +58,28 @@ def test_members_of_other_objectives_are_known_but_not_opened(tmp_path: Path) ->
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "png", "npy"])
 def test_other_members_refuse_the_shard(tmp_path: Path, suffix: str) -> None:
     write_images(tmp_path / "data", [[sample(0, 8, 8), sample(1, 8, 8, **{suffix: b"x"})]])
-    with pytest.raises(
-        DataError, match=rf"image-000000\.tar: block n00001 has member \.{suffix}; allowed are .jpg, .cls"
-    ):
+    with pytest.raises(DataError, match=rf"image-000000\.tar: block n00001 .*\.{suffix}; .*\.jpg, \.cls"):
         open_image_dataset(tmp_path / "data")
     document = read_json(tmp_path / "data" / "dataset.json")
     write_json(tmp_path / "data" / "dataset.json", {**document, "suffixes": ["jpg", "cls", suffix]})
-    with pytest.raises(DataError, match=rf"suffix '{suffix}' found; allowed are jpg, cls, depth.png, semseg.png"):
+    with pytest.raises(DataError, match=rf"'{suffix}' .*jpg, cls, depth\.png, semseg\.png"):
         open_image_dataset(tmp_path / "data")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "format 2 found, 1 expected"),
-        ({"kind": "sound"}, "kind 'sound' found, 'image' expected"),
+        ({"format": 2}, "format 2 "),
+        ({"kind": "sound"}, "kind 'sound' .*'image'"),
         ({"rows_per_block": 0}, "rows_per_block is 0"),
-        ({"rows": 33}, "33 rows written there, 34 images found"),
-        ({"suffixes": ["cls"]}, "no suffix 'jpg' found"),
-        ({"suffixes": ["jpg", "cls", "depth.png"]}, r"has no member .depth.png"),
-        ({"shards": ["image-000000.tar", "image-000000.tar"]}, "listed twice"),
-        ({"shards": []}, "0 shards"),
-        ({"classes": 5}, r"dataset\.json: classes 5 found, a list of names expected, .* or null"),
-        ({"classes": "wall"}, r"dataset\.json: classes 'wall' found, a list of names expected"),
-        ({"modalities": ["depth"]}, r"dataset\.json: modalities \['depth'\] found, descriptions by name expected"),
+        ({"rows": 33}, " 33 .* 34 "),
+        ({"suffixes": ["cls"]}, "'jpg'"),
+        ({"suffixes": ["jpg", "cls", "depth.png"]}, r"\.depth\.png"),
+        ({"shards": ["image-000000.tar", "image-000000.tar"]}, "twice"),
+        ({"shards": []}, " 0 shards"),
+        ({"classes": 5}, r"dataset\.json: classes 5 "),
+        ({"classes": "wall"}, r"dataset\.json: classes 'wall' "),
+        ({"modalities": ["depth"]}, r"dataset\.json: modalities \['depth'\] "),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -124,51 +91,8 @@ def test_a_shard_that_differs_from_its_index_is_refused(tmp_path: Path) -> None:
     data = small_images(tmp_path / "data")
     shard = data / "shards" / "image-000001.tar"
     shard.write_bytes(shard.read_bytes()[:-512])
-    with pytest.raises(DataError, match=r"image-000001\.tar: \d+ bytes found"):
+    with pytest.raises(DataError, match=r"image-000001\.tar: \d+ "):
         open_image_dataset(data)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"key": "n00000"}, "key 'n00000' comes twice"),
-        ({"rows": 2}, "n00001: 2 rows"),
-        ({"members": {"jpg": {"offset": 0, "length": 9, "crc32": 0}}}, r"block n00001 has no member \.cls"),
-        ({"members": 5}, r"000000\.index\.json: block n00001: members is 5"),
-        (
-            {"members": {suffix: {"offset": 0, "length": 9} for suffix in ("jpg", "cls")}},
-            r"block n00001: members.cls is {.*}, allowed: .*crc32",
-        ),
-        (
-            {"members": {suffix: {"offset": 9000, "length": 9000, "crc32": 0} for suffix in ("jpg", "cls")}},
-            r"image-000000\.tar.*n00001",
-        ),
-        (
-            {"members": {suffix: {"offset": -1, "length": 9, "crc32": 0} for suffix in ("jpg", "cls")}},
-            "n00001",
-        ),
-    ],
-)
-def test_wrong_indexes_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    data = write_images(tmp_path / "data", [[sample(0, 8, 8), sample(1, 8, 8)]])
-    path = data / "shards" / "image-000000.index.json"
-    document = read_json(path)
-    document["blocks"][1].update(changes)
-    write_json(path, document)
-    with pytest.raises(DataError, match=message):
-        open_image_dataset(data)
-
-
-def test_an_index_without_classes_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Format 1 had none."""
-    data = write_images(tmp_path / "data", [[sample(0, 8, 8)]])
-    path = data / "shards" / "image-000000.index.json"
-    document = read_json(path)
-    del document["blocks"][0]["label"]
-    write_json(path, {**document, "format": 1})
-    with pytest.raises(DataError) as raised:
-        open_image_dataset(data)
-    assert str(raised.value) == f"{path}: format 1 found, 2 expected; shard the data again"
 
 
 def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:
@@ -198,9 +122,9 @@ def test_the_digest_of_images_alone_stays_what_checkpoints_hold(tmp_path: Path) 
 
 def test_recipe_and_data_of_different_kinds_are_refused(tmp_path: Path, images: Path) -> None:
     text = write_dataset(tmp_path / "text", block_rows=[[5, 7]])
-    with pytest.raises(RefusedError, match=r"kind 'text' found, but this run's encoder reads kind 'image'"):
+    with pytest.raises(RefusedError, match=r"'text' .*'image'"):
         open_sources(config_for(text), rank=0, world=1)
-    with pytest.raises(RefusedError, match=r"kind 'image' found, but this run's encoder reads kind 'text'"):
+    with pytest.raises(RefusedError, match=r"'image' .*'text'"):
         open_sources(text_config_for(images), rank=0, world=1)
 
 
@@ -213,13 +137,107 @@ def test_mixtures(tmp_path: Path, images: Path) -> None:
     labels = np.concatenate([batch["labels"].numpy() for batch in sources.train.next_window()])
     assert (labels == -1).sum() == 6 and set(labels[labels != -1]) <= {0, 1, 2}
     write_images(tmp_path / "other", [[sample(0, 8, 8)]], changes={"classes": ["x", "y"]})
-    with pytest.raises(DataError, match=r"same classes: known has 3 \(ant, bee, cat\), other has 2 \(x, y\)"):
+    with pytest.raises(DataError, match=r"classes: known .*3 \(ant, bee, cat\), other .*2 \(x, y\)"):
         open_sources(config_for(f"known:1={images},other:1={tmp_path / 'other'}"), rank=0, world=1)
 
 
-def test_an_index_that_shrank_is_named(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", [[sample(0, 8, 8), sample(1, 8, 8)]])
-    table = open_image_dataset(data).samples
-    write_tar(data / "shards" / "image-000000.tar", [sample(0, 8, 8)])
-    with pytest.raises(DataError, match=r"image-000000\.tar: 1 images in its index, 2 or more"):
-        table.key(1)
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return nine_beside(tmp_path / "data")
+
+
+def opened(data: Path) -> ImageDataset:
+    return open_image_dataset(data, used=("depth", "semseg"))
+
+
+def test_tables_have_the_same_images_and_the_members_that_are_read(data: Path) -> None:
+    dataset = opened(data)
+    assert dataset.samples.suffixes == ("jpg", "depth.png")
+    (maps,) = dataset.aligned
+    assert maps.suffixes == ("semseg.png",) and maps.key_digests == dataset.samples.key_digests
+    assert maps.starts.tolist() == dataset.samples.starts.tolist() == [0, 5, 9]
+    assert open_image_dataset(data).aligned == () and open_image_dataset(data, used=("depth",)).aligned == ()
+
+
+def test_the_digest_sees_them_only_when_they_are_read(data: Path) -> None:
+    both, neither = opened(data).digest(), open_image_dataset(data).digest()
+    rewrite_maps(data, members={2: {"semseg.png": png(class_map())}})
+    assert opened(data).digest() != both and open_image_dataset(data).digest() == neither
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": [0, 2, 1, 3]}, r"place 1: .*n00007 .*shards/image-000001\.tar .*n00006"),
+        ({"order": [0, 1, 2]}, "place 3: .*n00008"),
+        ({"members": {3: {"__key__": "n00009"}}}, "place 3: .*n00009 .*n00008"),
+        ({"members": {1: {"depth.png": b"x"}}}, r"block n00006 .*\.depth\.png; .*\.semseg\.png"),
+    ],
+)
+def test_tars_that_are_not_aligned_are_refused(data: Path, changes: dict[str, Any], message: str) -> None:
+    rewrite_maps(data, **changes)
+    with pytest.raises(DataError, match=message) as raised:
+        opened(data)
+    assert f"{SECOND}/image-000001.tar" in str(raised.value)
+    assert "trp-scale pseudo-label" in str(raised.value)
+    assert open_image_dataset(data).meta.rows == 9  # without them the images are as good as before
+
+
+def test_missing_tars_members_and_bytes_are_refused(data: Path) -> None:
+    tar = data / SECOND / "image-000001.tar"
+    document = read_json(index_path(tar))
+    del document["blocks"][2]["members"]["semseg.png"]
+    write_json(index_path(tar), document)
+    with pytest.raises(DataError, match=r"image-000001\.tar: block n00007 .*\.semseg\.png"):
+        opened(data)
+    rewrite_maps(data)
+    tar.write_bytes(tar.read_bytes()[:-512])
+    with pytest.raises(DataError, match=r"image-000001\.tar: \d+ bytes"):
+        opened(data)
+    for path in (tar, index_path(tar)):
+        path.unlink()
+        with pytest.raises(DataError, match=rf"{path.name}.*semseg"):
+            opened(data)
+
+
+def test_a_map_beside_that_goes_bad_leaves_its_row_out(data: Path) -> None:
+    sources = open_sources(multimodal_config(data), rank=0, world=1)
+    (data / SECOND / "image-000001.tar").unlink()
+    window = sources.train.next_window()
+    names = {name for batch in window for name in batch.corrupt}
+    assert names == {f"image-000001/n{number:05d}" for number in range(5, 9)}
+    assert sum(float(batch["row_weights"].sum()) for batch in window) >= 5
+
+
+def test_they_are_verified(data: Path) -> None:
+    found = verify_dataset(data)
+    tars = [*(data / "shards").glob("*.tar"), *(data / SECOND).glob("*.tar")]
+    assert (found.rows, found.shards, found.bytes) == (9, 2, sum(tar.stat().st_size for tar in tars))
+    for members, message in (
+        ({"semseg.png": png(class_map(width=7, height=9) % 3)}, "n00006.* 7 x 9 "),
+        ({"semseg.png": b"none"}, "n00006.* PNG "),
+        ({"semseg.png": png(class_map() + 3)}, r"n00006.* class \d+ "),
+        ({"cls": b"0"}, r"n00006.* \.cls "),
+    ):
+        rewrite_maps(data, members={1: members})
+        with pytest.raises(DataError, match=message) as raised:
+            verify_dataset(data)
+        assert SECOND in str(raised.value)
+    rewrite_maps(data)
+    tar = data / SECOND / "image-000001.tar"
+    content = bytearray(tar.read_bytes())
+    content[read_index(tar).blocks[2].members["semseg.png"].offset + 60] ^= 1
+    tar.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{SECOND}/image-000001\.tar: .*n00007.* semseg\.png"):
+        verify_dataset(data)
+    rewrite_maps(data)
+    (data / SECOND / "image-000007.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"image-000007\.tar"):
+        verify_dataset(data)
+
+
+def test_a_direction_does_not_part_a_checkpoint_from_its_data(data: Path) -> None:
+    before, document = opened(data).digest(), read_json(data / "dataset.json")
+    depth = {**DESCRIBED["depth"], "larger_is": "nearer"}
+    write_json(data / "dataset.json", {**document, "modalities": {**document["modalities"], "depth": depth}})
+    assert opened(data).maps[0].larger_is == "nearer" and opened(data).digest() == before

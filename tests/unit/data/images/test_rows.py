@@ -57,7 +57,7 @@ def test_what_has_no_smaller_size_is_decoded_whole() -> None:
         stored(photograph(64, 64))[:9],
     ):
         assert jpeg_size(content) == (1, 1)
-    with pytest.raises(DataError, match="not a JPEG that can be decoded"):
+    with pytest.raises(DataError, match="JPEG"):
         decode_scaled(stored(photograph(64, 64))[:-300], 2)
 
 
@@ -126,7 +126,7 @@ def test_a_task_that_reads_whole_images_refuses_it() -> None:
     for recipe in ("segmentation_tiny", "depth_tiny", "detection_tiny"):
         config: Config = load_recipe(recipe)
         config.crops.scaled_decoding = True  # type: ignore[attr-defined]
-        assert any("--crops.scaled_decoding is on, allowed for" in problem for problem in config.problems())
+        assert any("--crops.scaled_decoding" in problem for problem in config.problems())
     config = load_recipe("classification_tiny")
     config.crops.scaled_decoding = True  # type: ignore[attr-defined]
     assert not any("scaled_decoding" in problem for problem in config.problems())

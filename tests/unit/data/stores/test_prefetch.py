@@ -121,9 +121,7 @@ def test_what_the_cache_did_is_counted(workers: int, stored: Path, monkeypatch: 
     sizes = sum(path.stat().st_size for path in stored.rglob("*.tar"))
     assert use.fetched_bytes + use.ahead_bytes == sizes
     sources.close()
-    assert f"of {TARS} tars or blocks opened were there; {TARS} fetched, {use.ahead} of them ahead" in cache_line(
-        use._asdict()
-    )
+    assert f"of {TARS} tars " in (line := cache_line(use._asdict())) and f"; {TARS} fetched, {use.ahead} " in line
     local = open_sources(config_for(stored, data={"workers": workers}), rank=0, world=1)
     local.train.next_window()
     if workers:  # in this process a cache has been used before
@@ -142,7 +140,7 @@ def test_an_error_is_met_by_who_reads_the_tar(stored: Path, monkeypatch: pytest.
         expected = open_sources(config_for(stored), rank=0, world=1)
         monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.3")
         read = 0
-        with pytest.raises(RemoteError, match=rf"{last}: not read within"):
+        with pytest.raises(RemoteError, match=rf"{last}: .* 0.3 s"):
             while True:
                 ours, theirs = sources.train.next_window(), expected.train.next_window()
                 assert all((a.keys == b.keys).all() for a, b in zip(ours, theirs, strict=True))
@@ -163,7 +161,7 @@ def test_one_process_of_a_machine_fetches_ahead(stored: Path, monkeypatch: pytes
     assert found is not None
     found.close()
     monkeypatch.setenv("TRP_SCALE_TARS_AHEAD", "many")
-    with pytest.raises(RefusedError, match=r"TRP_SCALE_TARS_AHEAD: 'many' found, a whole number"):
+    with pytest.raises(RefusedError, match="TRP_SCALE_TARS_AHEAD: 'many'"):
         tars_ahead(plan, [dataset])
 
 

@@ -1,67 +1,61 @@
-"""Rows: consecutive sentences of one document, at most row_length pieces, nothing lost."""
+"""Damaged blocks: their rows come without elements, the order does not move, and they are named."""
 
 from __future__ import annotations
 
-import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from pathlib import Path
 
-from trp_scale.sharding.text.portion import RowPacker, fill_rows, pad_sentence_ends
+import pytest
+import torch
 
-ROW = 10
-
-words = st.lists(st.integers(1, 4), min_size=0, max_size=12)  # pieces of each word of a sentence
-documents = st.lists(st.lists(words, max_size=6), max_size=5)
+from tests.unit.data.loaded import FIELDS, damage, joined, steps, table_of
+from tests.unit.data.stored import config_for, write_dataset
+from trp_scale.pretraining.base import open_sources
 
 
-def slow_rows(sentences: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """The rows of a document as lists of (sentence, pieces of it), one piece at a time."""
-    rows: list[list[tuple[int, int]]] = [[]]
-    for number, lengths in enumerate(sentences):
-        starts = {sum(lengths[:index]) for index in range(len(lengths))}
-        left = sum(lengths)
-        if left + sum(pieces for _, pieces in rows[-1]) > ROW:
-            rows.append([])
-        while left > ROW:
-            place = sum(lengths) - left
-            cut = next((size for size in range(ROW, 0, -1) if place + size in starts), ROW)
-            rows[-1].append((number, cut))
-            rows.append([])
-            left -= cut
-        if left:
-            rows[-1].append((number, left))
-    return [row for row in rows if row]
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_an_unreadable_block_come_without_elements(tmp_path: Path, world: int) -> None:
+    data = write_dataset(tmp_path / "data", block_rows=[[5, 7, 3, 9], [8, 6, 4, 11, 5]])
+    whole = steps(config_for(data), world, 5)
+    key = damage(data, block=1, member=0, place=0, content=b"broken")
+    ranks = [open_sources(config_for(data), rank=rank, world=world) for rank in range(world)]
+    seen, missing = set(), 0
+    for expected in whole:
+        windows = [sources.train.next_window() for sources in ranks]
+        seen |= {name for window in windows for batch in window for name in batch.corrupt}
+        step = joined(windows)
+        there = step["row_weights"] == 1
+        missing += int((~there).sum())
+        assert torch.equal(step["keys"], expected["keys"])  # the order does not move
+        for name in FIELDS:
+            assert torch.equal(step[name][there], expected[name][there]), name
+        assert (step["label_weights"][~there] == 0).all()
+        assert (step["attention_mask"][~there].sum(dim=1) == 3).all()
+    assert seen == {key} and missing >= 7
 
 
-@settings(max_examples=300, deadline=None)
-@given(documents)
-def test_rows_are_those_of_the_slow_definition(corpus: list[list[list[int]]]) -> None:
-    packer = RowPacker(ROW)
-    expected: list[list[tuple[int, int]]] = []
-    for sentences in corpus:
-        for lengths in sentences:
-            starts = np.zeros(sum(lengths), dtype=bool)
-            starts[np.cumsum([0, *lengths])[:-1]] = True
-            packer.add_sentence(sum(lengths), starts)
-        packer.end_document()
-        expected += slow_rows(sentences)
-    ends = [np.cumsum([pieces for _, pieces in row]).tolist() for row in expected]
-    assert packer.sentence_ends == ends
-    assert packer.lengths == [row[-1] for row in ends]
-    assert sum(packer.lengths) == sum(sum(lengths) for sentences in corpus for lengths in sentences)
+def test_checksums_are_checked_when_asked(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", block_rows=[[5, 7]])
+    key = damage(data, block=0, member=0, place=-2, content=b"\x07\x00")
+    for verify, expected in ((False, []), (True, [key])):
+        config = config_for(data, data={"verify": verify})
+        window = open_sources(config, rank=0, world=1).train.next_window()
+        assert sorted({name for batch in window for name in batch.corrupt}) == expected
 
 
-def test_a_word_longer_than_a_row_is_cut_in_its_middle() -> None:
-    packer = RowPacker(ROW)
-    starts = np.zeros(25, dtype=bool)
-    starts[0] = True
-    packer.add_sentence(25, starts)
-    packer.end_document()
-    assert packer.lengths == [10, 10, 5]
-
-
-def test_rows_are_laid_out_and_padded() -> None:
-    values = np.arange(1, 7, dtype=np.uint16)
-    rows = fill_rows(values, np.array([1, 3, 2]), 4, padding=9)
-    assert rows.tolist() == [[1, 9, 9, 9], [2, 3, 4, 9], [5, 6, 9, 9]]
-    assert pad_sentence_ends([[1], [1, 2, 3], [2]]).tolist() == [[1, 1, 1], [1, 2, 3], [2, 2, 2]]
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [(0, b"\xff\xff"), (1, b"\x0f"), (2, b"\xff\xff")],
+    ids=["token beyond the vocabulary", "group beyond the table", "sentence end beyond the row"],
+)
+def test_values_out_of_range_leave_out_the_rows_they_touch(tmp_path: Path, member: int, content: bytes) -> None:
+    """Only those rows: what happens to a row must not depend on which rows were read before it."""
+    data = write_dataset(tmp_path / "data", block_rows=[[5, 7]])
+    key = damage(data, block=1, member=member, place=-len(content), content=content)
+    config = config_for(data, data={"verify": False})  # a checksum would leave out the whole block
+    window = open_sources(config, rank=0, world=1).train.next_window()
+    step = joined([window])
+    left_out = step["keys"][step["row_weights"] == 0].tolist()
+    identity = int(table_of(data)[1].identities[1])
+    assert (identity + 6) & (2**63 - 1) in left_out  # the last row of the block
+    assert len(left_out) < 7
+    assert {name for batch in window for name in batch.corrupt} == {key}

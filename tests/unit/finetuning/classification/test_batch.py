@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +11,30 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import beta, kstest
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, rand_augment_transform
 from torch import Tensor
 from torchvision import transforms
 
 from tests.unit.data.images.stored import CLASSES, joined, jpeg, photograph, sample, sample_of_key, write_images
 from tests.unit.models.encoder_peers import finetune_config
+from trp_scale.config import CropsConfig
+from trp_scale.data.hashing import mix_integer
 from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.classification.batch import MeasuredImages
+from trp_scale.finetuning.classification.batch import (
+    ImageAugmentation,
+    MeasuredImages,
+    PairMixing,
+    borrowed_generators,
+    seed_generators,
+)
 from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ClassificationTask, open_labelled
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 ALL = {"magnitude": 9, "colour_jitter": 0.3, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
 
@@ -171,3 +183,161 @@ def test_a_whole_image_is_squashed_and_absent_ones_are_grey(dataset: Path) -> No
     assert batch["row_weights"].tolist() == [1.0, 0.0, 0.0]
     assert batch.corrupt == ["image-000000/n00005"]
     assert batch["targets"].tolist() == [[1.0, 0.0, 0.0], [0.0] * 3, [0.0] * 3], "targets of measured images are plain"
+
+
+SIZE = 24
+
+
+CROPS = CropsConfig(size=SIZE)
+
+
+WORDS = [mix_integer(number) for number in range(400)]
+
+
+def picture(seed: int = 0) -> Tensor:
+    coarse = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    smooth = torch.nn.functional.interpolate(coarse, SIZE, mode="bicubic").clamp(0, 1)
+    return (smooth[0] * 255).to(torch.uint8)
+
+
+def augmented(words: list[int], **settings: float) -> list[Tensor]:
+    augmentation = ImageAugmentation(AugmentationConfig(**settings), CROPS)  # type: ignore[arg-type]
+    with borrowed_generators():
+        return [augmentation(picture(), word) for word in words]
+
+
+def test_the_process_s_generators_are_as_before() -> None:
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[union-attr]
+    augmented(WORDS[:3], magnitude=9, colour_jitter=0.4, erasing=1.0)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[union-attr]
+    with pytest.raises(KeyError), borrowed_generators():
+        seed_generators(WORDS[0])
+        raise KeyError
+    assert random.getstate() == before[0]
+
+
+@pytest.mark.parametrize("settings", [{"magnitude": 9}, {"colour_jitter": 0.4}, {"erasing": 1.0}], ids=str)
+def test_an_image_follows_from_its_word_alone(settings: dict[str, float]) -> None:
+    first = augmented(WORDS[:40], **settings)
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    again = augmented(WORDS[39::-1], **settings)[::-1]
+    assert all(one.equal(other) for one, other in zip(first, again, strict=True))
+    assert len({one.numpy().tobytes() for one in first}) > 20, "all images were changed alike"
+
+
+def test_every_operation_of_rand_augment_works_at_every_magnitude() -> None:
+    """Pillow refuses what timm's posterising asks of it at magnitude 10, which noise reaches from 9 on."""
+    for magnitude in (1, 9, 10):
+        found = augmented(WORDS, magnitude=magnitude, magnitude_deviation=2.0, operations=3)
+        assert all(one.shape == (3, SIZE, SIZE) and one.dtype == torch.uint8 for one in found)
+
+
+def test_rand_augment_is_timms_in_the_settings_of_its_training() -> None:
+    """He et al.'s rand-m9-mstd0.5-inc1; magnitudes of 10 alone are cut."""
+    described = {
+        "translate_const": int(SIZE * 0.45),
+        "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
+        "interpolation": Image.Resampling.BICUBIC,
+        "magnitude_max": 9.999,
+    }
+    theirs = rand_augment_transform("rand-m9-mstd0.5-inc1", described)
+    found = augmented(WORDS[:200], magnitude=9)
+    with borrowed_generators():
+        for word, ours in zip(WORDS, found, strict=False):
+            seed_generators(word)
+            expected = theirs(Image.fromarray(picture().permute(1, 2, 0).numpy()))
+            assert (ours.permute(1, 2, 0).numpy() == np.asarray(expected)).all()
+
+
+def test_more_magnitude_changes_more() -> None:
+    """Half of the operations are left out (timm), so a quarter of the images keep both."""
+    changed = {}
+    for magnitude in (0, 3, 9):
+        distances = [
+            float((one.float() - picture().float()).abs().mean())
+            for one in augmented(WORDS, magnitude=magnitude, magnitude_deviation=0.0)
+        ]
+        changed[magnitude] = sum(distances) / len(distances)
+        if magnitude == 9:
+            untouched = sum(distance == 0 for distance in distances) / len(distances)
+            assert 0.25 - 0.09 < untouched < 0.25 + 0.12  # 4 standard errors, and operations that change nothing
+    assert changed[0] == 0 < changed[3] < changed[9]
+
+
+def test_erasing_puts_noise_into_one_rectangle_as_often_as_it_says() -> None:
+    found = augmented(WORDS, erasing=0.25)
+    differs = [(one != picture()).any(0) for one in found]
+    erased = [mask for mask in differs if mask.any()]
+    assert abs(len(erased) / len(found) - 0.25) < 4 * (0.25 * 0.75 / len(found)) ** 0.5
+    for mask in erased:
+        lines, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+        box = mask[int(lines[0]) : int(lines[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+        assert box.double().mean() > 0.9, "noise outside one rectangle"
+        assert 0.01 < box.numel() / SIZE**2 < 0.4
+    whole = torch.stack([one[:, mask] for one, mask in zip(found, differs, strict=True) if mask.any()][:1])[0]
+    assert whole.float().std() > 30, "no noise"
+
+
+def test_the_data_s_statistics_are_those_of_the_model() -> None:
+    assert (CHANNEL_MEAN, CHANNEL_DEVIATION) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+
+
+def mixed(words: list[int], **settings: float) -> list[tuple[Tensor, Tensor]]:
+    mixing = PairMixing(AugmentationConfig(**settings), 3)  # type: ignore[arg-type]
+    pair = torch.stack([picture(1), picture(2)])
+    with borrowed_generators():
+        return [mixing(pair, torch.tensor([0, 2]), word) for word in words]
+
+
+def test_mixup_mixes_pixels_and_classes_in_the_same_share() -> None:
+    first, second = picture(1).float(), picture(2).float()
+    for images, targets in mixed(WORDS[:50], mixup=0.8):
+        share = float(targets[0, 0])
+        torch.testing.assert_close(targets, torch.tensor([[share, 0, 1 - share], [1 - share, 0, share]]))
+        for image, (one, other) in zip(images, ((first, second), (second, first)), strict=True):
+            expected = share * one + (1 - share) * other
+            torch.testing.assert_close(image.float(), expected, rtol=0, atol=0.51)
+
+
+def test_cutmix_exchanges_one_rectangle_of_the_share_that_the_classes_say() -> None:
+    first, second = picture(1), picture(2)
+    differ = (first != second).any(0)
+    for images, targets in mixed(WORDS[:50], cutmix=1.0):
+        own, other = (images[0] == first).all(0), (images[0] == second).all(0)
+        assert (own | other).all()
+        assert images[1].equal(torch.where(other & differ, first, second))
+        share = float((own & differ).sum() / differ.sum())
+        assert float(targets[0, 0]) == pytest.approx(share, abs=0.02)
+        assert float(targets[0, 0]) == pytest.approx(float(targets[1, 2]))
+
+
+@pytest.mark.parametrize("alpha", [0.8, 0.2])
+def test_shares_are_beta_distributed(alpha: float) -> None:
+    shares = [float(targets[0, 0]) for _, targets in mixed(WORDS, mixup=alpha)]
+    assert kstest(shares, beta(alpha, alpha).cdf).pvalue > 1e-3
+
+
+def test_half_of_the_pairs_each_where_both_are_on_and_only_some_where_asked() -> None:
+    def kind(images: Tensor, targets: Tensor) -> str:
+        if targets[0, 0] == 1:
+            return "none"
+        own = (images[0] == picture(1)).all(0) | (images[0] == picture(2)).all(0)
+        return "cutmix" if own.all() else "mixup"
+
+    both = [kind(*pair) for pair in mixed(WORDS, mixup=0.8, cutmix=1.0)]
+    assert abs(both.count("cutmix") / len(WORDS) - 0.5) < 4 * 0.5 / len(WORDS) ** 0.5 + 0.03  # a box may be empty
+    some = [kind(*pair) for pair in mixed(WORDS, mixup=0.8, mixing=0.3)]
+    assert abs(some.count("mixup") / len(WORDS) - 0.3) < 4 * (0.21 / len(WORDS)) ** 0.5
+
+
+def test_smoothing_is_spread_over_all_classes() -> None:
+    mixing = PairMixing(AugmentationConfig(smoothing=0.1), 4)
+    assert not mixing.active
+    expected = torch.full((2, 4), 0.025)
+    expected[0, 3] = expected[1, 1] = 0.925
+    torch.testing.assert_close(mixing.targets(torch.tensor([3, 1])), expected)
+    for _, targets in mixed(WORDS[:5], mixup=0.8, smoothing=0.3):
+        torch.testing.assert_close(targets.sum(1), torch.ones(2))
+        torch.testing.assert_close(targets[:, 1], torch.full((2,), 0.1))

@@ -64,3 +64,25 @@ def test_a_constant_crop_is_zero_and_one_without_measurements_nowhere_a_number()
     assert np.isnan(standardise(one, 0.001)).all()
     one[2, 3] = 65_535
     assert standardise(one, 0.001)[2, 3] == 0 and np.isnan(standardise(one, 0.001)).sum() == 63
+
+
+def on_the_host(depth: np.ndarray, scale: float) -> np.ndarray:
+    """As the loader did it before depth travelled in 16 bits."""
+    middle, rest, factor = crop_statistics(depth, scale)
+    result: np.ndarray = depth.astype(np.float32) - np.float32(middle)
+    result -= np.float32(rest)
+    result *= np.float32(factor)
+    result[depth == 0] = np.nan
+    return result
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_device_standardises_depth_to_the_bit_as_the_host_did(precision: torch.dtype) -> None:
+    random = np.random.default_rng(0)
+    crops = np.stack([random.integers(low, 65536, (24, 24)).astype(np.uint16) for low in (0, 60_000, 65_534)])
+    crops[0, random.random((24, 24)) < 0.3] = 0
+    statistics = torch.tensor([crop_statistics(crop, 0.001) for crop in crops], dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
+        found = standardised(torch.from_numpy(crops), statistics)
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found.numpy(), np.stack([on_the_host(crop, 0.001) for crop in crops]))

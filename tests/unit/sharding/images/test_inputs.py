@@ -30,6 +30,7 @@ from tests.unit.data.images.source_images import (
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.samples import LONGEST_KEY, plain_key
+from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -246,3 +247,58 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     )
     assert missing.returncode == 2 and "--inputs nowhere" in missing.stderr and "Traceback" not in missing.stderr
     assert Image.open(io.BytesIO(stored(tmp_path / "out")["c0/image0"]["depth.png"])).size == (WIDTH, HEIGHT)
+
+
+def digits(root: Path, count: int = 12) -> np.ndarray:
+    """Files as torchvision's MNIST looks for them; returns the images."""
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    images = np.stack([np.asarray(Image.fromarray(pixels(number, 28, 28)).convert("L")) for number in range(count)])
+    labels = (np.arange(count) % 10).astype(np.uint8)
+    for prefix in ("train", "t10k"):
+        sizes = b"".join(size.to_bytes(4, "big") for size in images.shape)
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + sizes + images.tobytes())
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            b"\0\0\x08\x01" + count.to_bytes(4, "big") + labels.tobytes()
+        )
+    return images
+
+
+def test_a_torchvision_dataset_is_read_and_never_downloaded(tmp_path: Path) -> None:
+    images = digits(tmp_path / "root")
+    found = shard(tmp_path / "out", f"torchvision:MNIST={tmp_path / 'root'}")
+    assert read_json(tmp_path / "out" / "dataset.json")["classes"][3] == "3 - three"
+    for number, wanted in enumerate(images):
+        sample = found[f"train-{number:08d}"]
+        assert sample["cls"] == str(number % 10).encode()
+        assert np.abs(decoded(sample["jpg"]).mean(axis=2) - wanted).mean() < 4
+        assert Image.open(io.BytesIO(sample["jpg"])).mode == "RGB"
+    assert set(shard(tmp_path / "test", f"torchvision:MNIST={tmp_path / 'root'}", split="test")) == {
+        f"test-{number:08d}" for number in range(len(images))
+    }
+    for item, split, message in (
+        (f"torchvision:MNIST={tmp_path / 'none'}", "train", "torchvision says: Dataset not found"),
+        (f"torchvision:CIFAR10={tmp_path / 'none'}", "train", "torchvision says: Dataset not found"),
+        ("torchvision:Nothing=x", "train", "no such dataset in torchvision"),
+        ("torchvision:FakeData=x", "train", "reads no files"),
+        ("torchvision:MNIST", "train", "NAME=ROOT expected"),
+        (f"torchvision:MNIST={tmp_path / 'root'}", "val", "--split val: MNIST has train and test"),
+    ):
+        with pytest.raises(DataError, match=message):
+            shard(tmp_path / "wrong", item, split=split)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.exhaustive
+def test_two_processes_read_a_torchvision_dataset(tmp_path: Path) -> None:
+    digits(tmp_path / "root")
+    one = shard(tmp_path / "one", f"torchvision:MNIST={tmp_path / 'root'}", samples_per_shard=4)
+    config = ShardImagesConfig(
+        inputs=[f"torchvision:MNIST={tmp_path / 'root'}"],
+        output=tmp_path / "two",
+        samples_per_shard=4,
+        processes=2,
+        progress=False,
+    )
+    shard_images(config)
+    assert stored(tmp_path / "two") == one

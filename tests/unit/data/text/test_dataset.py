@@ -1,4 +1,4 @@
-"""The loader on what trp-scale shard-text writes."""
+"""Opened data sets of text: what is checked, and the loader on what trp-scale shard-text writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_dataset
-from tests.unit.data.stored import config_for
+from tests.unit.data.stored import config_for, write_dataset
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.sources import Sources
+from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
 
 
@@ -63,3 +65,37 @@ def test_labels_restore_english(directory: Path, epoch: list[Batch]) -> None:
     assert sum(word in {"the", "of", "a", "is", "to", "and", "in"} for word in text) > 0.08 * len(text)
     pairs = [tokenizer.decode(line) for line in tokens]
     assert all(pair.startswith("[CLS] ") and pair.count("[SEP]") == 2 for pair in pairs)
+
+
+def test_digest_tells_storage_apart(tmp_path: Path) -> None:
+    digests = set()
+    for name, seed, rows in (("a", 0, [[5, 4]]), ("same", 0, [[5, 4]]), ("b", 1, [[5, 4]]), ("c", 0, [[5], [4]])):
+        write_dataset(tmp_path / name, block_rows=rows, seed=seed)
+        digests.add(open_sources(config_for(tmp_path / name), rank=0, world=1).digest())
+    assert len(digests) == 3  # the directory's name does not matter
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format 2 "),
+        ({"kind": "images"}, "kind 'images' .*'text'"),
+        ({"row_length": 20}, "row_length 20 .* 21"),
+        ({"groups": ["noun"]}, "groups"),
+        ({"special_tokens": {"pad": 0}}, "'unk'"),
+    ],
+)
+def test_description_is_checked(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    write_dataset(tmp_path / "a", block_rows=[[5]], changes=changes)
+    with pytest.raises(DataError, match=message):
+        open_sources(config_for(tmp_path / "a"), rank=0, world=1)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", block_rows=[[5, 7], [3, 9]])
+    for sections, message in (
+        ({"model": {"max_positions": 16}}, r"--model\.max_positions 24"),
+        ({"data": {"blocks_per_group": 0}}, r"data\.blocks_per_group: 0"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            open_sources(config_for(dataset, **sections), rank=0, world=1)
