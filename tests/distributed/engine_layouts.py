@@ -49,6 +49,14 @@ AND_SHARED_MOMENTS = pytest.param(
 )
 
 
+ENGINE_FLAGS: dict[str, dict[str, str]] = {
+    **{name: {"engine": name} for name in ("plain", "ddp", "fsdp")},
+    "zero0": {"ds_config": "tests/distributed/zero0.json"},
+    **{name: {"ds_config": f"ds_configs/{name}.json"} for name in ("zero1", "zero2", "zero3", "zero3_offload")},
+}
+"""Flags of a command that trains on an engine, as `changes` of `tests.runs.flags`."""
+
+
 def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
     layout = {**LAYOUTS, **SHARED_MOMENTS}[name]

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer, run_images
-from trp_scale.engines.deepspeed import DeepSpeedEngine
 
 STEPS = 10
 PARALLEL = {"update": "parallel"}
@@ -29,12 +28,8 @@ def changes(update: dict[str, Any], **training: Any) -> dict[str, Any]:
 
 def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, Any]:
     """fp16 from a scale of 2^power down to one that does not overflow."""
-    accelerator, before = get_accelerator(), DeepSpeedEngine.fp16_devices
-    DeepSpeedEngine.fp16_devices = ("cpu",)
-    accelerator.is_fp16_supported = lambda: True  # torch's CPU kernels do have it
-    try:
-        document = {"fp16": {"enabled": True, "initial_scale_power": power, "hysteresis": 1}}
-        layout = Layout(engine="deepspeed", stage=stage, document=document)
+    with fp16_on_a_cpu():
+        layout = fp16_layout(stage, initial_scale_power=power)
         trainer, adversary = image_trainer(layout, image_config(layout, **changes(update, precision="fp16")))
         vectors, scales = [adversary.vector.detach().clone()], []
         for _ in range(STEPS):
@@ -44,9 +39,6 @@ def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, A
         trainer.engine.close()
         applied = [stats.applied for stats in trainer.history]
         return {"vectors": vectors, "scales": scales, "applied": applied}
-    finally:
-        DeepSpeedEngine.fp16_devices = before
-        del accelerator.is_fp16_supported
 
 
 @pytest.mark.parametrize(

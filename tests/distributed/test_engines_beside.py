@@ -11,12 +11,13 @@ import torch
 
 from tests.checkpoints import save_checkpoint
 from tests.distributed.shard_probe import LR, Named, ShardProbe
-from tests.distributed.test_checkpoint_engines import distance, step_path
+from tests.distributed.test_checkpoint_engines import distance
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import OptimizerConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.pieces import STATE_NAMES
@@ -95,7 +96,7 @@ def go_on(layout: Layout, number: int, run_dir: Path) -> list[int]:
     """Load what the layout before wrote, save it again, train, save; returns both engines' step counts at the start."""
     pair = Pair(layout)
     if number > 0:
-        load(step_path(run_dir, STEPS * number), engine=pair.both, group=pair.probe.group)
+        load(checkpoint_path(run_dir, STEPS * number), engine=pair.both, group=pair.probe.group)
         pair.write(run_dir.with_name(f"echo{number}"), STEPS * number)
     counts = [pair.probe.engine.optimizer_steps(), pair.second.optimizer_steps()]
     pair.steps(STEPS * number, with_second=number > 0)
@@ -134,12 +135,12 @@ def test_two_engines_that_change_at_every_checkpoint(tmp_path: Path, two_ranks: 
         where = f"{layout.engine} stage {layout.stage}, after {number} others"
         assert all(found == [STEPS * number, max(number - 1, 0)] for found in counts), where
         if number > 0:
-            stored = states(step_path(tmp_path / "run", STEPS * number))
-            again = states(step_path(tmp_path / f"echo{number}", STEPS * number))
+            stored = states(checkpoint_path(tmp_path / "run", STEPS * number))
+            again = states(checkpoint_path(tmp_path / f"echo{number}", STEPS * number))
             for kind, tensors in stored.items():
                 assert tensors.keys() == again[kind].keys() != set(), where
                 assert all(torch.equal(again[kind][name], value) for name, value in tensors.items()), where
-        present, wanted = (states(step_path(run, STEPS * (number + 1))) for run in (tmp_path / "run", reference))
+        present, wanted = (states(checkpoint_path(run, STEPS * (number + 1))) for run in (tmp_path / "run", reference))
         for kind, tensors in wanted.items():
             if number == 0 and kind in ((NAME, state) for state in STATE_NAMES):
                 assert not any(value.any() for value in (*tensors.values(), *present[kind].values())), kind

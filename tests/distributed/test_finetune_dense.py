@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.engine_layouts import on_each_rank
+from tests.distributed.engine_layouts import ENGINE_FLAGS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
@@ -34,7 +34,6 @@ SMALL: dict[str, Any] = {
     "optimizer.warmup_steps": 0,
     "downstream.warmup_share": 0.0,
 }
-FILES = {"zero3": "ds_configs/zero3.json"}
 
 
 def run(layout: Layout, arguments: list[str]) -> int:
@@ -43,8 +42,7 @@ def run(layout: Layout, arguments: list[str]) -> int:
 
 def tuned(two_ranks: Ranks, engine: str, kind: str, dataset: Path, run_dir: Path, **changes: Any) -> Path:
     """A finished run on one rank (plain) or two."""
-    values = {**SMALL, "data.path": dataset, "run_dir": run_dir}
-    values |= {"ds_config": FILES[engine]} if engine in FILES else {"engine": engine}
+    values = {**SMALL, "data.path": dataset, "run_dir": run_dir, **ENGINE_FLAGS[engine]}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     words = [part for name, value in values.items() for part in (f"--{name}", str(value))]
     arguments = ["--recipe", f"{kind}_tiny", *words]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.engine_layouts import ENGINE_FLAGS
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, lines
@@ -85,8 +86,7 @@ def test_two_ranks_measure_what_one_does(two_ranks: Ranks, scenes: Path, tmp_pat
 def test_two_ranks_learn_what_one_does_in_micro_batches_of_one_size(
     two_ranks: Ranks, scenes: Path, alone: Path, tmp_path: Path, layout: str
 ) -> None:
-    engine = {"engine": "fsdp"} if layout == "fsdp" else {"ds_config": f"ds_configs/{layout}.json"}
-    assert two_ranks(finetune_here, scenes, tmp_path, **engine) == [0, 0]
+    assert two_ranks(finetune_here, scenes, tmp_path, **ENGINE_FLAGS[layout]) == [0, 0]
     ours, reference = (lines(seed_directory(run)) for run in (tmp_path, alone))
     assert [line["step"] for line in ours] == [1, 2]
     for line, other in zip(ours, reference, strict=True):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import save_checkpoint
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.distributed.test_checkpoint_engines import distance, write
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
 from trp_scale.checkpoint.engine_group import EngineGroup
@@ -40,17 +40,6 @@ def hooked(layout: Layout, **changes: Any) -> tuple[RecordingTrainer, EngineGrou
     return trainer, EngineGroup(trainer.engine, trainer.hooks.engines(), trainer.hooks.sharded_state)
 
 
-def write(trainer: RecordingTrainer, engines: EngineGroup, run_dir: Path) -> None:
-    save_checkpoint(
-        run_dir,
-        step=trainer.state.step,
-        engine=engines,
-        hooks_state=trainer.hooks.state_dict(),
-        cursors={"train": trainer.source.cursor},
-        group=data_group(),
-    )
-
-
 def part(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path) -> tuple[list[Named], Named, Any]:
     """Load, save at once into echo_dir, train STEPS, save into run_dir.
 
@@ -61,22 +50,17 @@ def part(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path)
         loaded = load(checkpoint, engine=engines, group=data_group())
         trainer.state.step, trainer.source.cursor = loaded.step, loaded.cursors["train"]
         trainer.hooks.load_state_dict(loaded.hooks)
-        write(trainer, engines, echo_dir)
+        write(trainer, echo_dir, engines)
     weights = []
     for _ in range(STEPS):
         trainer.train_step()
         weights.append(trainer.engine.full_weights())
     with trainer.hooks.validation():
         validated = trainer.engine.full_weights()
-    write(trainer, engines, run_dir)
+    write(trainer, run_dir, engines)
     noise = trainer.hooks.metrics()["gradient_noise_scale"]
     trainer.engine.close()
     return weights, validated, noise
-
-
-def distance(found: Named, expected: Named) -> float:
-    difference = torch.stack([(found[name] - tensor).double().norm() for name, tensor in expected.items()]).norm()
-    return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
 
 
 @pytest.mark.exhaustive

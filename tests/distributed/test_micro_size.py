@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.engine_layouts import ENGINE_FLAGS
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, pretrain_here
@@ -50,17 +51,14 @@ def test_the_rank_with_the_least_memory_decides(
     assert "tried" not in first[1]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {"fsdp": {"engine": "fsdp"}, "zero2": {"ds_config": "ds_configs/zero2.json"}}
-
-
-@pytest.mark.parametrize("layout", always(LAYOUTS, "zero2"))
+@pytest.mark.parametrize("layout", always(["fsdp", "zero2"], "zero2"))
 def test_two_ranks_learn_what_one_does_and_a_run_keeps_its_number(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
     own = {"training__steps": 4, "optimizer__kind": "sgd", "optimizer__schedule": "constant", "model__dropout": 0.0}
     auto = {**own, "batch__micro_size": "auto"}
     assert pretrain_here(flags(text_dataset, tmp_path / "one", **own)) == 0
-    assert set(two_ranks(pretrain_here, flags(text_dataset, tmp_path / "two", **auto, **LAYOUTS[layout]))) == {0}
+    assert set(two_ranks(pretrain_here, flags(text_dataset, tmp_path / "two", **auto, **ENGINE_FLAGS[layout]))) == {0}
 
     def size(name: str) -> Any:
         return json.loads((tmp_path / name / "environment.json").read_text())["micro_size"]
@@ -73,6 +71,6 @@ def test_two_ranks_learn_what_one_does_and_a_run_keeps_its_number(
     # One rank could take 8, and goes on with 4; two ranks go on with 2, and four would have to choose anew.
     assert pretrain_here(flags(text_dataset, tmp_path / "two", **{**auto, "training__steps": 5})) == 0
     assert size("two") == 4
-    longer = flags(text_dataset, tmp_path / "one", **{**auto, "training__steps": 5}, **LAYOUTS[layout])
+    longer = flags(text_dataset, tmp_path / "one", **{**auto, "training__steps": 5}, **ENGINE_FLAGS[layout])
     assert set(two_ranks(pretrain_here, longer)) == {0}
     assert size("one") == 2

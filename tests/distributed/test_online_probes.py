@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.engine_layouts import on_each_rank
-from tests.distributed.test_validation import FILES, run
+from tests.distributed.engine_layouts import ENGINE_FLAGS, on_each_rank
+from tests.distributed.test_validation import run
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import image_flags, lines
@@ -30,8 +30,7 @@ def test_two_ranks_find_what_one_finds(two_ranks: Ranks, tmp_path: Path, name: s
     data = striped_images(tmp_path / "data", 64, 0)
     found = {}
     for each in ("plain", name):
-        engine = {"ds_config": FILES[each]} if each in FILES else {"engine": each}
-        arguments = image_flags("mae_vit_b", data, tmp_path / each, **CHANGES, **engine)
+        arguments = image_flags("mae_vit_b", data, tmp_path / each, **CHANGES, **ENGINE_FLAGS[each])
         assert set(on_each_rank(two_ranks, each, run, arguments)) == {0}
         (found[each],) = (line["probes"] for line in lines(tmp_path / each) if "probes" in line)
     ours, theirs = found[name], found["plain"]

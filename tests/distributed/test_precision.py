@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
+from tests.distributed.engine_layouts import ENGINE_FLAGS, LAYOUTS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, pretrain_here
@@ -65,22 +65,16 @@ def refusal(layout: Layout) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp16_on_a_cpu_is_refused_by_each_engine(two_ranks: Ranks, name: str) -> None:
     for message in on_each_rank(two_ranks, name, refusal):
-        assert "--training.precision fp16 needs" in message
-        assert "GPU" in message
-        assert "use bf16" in message
+        assert "--training.precision fp16" in message and "GPU" in message and "bf16" in message
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ENGINE_FLAGS)
 def test_a_run_in_fp16_on_a_cpu_is_refused_before_it_begins(
     name: str, text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    layout = LAYOUTS[name]
-    chosen = {"ds_config": f"ds_configs/{name}.json"} if layout.stage else {"engine": layout.engine}
-    if layout.stage == 0:
-        chosen = {"ds_config": "tests/distributed/zero0.json"}
-    with pytest.raises(RefusedError, match=r"--training\.precision fp16 needs .*; allowed: bf16, fp32"):
-        pretrain_here(flags(text_dataset, tmp_path / "run", training__precision="fp16", **chosen))
+    with pytest.raises(RefusedError, match=r"--training\.precision fp16 .*bf16, fp32"):
+        pretrain_here(flags(text_dataset, tmp_path / "run", training__precision="fp16", **ENGINE_FLAGS[name]))
     assert not (tmp_path / "run").exists()
 
 
@@ -91,4 +85,4 @@ def test_tf32_is_set_as_asked_and_stated(
         pretrain_here(flags(text_dataset, tmp_path / kind, training__steps=1, training__tf32=asked))
         assert torch.get_float32_matmul_precision() == kind
         assert torch.backends.cudnn.allow_tf32 == asked
-        assert ("products of fp32 matrices in TF32" in capsys.readouterr().out) == asked
+        assert ("TF32" in capsys.readouterr().out) == asked

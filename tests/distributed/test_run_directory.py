@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,5 @@ def test_ranks_started_with_other_settings_are_refused_on_all(two_ranks: Ranks) 
     assert two_ranks(compare_settings, False) == ["", ""]
     first, second = two_ranks(compare_settings, True)
     assert first == second
-    assert "training.seed: rank 0 has 0, rank 1 has 5" in first
-    assert "batch.micro_size: rank 0 has auto, rank 1 has 16" in first
-    assert "optimizer" not in first
+    assert re.search(r"training\.seed: .*rank 0 .*0, rank 1 .*5", first) and "optimizer" not in first
+    assert re.search(r"batch\.micro_size: .*rank 0 .*auto, rank 1 .*16", first)

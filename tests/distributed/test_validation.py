@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
+from tests.distributed.engine_layouts import ENGINE_FLAGS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, flags, lines, pretrain_here
@@ -28,10 +28,6 @@ CHANGES: dict[str, Any] = {
     "data__validation_fraction": 0.15,
     "batch__micro_size": 4,
 }
-FILES = {
-    **{name: f"ds_configs/{name}.json" for name in LAYOUTS if name.startswith("zero")},
-    "zero0": "tests/distributed/zero0.json",
-}
 
 
 def run(layout: Layout, arguments: list[str]) -> int:
@@ -40,8 +36,7 @@ def run(layout: Layout, arguments: list[str]) -> int:
 
 def metrics_of(two_ranks: Ranks, name: str, dataset: Path, run_dir: Path, **changes: Any) -> list[dict[str, Any]]:
     """metrics.jsonl of a run on the engine `name`."""
-    engine = {"ds_config": FILES[name]} if name in FILES else {"engine": name}
-    arguments = flags(dataset, run_dir, **CHANGES, **engine, **changes)
+    arguments = flags(dataset, run_dir, **CHANGES, **ENGINE_FLAGS[name], **changes)
     assert set(on_each_rank(two_ranks, name, run, arguments)) == {0}
     return lines(run_dir)
 

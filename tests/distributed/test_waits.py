@@ -246,7 +246,7 @@ def test_an_error_or_a_stop_loses_no_step() -> None:
         return next_window()
 
     trainer.source.next_window = failing  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match="disk"):
         trainer.run()
     assert [record.step for record in observer.records] == [1, 2, 3]
     trainer, observer = noted(training={"steps": 8})

@@ -128,13 +128,6 @@ def test_every_file_of_a_run_is_in_a_table(runs: tuple[list[Path], Path]) -> Non
     assert missing == set()
 
 
-def test_a_name_that_is_in_no_table_is_seen() -> None:
-    known = first_cells(PAGE)
-    assert set(names({"adversary": {"nothing": 1.0}})) - known
-    assert not in_a_table(Path("checkpoints/step_00000004/weights.pickle").relative_to("checkpoints"), known)
-    assert in_a_table(Path("checkpoints/step_00000004/checkpoint.json"), known)
-
-
 def test_the_page_reads_metrics_as_it_says(
     runs: tuple[list[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,22 +84,3 @@ def test_a_page_loads_nothing_from_elsewhere() -> None:
     assert "offline" not in settings()["plugins"], "it has each page load a script for search from the disk"
     for page in pages():
         assert not re.search(r"!\[[^]]*\]\(https?:|<(?:script|link|img|iframe)[^>]+https?:", read(page)), page
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra `docs`: mkdocs-material")
-def test_a_broken_link_or_anchor_is_an_error(tmp_path: Path) -> None:
-    """The build itself is `make docs`; this is that its command would fail."""
-    (options,) = re.findall(r"\$\(BIN\)/(mkdocs .*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    (tmp_path / "docs").mkdir()
-    validation = settings()["validation"]
-    site = {"site_name": "x", "strict": True, "docs_dir": "docs", "site_dir": "site", "validation": validation}
-    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(site), encoding="utf-8")
-
-    def build(text: str) -> int:
-        (tmp_path / "docs" / "index.md").write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", *options.split()]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=False).returncode
-
-    assert build("# A\n[there](#a)\n") == 0
-    assert build("# A\n[nowhere](#b)\n") != 0
-    assert build("# A\n[nowhere](b.md)\n") != 0

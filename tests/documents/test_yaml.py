@@ -41,7 +41,3 @@ def test_a_block_loads(block: Block, tmp_path: Path) -> None:
         assert re.search(r"kind: power\b", done.stdout)
     else:
         assert isinstance(load_recipe(path), PretrainConfig)
-
-
-def test_there_are_blocks_of_each_kind() -> None:
-    assert {block.page for block in BLOCKS} >= {"extending.md", "recipes.md", "studies.md"}

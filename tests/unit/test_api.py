@@ -16,6 +16,7 @@ from transformers import BertModel
 
 import trp_scale as trp
 from tests.extending import forgetting, write_files
+from tests.fixtures import small_text_config
 from tests.runs import SMALL, environment, essence, flags, lines
 from tests.unit.checkpoint import test_export as text
 from tests.unit.methods.test_weights_average import write_pair
@@ -72,20 +73,18 @@ def test_a_run_that_is_asked_to_stop_says_why(text_dataset: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("recipe", "settings", "expected"),
     [
-        ("pos_bert_tny", {}, "unknown recipe; did you mean pos_bert_tiny"),
-        ("glue", {}, r"--recipe glue is not one of trp_scale.pretrain's"),
-        ("pos_bert_tiny", {"trainig": {"steps": 2}}, "trainig: unknown key; did you mean training"),
-        ("pos_bert_tiny", {"training": {"stepz": 2}}, "stepz: unknown key; did you mean training.steps"),
+        ("pos_bert_tny", {}, "pos_bert_tiny"),
+        ("glue", {}, "--recipe glue .*trp_scale.pretrain"),
+        ("pos_bert_tiny", {"training": {"stepz": 2}}, "stepz: .*training.steps"),
         ("pos_bert_tiny", {"training": {"steps": "two"}}, "training.steps is 'two'"),
         ("pos_bert_tiny", {"training": 2}, "training is 2"),
-        ("pos_bert_tiny", {"training": {"steps": 0}}, "--training.steps is 0, allowed: from 1 to at most 1e"),
-        ("pos_bert_tiny", {"balancer": {"kind": "gradnrm"}}, "did you mean gradnorm"),
-        ("pos_bert_tiny", {"balancer": {"kind": "uniform", "lr": 1}}, "balancer.lr: a setting of kind .*gradnorm"),
-        ("pos_bert_tiny", {"hooks": ["nowhere"]}, "--hooks is 'nowhere': no such hook"),
-        ("pos_bert_tiny", {"hooks": [Path]}, "is no component; @trp_scale.component"),
-        ("pos_bert_tiny", {"engine": "deepspeed"}, "--engine deepspeed needs --ds_config FILE"),
-        ("pos_bert_tiny", {"resume": "nowhere"}, "--resume nowhere: there is no such directory"),
-        ("pos_bert_tiny", {"module": "nowhere.py"}, "--module nowhere.py: there is no such file"),
+        ("pos_bert_tiny", {"training": {"steps": 0}}, "--training.steps is 0"),
+        ("pos_bert_tiny", {"balancer": {"kind": "gradnrm"}}, "gradnorm"),
+        ("pos_bert_tiny", {"hooks": ["nowhere"]}, "--hooks is 'nowhere'"),
+        ("pos_bert_tiny", {"hooks": [Path]}, "@trp_scale.component"),
+        ("pos_bert_tiny", {"engine": "deepspeed"}, "--engine deepspeed .*--ds_config"),
+        ("pos_bert_tiny", {"resume": "nowhere"}, "--resume nowhere"),
+        ("pos_bert_tiny", {"module": "nowhere.py"}, "--module nowhere.py"),
     ],
 )
 def test_what_the_command_refuses_is_refused(
@@ -117,7 +116,7 @@ def test_a_notebook_s_component_runs_without_workers(
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     hook = trp.component("hook", "cell")(type("Cell", (trp.Hook,), {"__module__": "__main__", "__init__": _made}))
-    with pytest.raises(trp.RefusedError, match=r"registered by no file .* allowed: data=\{\"workers\": 0\}"):
+    with pytest.raises(trp.RefusedError, match=r"data=\{\"workers\": 0\}"):
         trp.pretrain("pos_bert_tiny", run_dir=tmp_path, hooks=[hook], data={"workers": 1})
     assert trp.pretrain("pos_bert_tiny", run_dir=tmp_path, hooks=[hook], **small(text_dataset)).finished
 
@@ -148,7 +147,7 @@ def test_the_script_of_the_document_runs_and_its_run_goes_on(text_dataset: Path,
 def load_recipe_with(module: Path, recipe: Path) -> Any:
     from trp_scale.config.registry import load_module
 
-    with pytest.raises(trp.RefusedError, match="settings of a run with --module experiment"):
+    with pytest.raises(trp.RefusedError, match="--module experiment"):
         load_recipe(recipe)
     load_module(str(module))
     return load_recipe(recipe)
@@ -163,7 +162,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         "    worker.start()\n    worker.join()\n"
         "else:\n    trp.pretrain('pos_bert_tiny')\n"
     )
-    assert 'put what the script does under `if __name__ == "__main__":`' in run_script(script).stderr
+    assert '`if __name__ == "__main__":`' in run_script(script).stderr
 
 
 @pytest.mark.parametrize("weights", ["last", "average"])
@@ -192,31 +191,23 @@ def test_an_encoder_of_images_is_that_of_the_export(tmp_path: Path, kind: str, w
         torch.testing.assert_close(encoder.double()(images), expected, rtol=0, atol=1e-6)
     assert float(expected.std()) > 0.1 and not encoder.training and encoder.tokenizer is None
     assert trp.load(run, image_size=2 * side).image_size == 2 * side
-    with pytest.raises(trp.RefusedError, match=r"allowed: torch.uint8, \[B, 3, "):
+    with pytest.raises(trp.RefusedError, match=r"torch\.uint8, \[B, 3, "):
         encoder(images.float())
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(trp.RefusedError, match="allowed: a run directory"):
+    with pytest.raises(trp.RefusedError, match=str(tmp_path)):
         trp.load(tmp_path)
     run, _ = write_pair(tmp_path, "text")
-    with pytest.raises(trp.RefusedError, match="image_size is 32, but"):
+    with pytest.raises(trp.RefusedError, match=r"image_size .*32"):
         trp.load(run, image_size=32)
 
 
 def test_data_sets_are_the_commands(text_dataset: Path, tmp_path: Path) -> None:
     source = text_dataset.with_name(f"{text_dataset.name}.jsonl")
-    made = trp.shard_text(
-        tmp_path / "text",
-        source,
-        tagger="textblob",
-        length=64,
-        vocab_size=1000,
-        rows_per_block=16,
-        shard_bytes=20_000,
-        processes=1,
-        progress=False,
-    )
+    config = small_text_config(source, tmp_path)
+    names = ("tagger", "length", "vocab_size", "rows_per_block", "shard_bytes", "processes", "progress")
+    made = trp.shard_text(tmp_path / "text", source, **{name: getattr(config, name) for name in names})
     assert made == tmp_path / "text" and same_files(made / "shards", text_dataset / "shards")
     scenes = {"embedded": True, "count": 12, "size": 32, "rows_per_block": 4, "processes": 1, "progress": False}
     images = trp.shard_images(tmp_path / "images", **scenes)
@@ -234,10 +225,10 @@ def same_files(ours: Path, theirs: Path) -> bool:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"lenght": 64}, "trp_scale.shard_text has 1 wrong setting.*\n.*lenght: unknown key; did you mean length"),
+        ({"lenght": 64}, "trp_scale.shard_text .*\n.*lenght: .*length"),
         ({"length": "64"}, "length is '64'"),
         ({"embedded": True, "length": 4}, "--length is 4"),
-        ({}, "give --inputs FILES or --embedded"),
+        ({}, "--inputs .*--embedded"),
     ],
 )
 def test_settings_of_a_data_set_are_checked(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:

