@@ -111,7 +111,6 @@ def record_of(line: Mapping[str, Any]) -> StepRecord:
 
 
 def rows_of(console: Console, shown: RenderableType) -> list[list[tuple[str, str]]]:
-    """For each line, texts with what the SVG fills them with."""
     return [[(part.text, fill_of(part.style)) for part in line] for line in console.render_lines(shown, pad=False)]
 
 

@@ -61,7 +61,6 @@ class Options:
 
 
 def begin(document: Document) -> str:
-    """Return the line of the document before its tables."""
     return f"<!-- python benchmarks/document_tables.py {document} --write -->"
 
 
@@ -72,12 +71,10 @@ def written_tables(document: Document) -> str:
 
 
 def learns_masks(config: Any) -> bool:
-    """Whether the recipe belongs to the tables of MLO-MAE: its masks are learned, or it is a baseline there."""
     return bool(config.multilevel.kind != "none" or config.objective.uniformity > 0)
 
 
 def is_tiny(name: str) -> bool:
-    """Recipes for trying things out, which are not planned."""
     return name.endswith("_tiny")
 
 
@@ -123,7 +120,6 @@ def recipe_tables(gpu: str) -> Iterator[str]:
 
 
 def planned_recipes() -> list[str]:
-    """Return the recipes of pre-training except the tiny ones."""
     return [name for name in known_recipes(PretrainConfig) if not is_tiny(name)]
 
 
@@ -138,7 +134,6 @@ def scaling_section(name: str, gpu: str) -> list[str]:
 
 
 def scaling_tables(gpu: str) -> Iterator[str]:
-    """Yield the lines of docs/scaling.md."""
     for name in planned_recipes():
         yield from scaling_section(name, gpu)
 

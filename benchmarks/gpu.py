@@ -13,7 +13,7 @@ What does not fit into --seconds is left out, last sections first. Checks may ru
     done; wait
     python benchmarks/gpu.py --items timings --output timings.json
 
-Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md; five of the ten items of the section runs gave figures.
+Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_images import images
-from benchmarks.gpu_items import Item, Outcome, each
+from benchmarks.gpu_images import images, modalities
 from benchmarks.gpu_kernels import kernels
-from benchmarks.gpu_modalities import modalities
 from benchmarks.gpu_parity import memory, parity, waits
-from benchmarks.gpu_runs import runs
-from benchmarks.gpu_setting import Setting
+from benchmarks.gpu_setting import Item, Outcome, Setting, each
 from benchmarks.gpu_speed import minimax, throughput
 from benchmarks.gpu_ways import masks, ways
 from trp_scale.config import RefusedError, nearest
@@ -58,7 +55,6 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "ways": ways,
     "kernels": kernels,
     "throughput": throughput,
-    "runs": runs,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
 A new section is a function that yields items, and one entry here."""
@@ -71,7 +67,7 @@ class Options:
     """What to measure."""
 
     sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, images, modalities, masks, ways, kernels, throughput, runs, or all."""
+    """parity, waits, memory, minimax, images, modalities, masks, ways, kernels, throughput, or all."""
     items: Literal["all", "checks", "timings"] = "all"
     """Of these sections: checks (agreement, waits, memory) may run as several processes at once, timings run alone."""
     named: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Section of benchmarks/gpu.py on images, of MAE, MAE+ and AdPE: agreement, waits, the adversary's cost, speed, memory.
+"""Sections of benchmarks/gpu.py on images, of one modality and of several: agreement, waits, cost of methods, speed.
 
 An adversary here ascends by `sgd` where runs are compared: the other rules divide by a gradient's size, and so make of
 rounding near zero a whole step.
@@ -7,26 +7,29 @@ rounding near zero a whole step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_parity import Comparison, waited
-from benchmarks.gpu_setting import Setting, shrink, step_of, training
-from benchmarks.gpu_sizes import best_size, use_of_peak
+from benchmarks.gpu_setting import Figures, Item, Setting, best_size, shrink, step_of, training, use_of_peak
 from benchmarks.gpu_speed import same_work
-from benchmarks.image_steps import EncoderSize, image_recipe, mae_workload
+from benchmarks.image_steps import CLASSES, MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
+from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import both_sides
 from benchmarks.steps import Precision, Workload, endless
 from trp_scale.config.registry import make_settings
 from trp_scale.models.flops import mae_step_flops
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 
 MODELS: dict[str, tuple[str, EncoderSize, tuple[int, ...]]] = {
     "MAE ViT-B/16": ("mae_vit_b", "base", (128, 256, 512)),
     "MAE ViT-L/16": ("mae_vit_l", "large", (64, 128, 256)),
     "MAE+ ViT-B/16": ("mae_plus_vit_b", "base", (64, 128, 256)),
+    "MM-MAE ViT-B/16": (MM_MAE, "base", (64, 128, 256)),
 }
 """Recipe, encoder, and images of a micro-batch that are tried."""
 PAIRS = 50
@@ -61,6 +64,24 @@ def image_config(
     return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
+def modality_config(
+    setting: Setting,
+    *,
+    size: EncoderSize,
+    rows: int,
+    accumulation: int = 1,
+    precision: Precision = "bf16",
+    balancer: str = "minimax",
+) -> MmMaeConfig:
+    """MM-MAE's recipe without end."""
+    config = image_recipe(MM_MAE, MmMaeConfig, size)
+    shrink(setting, config)
+    if setting.small:
+        config.crops.size, config.modalities.visible_tokens = 64, 8
+    config.balancer, config.optimizer.lr = replace(BALANCING[balancer][0]), 1e-4
+    return endless(config, rows, accumulation=accumulation, precision=precision)
+
+
 def speed(setting: Setting, name: str) -> Figures:
     """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried.
 
@@ -69,16 +90,21 @@ def speed(setting: Setting, name: str) -> Figures:
     """
     recipe, size, tried = MODELS[name]
 
-    def config(rows: int) -> MaeConfig:
-        return image_config(setting, recipe, size=size, rows=rows)
+    def work(rows: int) -> Workload:
+        if recipe == MM_MAE:
+            return mm_mae_workload(modality_config(setting, size=size, rows=rows))
+        return mae_workload(image_config(setting, recipe, size=size, rows=rows))
 
-    found = best_size(setting, tried, lambda rows: training(setting, "plain", mae_workload(config(rows))))
-    best = config(found.rows)
-    whole, computed = (
-        mae_step_flops(best, rows=found.rows * best.crops.count, computed=computed) for computed in (False, True)
-    )
-    used = use_of_peak(setting, found.seconds, utilisation=whole, computed_utilisation=computed)
-    return {**found.figures, **used, "crops_per_image": best.crops.count}
+    def flops(computed: bool) -> float:
+        if isinstance(config, MmMaeConfig):
+            return mm_mae_step_flops(config, rows=found.rows, classes=CLASSES, computed=computed)
+        assert isinstance(config, MaeConfig)
+        return mae_step_flops(config, rows=found.rows * config.crops.count, computed=computed)
+
+    found = best_size(setting, tried, lambda rows: training(setting, "plain", work(rows)))
+    config = work(found.rows).config
+    used = use_of_peak(setting, found.seconds, utilisation=flops(False), computed_utilisation=flops(True))
+    return {**found.figures, **used}
 
 
 def beside_transformers(setting: Setting) -> Figures:
@@ -148,6 +174,43 @@ def images(setting: Setting) -> Iterator[Item]:
         )
     for kind in ADVERSARIES:
         yield Item(name=f"AdPE over MAE+, {kind}", measure=partial(overhead, setting, kind), seconds=20, timed=True)
-    for name in MODELS:
+    for name in [name for name, (recipe, *_) in MODELS.items() if recipe != MM_MAE]:
         yield Item(name=name, measure=partial(speed, setting, name), seconds=15, timed=True)
     yield Item(name="MAE beside transformers", measure=partial(beside_transformers, setting), seconds=12, timed=True)
+
+
+def balancers_over_uniform(setting: Setting) -> Figures:
+    """Each balancer's step over uniform's, ViT-B, median of ratios within a round."""
+    rows = 2 if setting.small else 256
+    steps = {}
+    for balancer in BALANCING:
+        config = modality_config(setting, size="base", rows=rows, balancer=balancer)
+        steps[balancer] = step_of(setting, mm_mae_workload(config))
+    measured = alternate(steps, rounds=2 if setting.small else 20, warmup=3)
+    base = measured["uniform"].walls
+    ratios = {f"{name}_over_uniform": pair_ratio(one.walls, base).median for name, one in measured.items()}
+    return {"images": rows, "uniform_step_ms": measured["uniform"].wall * 1e3, **ratios}
+
+
+def checked_modalities(setting: Setting, precision: Precision = "bf16", balancer: str = "gradnorm") -> Workload:
+    """A small model that is trained many times, two micro-batches a step."""
+    rows = 2 if setting.small else 16
+    config = modality_config(setting, size="tiny", rows=rows, accumulation=2, precision=precision, balancer=balancer)
+    config.model.layers, config.optimizer.lr = min(config.model.layers, 4), 1e-3
+    return mm_mae_workload(config)
+
+
+def modalities(setting: Setting) -> Iterator[Item]:
+    """Agreement and waits first, then figures."""
+    comparison = Comparison(setting, partial(checked_modalities, setting))
+    yield from comparison.items("gradnorm, ", {layout: layout for layout in COMPARED}, seconds=6)
+    for balancer in BALANCING:
+        yield Item(
+            name=f"waits, {balancer}",
+            measure=partial(waited, setting, "plain", partial(checked_modalities, setting, balancer=balancer)),
+            seconds=5,
+            lacking=setting.no_gpu,
+        )
+    yield Item(name="balancers over uniform", measure=partial(balancers_over_uniform, setting), seconds=30, timed=True)
+    name = "MM-MAE ViT-B/16"
+    yield Item(name=name, measure=partial(speed, setting, name), seconds=15, timed=True)

@@ -10,10 +10,8 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_images import ADVERSARIES, image_config
-from benchmarks.gpu_items import Figures, Item, release_memory
-from benchmarks.gpu_modalities import modality_config
-from benchmarks.gpu_setting import Setting, training
+from benchmarks.gpu_images import ADVERSARIES, image_config, modality_config
+from benchmarks.gpu_setting import Figures, Item, Setting, release_memory, training
 from benchmarks.gpu_ways import TEXT, WAYS, Way, set_way, workload
 from benchmarks.image_steps import mae_workload, mm_mae_workload
 from benchmarks.steps import Workload
@@ -45,7 +43,6 @@ class Profiled:
 
     @property
     def total(self) -> float:
-        """Microseconds of all kernels."""
         return sum(taken for taken, _ in self.times.values())
 
 

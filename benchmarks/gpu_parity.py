@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_items import MEGABYTE, Figures, Item, release_memory
-from benchmarks.gpu_setting import ENGINES, Setting, lacking, text, training
+from benchmarks.gpu_setting import ENGINES, MEGABYTE, Figures, Item, Setting, lacking, release_memory, text, training
 from benchmarks.memory import LAYOUTS
 from benchmarks.steps import Notes, Precision, Workload
 from trp_scale.config.registry import make_settings
@@ -186,7 +185,6 @@ def waits(setting: Setting) -> Iterator[Item]:
 
 
 def state_bytes(layout: str) -> int:
-    """Bytes of weights, gradients and moments a parameter, in fp32; for ZeRO-3 see benchmarks/memory.py."""
     return LAYOUTS[layout][2] if layout in LAYOUTS else LAYOUTS["plain"][2]
 
 

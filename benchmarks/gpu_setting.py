@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks.rounds import alternate
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import small_bert, text_workload
 from trp_scale.config import TextModelConfig
@@ -21,6 +26,7 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
+from trp_scale.models.flops import peak_flops
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
 
@@ -58,7 +64,6 @@ class Setting:
 
     @property
     def no_gpu(self) -> str:
-        """Why what needs a GPU is lacking, or ""."""
         return "" if self.on_gpu else NEEDS_GPU
 
     @property
@@ -86,7 +91,6 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """Measured steps of each of several candidates."""
         return 2 if self.small else 15
 
 
@@ -157,5 +161,195 @@ def training(setting: Setting, layout: str, work: Workload, device: torch.device
 
 
 def step_of(setting: Setting, work: Workload) -> Callable[[], object]:
-    """A step of the real loop on the plain engine."""
     return trainer_of(engine_of(setting, "plain", work), work).train_step
+
+
+MEGABYTE = 2**20
+
+
+Value: TypeAlias = "float | int | bool | str | list[float] | list[str] | None"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that cannot be had here, and why; it is printed and written as null with its reason."""
+
+    reason: str
+
+
+Figures: TypeAlias = "Mapping[str, Value | Missing]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One thing to measure.
+
+    Attributes:
+        name: unique in its section.
+        measure: returns the figures by name, units in the names.
+        seconds: how long it is expected to take on one H200; an item that does not fit into what is left is skipped.
+        lacking: why it cannot be measured here ("deepspeed is not installed"); empty when it can.
+        timed: its figures are times, which anything beside it on the GPU would change.
+    """
+
+    name: str
+    measure: Callable[[], Figures]
+    seconds: float
+    lacking: str = ""
+    timed: bool = False
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of an item.
+
+    Attributes:
+        figures: by name; empty when nothing was measured.
+        reasons: why a figure is None, by its name.
+        reason: why nothing was measured, or "".
+        failed: it was tried and raised: a fault, where a lacking GPU or library is none.
+        seconds: how long it took.
+    """
+
+    section: str
+    name: str
+    figures: dict[str, Value] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    failed: bool = False
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """One plain line."""
+        start = f"{self.section}: {self.name}: "
+        if self.reason:
+            return f"{start}not measured: {self.reason}"
+        shown = (
+            f"{name} null ({self.reasons[name]})" if value is None else f"{name} {_shown(value)}"
+            for name, value in self.figures.items()
+        )
+        return start + ", ".join(shown)
+
+
+def measured(section: str, item: Item, seconds_left: float) -> Outcome:
+    """Measure an item; an error is reported and does not stop the others: time on a GPU is not had twice."""
+    outcome = Outcome(section=section, name=item.name, reason=item.lacking)
+    if not item.lacking and item.seconds > seconds_left:
+        outcome.reason = f"skipped: takes about {item.seconds:.0f} s, {max(seconds_left, 0):.0f} s left of --seconds"
+    if outcome.reason:
+        return outcome
+    began = time.perf_counter()
+    try:
+        _take(outcome, item.measure())
+    except Exception as error:
+        traceback.print_exc()
+        outcome.failed, outcome.reason = True, f"{type(error).__name__}: {error}".partition("\n")[0]
+    outcome.seconds = time.perf_counter() - began
+    release_memory()
+    return outcome
+
+
+def release_memory() -> None:
+    """Give back what nobody refers to any more, so that the next measurement finds the GPU empty."""
+    if torch.cuda.is_available():  # nothing is short elsewhere, and looking for cycles takes 0.2 s each time
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def each(items: Iterator[Item], section: str, seconds_left: Callable[[], float]) -> Iterator[Outcome]:
+    for item in items:
+        yield measured(section, item, seconds_left())
+
+
+def _take(outcome: Outcome, figures: Figures) -> None:
+    for name, value in figures.items():
+        if isinstance(value, Missing):
+            outcome.figures[name], outcome.reasons[name] = None, value.reason
+        elif isinstance(value, float) and not math.isfinite(value):
+            outcome.figures[name], outcome.reasons[name] = None, f"it is {value}"
+        else:
+            outcome.figures[name] = value
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_shown(one) for one in value) + "]"
+    return str(value)
+
+
+WORTH_GOING_ON = 1.02
+"""The search stops when a larger micro-batch gains less than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What a search found.
+
+    Attributes:
+        rows: of the micro-batch with the highest rate.
+        seconds: of its step.
+        figures: these, every size that was tried, and memory.
+    """
+
+    rows: int
+    seconds: float
+    figures: dict[str, Value | Missing]
+
+
+def best_size(
+    setting: Setting, tried: Sequence[int], trainer_of: Callable[[int], AbstractContextManager[Trainer]]
+) -> Best:
+    """The number of rows, of those tried in this order, with the most rows per second; the search ends when the memory
+    is full or the rate stands still.
+
+    Args:
+        trainer_of: with micro-batches of so many rows.
+
+    Raises:
+        RuntimeError: not even the first fits.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    tried = (2, 4) if setting.small else tried
+    for rows in tried:
+        try:
+            with trainer_of(rows) as trainer:
+                found[rows] = _timed(setting, trainer)
+        except torch.OutOfMemoryError:
+            break
+        rates = [one / seconds for one, (seconds, _) in found.items()]
+        if len(rates) > 1 and rates[-1] < WORTH_GOING_ON * max(rates[:-1]):
+            break
+    if not found:
+        raise RuntimeError(f"{tried[0]} rows do not fit into the memory")
+    rows = max(found, key=lambda one: one / found[one][0])
+    seconds, memory = found[rows]
+    figures: dict[str, Value | Missing] = {
+        "rows": rows,
+        "tried": [float(one) for one in found],
+        "rates": [one / took for one, (took, _) in found.items()],
+        "step_ms": seconds * 1e3,
+        "rows_per_second": rows / seconds,
+        "peak_mb": memory if setting.on_gpu else Missing(NEEDS_GPU),
+    }
+    return Best(rows=rows, seconds=seconds, figures=figures)
+
+
+def use_of_peak(setting: Setting, seconds: float, **flops: float) -> dict[str, Value | Missing]:
+    """Each of these numbers of FLOPs in so many seconds, as a share of what the device can do in bf16."""
+    peak = peak_flops(setting.device_name, "bf16")
+    unknown = Missing(f"no peak arithmetic is known for {setting.device_name}")
+    return {name: count / seconds / peak if peak else unknown for name, count in flops.items()}
+
+
+def _timed(setting: Setting, trainer: Trainer) -> tuple[float, float]:
+    """Seconds of a step, and the most memory in MB that was allocated meanwhile, weights and moments included."""
+    if setting.on_gpu:
+        release_memory()
+        torch.cuda.reset_peak_memory_stats(setting.device)
+    seconds = alternate({"step": trainer.train_step}, rounds=2 if setting.small else 5)["step"].wall
+    memory = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else 0.0
+    return seconds, memory

@@ -9,9 +9,20 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_items import Figures, Item, Missing, Value, release_memory
-from benchmarks.gpu_setting import Setting, engine_of, step_of, text, text_config
-from benchmarks.gpu_sizes import best_size, use_of_peak
+from benchmarks.gpu_setting import (
+    Figures,
+    Item,
+    Missing,
+    Setting,
+    Value,
+    best_size,
+    engine_of,
+    release_memory,
+    step_of,
+    text,
+    text_config,
+    use_of_peak,
+)
 from benchmarks.method_cost import MINIMAX
 from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import SAME_LOSS, both_sides, relative_gap
@@ -26,7 +37,6 @@ TOKENS_TRIED = (8_192, 16_384, 32_768, 65_536, 131_072)
 
 
 def rows_tried(setting: Setting, length: int) -> list[int]:
-    """Micro-batches of the search, in rows."""
     return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
 
 

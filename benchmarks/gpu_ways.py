@@ -11,10 +11,20 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu_images import image_config
-from benchmarks.gpu_items import MEGABYTE, Figures, Item, Missing, Value, release_memory
 from benchmarks.gpu_parity import apart, train
-from benchmarks.gpu_setting import NEEDS_GPU, Setting, text, training
-from benchmarks.gpu_sizes import use_of_peak
+from benchmarks.gpu_setting import (
+    MEGABYTE,
+    NEEDS_GPU,
+    Figures,
+    Item,
+    Missing,
+    Setting,
+    Value,
+    release_memory,
+    text,
+    training,
+    use_of_peak,
+)
 from benchmarks.image_steps import mae_workload
 from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
 from benchmarks.rounds import alternate
@@ -189,5 +199,4 @@ def masks_over_plain(setting: Setting) -> Figures:
 
 
 def masks(setting: Setting) -> Iterator[Item]:
-    """Learned masks, ViT-B/16."""
     yield Item(name="learned masks over plain MAE", measure=partial(masks_over_plain, setting), seconds=40, timed=True)

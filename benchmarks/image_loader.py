@@ -158,7 +158,6 @@ def other_batches(options: Options, directory: Path, count: int, size: int, *, f
 
 
 def take(batches: Iterator[object], count: int) -> list[object]:
-    """The next `count` batches."""
     return list(islice(batches, count))
 
 

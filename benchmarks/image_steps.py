@@ -74,7 +74,6 @@ def random_images(config: MaeConfig, rows: int) -> Batch:
 
 
 def mae_objective(config: MaeConfig) -> MaskedPatchReconstruction:
-    """Of a masked autoencoder with these settings."""
     return MaskedPatchReconstruction(config.objective, config.vision.patch_size)
 
 

@@ -67,12 +67,10 @@ class Options:
 
 
 def resident_bytes() -> int:
-    """Return the peak resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes(base: int) -> int:
-    """Return the peak of this rank so far: allocated memory on its GPU, or the resident set above `base`."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes() - base
 
 

@@ -59,7 +59,6 @@ class Options(ImageStepOptions):
 
 
 def large(options: Options) -> MaeConfig:
-    """ViT-B/16 with MAE's decoder."""
     return endless(image_recipe("mae_vit_b", MaeConfig, "base"), options.rows, precision=options.precision)
 
 

@@ -41,7 +41,6 @@ class Served:
 
 
 def plain_engines(device: torch.device) -> MakeEngine:
-    """Whole weights on one process."""
     return lambda module, config: PlainEngine(module, config, device=device)
 
 

@@ -22,12 +22,10 @@ class Measured:
 
     @property
     def wall(self) -> float:
-        """Median over the rounds."""
         return statistics.median(self.walls)
 
     @property
     def cpu(self) -> float:
-        """Median over the rounds."""
         return statistics.median(self.cpus)
 
 

@@ -73,7 +73,6 @@ class Workload:
     rows: Batch
 
     def plain(self, device: torch.device) -> PlainEngine:
-        """Its engine on one process."""
         return PlainEngine(self.module, self.config, device=device)
 
 
@@ -152,7 +151,6 @@ def trainer_of(engine: Engine, workload: Workload, observer: Observer | None = N
 
 
 def whole_step(workload: Workload, device: torch.device) -> Callable[[], object]:
-    """The loop's step on one process, hooks and optimizer included."""
     return trainer_of(workload.plain(device), workload).train_step
 
 

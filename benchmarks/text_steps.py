@@ -64,7 +64,6 @@ def ending_early(batch: Batch) -> Batch:
 
 
 def without_list(batch: Batch) -> Batch:
-    """The batch without its list of places: whole rows are computed."""
     return replace(batch, fields={name: value for name, value in batch.fields.items() if name != "kept"})
 
 

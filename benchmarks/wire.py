@@ -171,7 +171,6 @@ def counted(environment: Environment, layout: str, work: Workload) -> CountsColl
 def counted_of(
     environment: Environment, layout: str, options: Options, world: int, accumulation: int
 ) -> CountsCollectives:
-    """Count the collectives of a run on `world` ranks with `accumulation` micro-batches."""
     return counted(environment, layout, workload(options, world // TENSOR.get(layout, 1), accumulation))
 
 

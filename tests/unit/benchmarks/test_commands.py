@@ -32,8 +32,3 @@ def read(script: str, flags: str) -> None:
 @pytest.mark.parametrize(("script", "flags"), shown(), ids=str)
 def test_a_command_that_a_document_shows_is_accepted(script: str, flags: str) -> None:
     read(script, flags)
-
-
-def test_an_unknown_flag_is_refused() -> None:
-    with pytest.raises(SystemExit):
-        read("step_time", "--row 3")

@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_modalities, gpu_parity, text_steps
-from benchmarks.gpu_items import Figures, Item, Missing, measured
-from benchmarks.gpu_setting import ENGINES, Setting
+from benchmarks import gpu, gpu_images, gpu_parity, text_steps
+from benchmarks.gpu_setting import ENGINES, Figures, Item, Missing, Setting, measured
+from benchmarks.steps import Workload
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 
@@ -143,7 +143,7 @@ def test_an_item_without_time_or_with_an_error_does_not_stop_the_others() -> Non
 
 
 def test_an_unknown_section_is_refused() -> None:
-    with pytest.raises(RefusedError, match="did you mean parity"):
+    with pytest.raises(RefusedError, match="pairity"):
         gpu.chosen(("pairity",))
     assert gpu.chosen(("throughput", "parity")) == ["parity", "throughput"]
 
@@ -178,12 +178,12 @@ def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) ->
     assert modes == ["warn", "default"]
 
 
-@pytest.mark.parametrize("section", [gpu_parity, gpu_images, gpu_modalities], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("checked", [gpu_parity.checked, gpu_images.checked, gpu_images.checked_modalities])
 def test_a_step_of_every_section_is_watched_for_waits(
-    setting: Setting, section: ModuleType, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, checked: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    found = gpu_parity.waited(setting, "plain", partial(section.checked, setting))
+    found = gpu_parity.waited(setting, "plain", partial(checked, setting))
     assert found == {"waits": 0, "places": [], "expected": 0, "as_expected": True}
 
 
