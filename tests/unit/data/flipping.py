@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from tests.unit.data.images.multimodal import maps, multimodal_config
-from tests.unit.data.images.source_images import png
+from tests.unit.data.images.multimodal import multimodal_config
 from tests.unit.data.stored import config_for
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.formats import write_png
-from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import read_index
-from trp_scale.errors import DataError
-from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.pretraining.base import open_sources
 
 
@@ -64,28 +56,6 @@ def stored_members(config: Config, rows: int, count: int) -> Iterator[tuple[str,
         shard.write_bytes(whole)
 
 
-def decoded(name: str, content: bytes, decode: Callable[[bytes], object], count: int) -> Iterator[tuple[str, str]]:
-    """(name, outcome) of a decoder that sees the damage itself, as when it was there before the checksum was taken."""
-    for byte, bit in flips(count, len(content), np.random.default_rng(1)):
-        yield name, tried(decode, flipped(content, byte, bit))
-
-
-def tried(decode: Callable[[bytes], object], content: bytes) -> str:
-    try:
-        decode(content)
-    except DataError:
-        return "left out"
-    except Exception as error:  # what would end a run
-        return f"{type(error).__name__}: {error}"
-    return "read"
-
-
-def file_of(content: bytes, folder: str) -> Path:
-    path = Path(folder) / "image"
-    path.write_bytes(content)
-    return path
-
-
 def main(images: str, text: str, count: int) -> None:
     """Print a list of [what, outcome]."""
     found: list[tuple[str, str]] = []
@@ -95,16 +65,6 @@ def main(images: str, text: str, count: int) -> None:
             config.data.verify = verify
             rows = open_sources(config, rank=0, world=1).train.rows
             found += [(f"{mode} {suffix}", what) for suffix, what in stored_members(config, rows, count)]
-    size = (40, 50)
-    forms = map_formats()
-    stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
-    stored["normals"] = write_png(np.random.default_rng(0).integers(0, 1 << 16, (*size, 3)).astype(np.uint16))
-    colours = png(np.asarray(Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).resize((50, 40))))
-    with tempfile.TemporaryDirectory() as folder:
-        for name, map_ in stored.items():
-            decode = partial(forms[name].decode, size=size)
-            found += decoded(f"decoder {forms[name].suffix}", map_, decode, count)
-        found += decoded("detection png", colours, lambda content: read_image(file_of(content, folder), size), count)
     json.dump(found, sys.stdout)
 
 
