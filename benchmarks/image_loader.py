@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.loader import breakdown
 from benchmarks.rounds import alternate
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.data import plan
-from trp_scale.data.images import crops, reader
+from trp_scale.data import plan, tar_reader
+from trp_scale.data.images import crops
 from trp_scale.data.images import rows as image_rows
 from trp_scale.data.images.formats import write_png
 from trp_scale.data.index import read_json, write_json
@@ -54,7 +54,7 @@ from trp_scale.sharding.job.writing import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
-    "read the files": (reader.__file__, "members"),
+    "read the files": (tar_reader.__file__, "members"),
     "decode": (image_rows.__file__, "decode_image"),
     "draw crops": (crops.__file__, "draw"),
     "cut, resize and flip": (crops.__file__, "cut"),

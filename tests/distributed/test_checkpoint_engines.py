@@ -16,7 +16,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero,
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
-from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.checkpoint.run_directory import checkpoint_path as step_path
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.errors import CheckpointError
@@ -115,15 +115,15 @@ def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: 
         found = [go_on(*arguments)] if layout.engine == "plain" else two_ranks(go_on, *arguments)
         where = f"{path}, {layout.engine} stage {layout.stage} at step {step}"
         if checkpoint is not None:
-            stored, again = states(checkpoint), states(checkpoint_path(echo, step - STEPS))
+            stored, again = states(checkpoint), states(step_path(echo, step - STEPS))
             for state, tensors in stored.items():
                 assert tensors.keys() == again[state].keys() != set(), where
                 for name, tensor in tensors.items():
                     assert torch.equal(tensor, again[state][name]), f"{where}: {state} of {name} after loading"
         for values in found:
             assert values == pytest.approx(expected[number], rel=1e-5), where
-        checkpoint = checkpoint_path(tmp_path / "run", step)
-        present, wanted = states(checkpoint), states(checkpoint_path(reference, step))
+        checkpoint = step_path(tmp_path / "run", step)
+        present, wanted = states(checkpoint), states(step_path(reference, step))
         for state in wanted:
             assert distance(present[state], wanted[state]) < 1e-5, f"{where}: {state}"
 

@@ -125,8 +125,8 @@ def test_key_biases_alone_are_left_out() -> None:
 def test_runs_that_differ_are_seen_to_differ(setting: Setting) -> None:
     trained = gpu_parity.train(setting, "plain", gpu_parity.checked(setting, "fp32"))
     moved = replace(trained, weights={name: weight + 1e-3 for name, weight in trained.weights.items()})
-    assert gpu_parity.separate_context(trained, trained)["distance_over_travelled"] == 0
-    assert gpu_parity.separate_context(moved, trained)["distance_over_travelled"] > 0.1
+    assert gpu_parity.apart(trained, trained)["distance_over_travelled"] == 0
+    assert gpu_parity.apart(moved, trained)["distance_over_travelled"] > 0.1
 
 
 def test_an_item_without_time_or_with_an_error_does_not_stop_the_others() -> None:
