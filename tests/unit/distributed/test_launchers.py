@@ -205,13 +205,13 @@ def test_a_process_that_leaves_removes_its_own_socket_directory_alone(tmp_path: 
 import os, tempfile
 from multiprocessing import util
 tempfile.tempdir = {str(tmp_path)!r}
-from trp_scale.distributed.launchers import leave
+from trp_scale.distributed.launchers import exit_process
 print(util.get_temp_dir(), flush=True)
 if os.fork() == 0:
-    leave(0)
+    exit_process(0)
 os.wait()
 print(os.path.isdir(util.get_temp_dir()), flush=True)
-leave(0)
+exit_process(0)
 """
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     made, is_there = shown.stdout.split()
