@@ -294,7 +294,7 @@ def test_without_plotly_the_text_is_printed_and_what_to_install(
 
 
 def test_a_directory_that_takes_no_files_is_no_error(text_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (text_run / ".report.html.tmp").mkdir()
+    (text_run / "report.html").mkdir()
     assert cli.main(["report", "--run", str(text_run)]) == 0
     assert "report.html: not written (Is a directory)" in capsys.readouterr().out
 
