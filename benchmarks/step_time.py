@@ -35,13 +35,13 @@ from trp_scale.core.engine import Engine
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.patches import unpatchify
-from trp_scale.pretraining.mae.export import vitmae_config
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.weights import published_name, to_vitmae
+from trp_scale.pretraining.mae.weights import published_name, to_vitmae, vitmae_config
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
-from trp_scale.pretraining.pos_bert.model import bert_config, to_transformers
+from trp_scale.pretraining.pos_bert.model import bert_config
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.weights import to_transformers
 
 SAME_LOSS = 1e-3
 """Relative gap of the first losses up to which two sides do the same work."""
@@ -123,7 +123,7 @@ def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dic
     peer = ViTMAEForPreTraining(description)
     patch_size = config.vision.patch_size
     names = {published_name(name): name for name in peer.state_dict()}
-    state = to_vitmae(weights, patch_size=patch_size, grid=config.crops.size // patch_size)
+    state = to_vitmae(weights, grid=config.crops.size // patch_size)
     peer.load_state_dict({names[name]: tensor for name, tensor in state.items()})
     patches = mae_objective(config).patches(work.rows)  # [B, N, P]
     visible = work.rows["visible"].flatten(0, 1)  # [B, V]

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
-from trp_scale.checkpoint.format import STATE_OF
+from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_object
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.upstream import Weights
+from trp_scale.errors import CheckpointError
 from trp_scale.storage.files import sync_directory
 
 
@@ -40,6 +42,23 @@ class Export:
     document: CheckpointDocument
     state: str
     image_size: int
+
+    def read_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return all weights of the checkpoint in fp32; `model` is made from the checkpoint's settings.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
+        weights = {name: tensor.float() for name, tensor in read_full_state(self.checkpoint, self.state).items()}
+        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+        if wrong:
+            listed = ", ".join(
+                f"{name} {shapes.get(name, 'missing')} (expected {expected.get(name, 'none')})" for name in wrong
+            )
+            raise CheckpointError(f"{self.checkpoint} is not of the model that its settings describe: {listed}")
+        return weights
 
 
 TRIES = 10

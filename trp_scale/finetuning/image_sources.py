@@ -22,22 +22,20 @@ from trp_scale.errors import error_text, quote, shorten
 from trp_scale.finetuning.encoder_source import EncoderSource, sizes_from_model
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
-from trp_scale.pretraining.mae.export import RELATIVE_ARCHITECTURE, TIMM_ARCHITECTURE
 from trp_scale.pretraining.mae.weights import (
-    TABLE,
+    RELATIVE_ARCHITECTURE,
+    TIMM,
+    TIMM_ARCHITECTURE,
     TIMM_POSITIONS,
-    TIMM_TABLE,
+    VITMAE,
     VITMAE_POSITIONS,
     is_encoder,
     order_of,
-    ours,
     published_name,
-    vitmae_names,
 )
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import images_alone
 
-CONVOLUTION = "patch_embed.proj."
 HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
 """What a timm model has that is not its encoder's own."""
 
@@ -139,7 +137,7 @@ def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     # One by one: the number of blocks is a file's word, and the first that is not there ends it.
     of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
     names = chain(("cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"), of_blocks)
-    return {name: ours(name, torch.cat([stored[published] for published in vitmae_names(name)])) for name in names}
+    return {name: VITMAE.to_ours(name, [stored[source] for source in VITMAE.sources(name)]) for name in names}
 
 
 def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
@@ -349,12 +347,10 @@ def _encoder(
         raise RefusedError(
             f"--from {path}: {FILE} has weights of {shorten(', '.join(other))}, which this encoder has not"
         )
-    named = {
-        name.replace(CONVOLUTION, "patch_embed.").replace(TIMM_TABLE, TABLE): tensor for name, tensor in stored.items()
-    }
-    weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
+    named = {name: TIMM.our_name(name) for name in stored}
+    weights = {ours: TIMM.to_ours(ours, [stored[name]]) for name, ours in named.items() if ours}
     if "norm.weight" not in weights:  # that of the mean of the tokens is the only one there is
-        weights |= {f"norm.{kind}": named[f"fc_norm.{kind}"] for kind in ("weight", "bias")}
+        weights |= {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias")}
     positions = stored[TIMM_POSITIONS].squeeze(0)
     weights["cls_token"] = weights["cls_token"] + positions[0]
     weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:1]), positions[1:]])

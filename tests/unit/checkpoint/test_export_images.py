@@ -30,7 +30,7 @@ from trp_scale.finetuning.encoder_source import open_encoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.weights import is_encoder, is_table, load_given, published_name
+from trp_scale.pretraining.mae.weights import is_encoder, is_table, load_weights, published_name
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 MAE = config(tokens="visible")
@@ -182,7 +182,7 @@ def test_relative_positions_bring_a_module_that_computes_the_same_without_ours(
     for name, tensor in weights.items():
         assert not is_encoder(name) or torch.allclose(read[name], tensor, atol=1e-6), name
     other = MaskedAutoencoder(settings)
-    load_given(other, load_file(tmp_path / "out" / "model.safetensors"))
+    load_weights(other, load_file(tmp_path / "out" / "model.safetensors"))
     assert all(
         torch.equal(tensor, weights[name])
         for name, tensor in other.named_parameters()

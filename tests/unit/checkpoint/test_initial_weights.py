@@ -22,8 +22,9 @@ from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.initialise import filled, without_content
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.weights import is_encoder, load_given, load_timm, stored_positions
-from trp_scale.pretraining.pos_bert.model import TIED_PARAMETERS, BertForMaskedPositions, bert_config
+from trp_scale.pretraining.mae.weights import is_encoder, load_weights, stored_positions
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
+from trp_scale.pretraining.pos_bert.weights import TIED_PARAMETERS, load_bert
 
 BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
 
@@ -52,13 +53,13 @@ def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
     peer = BertForPreTraining(bert_config(BERT, 90))
     peer.save_pretrained(tmp_path / "bert")
     given, expected = (BertForMaskedPositions(BERT, vocab_size=90, seed=0) for _ in range(2))
-    expected.load_transformers(peer.state_dict())
-    load_given_weights(given, "", BertForMaskedPositions.load_transformers)
+    load_bert(expected, peer.state_dict())
+    load_given_weights(given, "", load_bert)
     assert not all(equal(given, expected).values())
-    load_given_weights(given, str(tmp_path / "bert"), BertForMaskedPositions.load_transformers)
+    load_given_weights(given, str(tmp_path / "bert"), load_bert)
     assert all(equal(given, expected).values())
     make = partial(BertForMaskedPositions, BERT, vocab_size=90, seed=0)
-    assert all(equal(made_as_shapes(make, tmp_path / "bert", BertForMaskedPositions.load_transformers), given).values())
+    assert all(equal(made_as_shapes(make, tmp_path / "bert", load_bert), given).values())
 
 
 def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
@@ -68,9 +69,9 @@ def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
         {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}, tmp_path / "vitmae.safetensors"
     )
     given = MaskedAutoencoder(settings)
-    load_given_weights(given, str(tmp_path / "vitmae.safetensors"), load_given)
+    load_given_weights(given, str(tmp_path / "vitmae.safetensors"), load_weights)
     assert all(equal(given, loaded(peer.state_dict(), settings)).values())
-    shapes = made_as_shapes(lambda: MaskedAutoencoder(settings), tmp_path / "vitmae.safetensors", load_given)
+    shapes = made_as_shapes(lambda: MaskedAutoencoder(settings), tmp_path / "vitmae.safetensors", load_weights)
     assert all(equal(shapes, given).values())
 
 
@@ -80,10 +81,10 @@ def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Pat
         peer.pos_embed.copy_(stored_positions(GRID, peer.embed_dim))
     save_file(dict(peer.state_dict()), tmp_path / "model.safetensors")
     given, expected, seeded = (MaskedAutoencoder(config()) for _ in range(3))
-    load_timm(expected, peer.state_dict())
-    load_given_weights(given, str(tmp_path), load_given)
+    load_weights(expected, peer.state_dict())
+    load_given_weights(given, str(tmp_path), load_weights)
     assert all(equal(given, expected).values())
-    assert all(equal(made_as_shapes(lambda: MaskedAutoencoder(config()), tmp_path, load_given), given).values())
+    assert all(equal(made_as_shapes(lambda: MaskedAutoencoder(config()), tmp_path, load_weights), given).values())
     of_the_seed = equal(given, seeded)
     assert not of_the_seed["blocks.0.attn.qkv.weight"]
     assert all(same for name, same in of_the_seed.items() if not is_encoder(name))
@@ -119,14 +120,14 @@ def test_weights_of_another_model_are_told_by_its_sizes(
     peer().save_pretrained(tmp_path)  # type: ignore[operator]
     model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
     with pytest.raises(RefusedError, match=message) as refused:
-        give_weights(model, replace(BERT, weights=str(tmp_path)), BertForMaskedPositions.load_transformers)
+        give_weights(model, replace(BERT, weights=str(tmp_path)), load_bert)
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
     if "heads there, 2 here; give --model.heads 4," in str(refused.value):
         return  # the tensors are this model's
     assert "--model.weights_names" in str(refused.value)
     every = replace(BERT, weights=str(tmp_path), weights_names=True)
     with pytest.raises(RefusedError) as refused:
-        give_weights(model, every, BertForMaskedPositions.load_transformers)
+        give_weights(model, every, load_bert)
     lines = str(refused.value).splitlines()
     named = {line.split()[0] for line in lines if line.startswith("  ")}
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -142,7 +143,7 @@ def test_a_checkpoint_of_another_model_is_told_the_same_way(every: bool, tmp_pat
     write_run(tmp_path, relative)
     with pytest.raises(RefusedError, match=r"not the weights of this model \(unexpected: blocks.0.rel") as refused:
         asked = replace(deeper.model, weights=str(tmp_path), weights_names=every)
-        give_weights(MaskedAutoencoder(deeper), asked, load_given)
+        give_weights(MaskedAutoencoder(deeper), asked, load_weights)
     first, *others = str(refused.value).splitlines()
     tables = {f"  {name}" for name, _ in MaskedAutoencoder(relative).named_parameters() if name.endswith(".table")}
     assert " and 1 more)" in first and len(tables) == 5
@@ -166,4 +167,4 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         ("few.safetensors", "1 layer of 3 there, 2 layers of 24"),
     ):
         with pytest.raises(RefusedError, match=words):
-            load_given_weights(model, str(tmp_path / name), load_given)
+            load_given_weights(model, str(tmp_path / name), load_weights)

@@ -26,8 +26,8 @@ from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.errors import CheckpointError
 from trp_scale.evaluation.probe.arguments import parse_probe
 from trp_scale.finetuning.encoder_source import open_encoder
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.weights import load_bert
 
 
 def write_pair(directory: Path, kind: str) -> tuple[Path, Path]:
@@ -87,7 +87,7 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    give_weights(model, ModelConfig(weights=f"{both}@average", heads=2), BertForMaskedPositions.load_transformers)
+    give_weights(model, ModelConfig(weights=f"{both}@average", heads=2), load_bert)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.unit.models.small_images import GRID, PATCH
 from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, RelativeVisionConfig
 from trp_scale.finetuning.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
-from trp_scale.pretraining.mae.weights import ours
+from trp_scale.pretraining.mae.weights import TIMM
 
 CLASSES = 7
 
@@ -51,6 +51,6 @@ def take_timm(encoder: nn.Module, peer: VisionTransformer) -> None:
     positions = state.pop("pos_embed")[0]
     with torch.no_grad():
         for name, parameter in encoder.named_parameters():
-            parameter.copy_(torch.zeros(()) if name == "pos_embed" else ours(name, state[name]))
+            parameter.copy_(torch.zeros(()) if name == "pos_embed" else TIMM.to_ours(name, [state[name]]))
         encoder.cls_token.add_(positions[0])  # type: ignore[operator]
         encoder.pos_embed[1:].copy_(positions[1:])  # type: ignore[index]

@@ -16,7 +16,7 @@ from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.weights import is_encoder, load_vitmae
+from trp_scale.pretraining.mae.weights import is_encoder, load_weights
 
 
 def images(rows: int = 3, grid: int = GRID) -> Tensor:
@@ -56,7 +56,7 @@ def test_transformers_computes_the_same_without_masking() -> None:
     peer = vitmae(settings).double()
     peer.vit.config.mask_ratio = peer.config.mask_ratio = 0.0
     pre_trained = MaskedAutoencoder(settings).double()
-    load_vitmae(pre_trained, peer.state_dict())
+    load_weights(pre_trained, peer.state_dict())
     encoder = encoder_with(dict(pre_trained.named_parameters()))
     encoder.fixed_positions = peer.vit.embeddings.position_embeddings[0]
     keeping_order = torch.arange(GRID**2, dtype=torch.float64).expand(3, -1)

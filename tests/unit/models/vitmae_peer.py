@@ -9,8 +9,7 @@ from transformers import ViTMAEForPreTraining
 from tests.unit.models.small_images import GRID, PATCH, Crops
 from trp_scale.config import Config
 from trp_scale.models.patches import unpatchify
-from trp_scale.pretraining.mae.export import vitmae_config
-from trp_scale.pretraining.mae.weights import stored_positions
+from trp_scale.pretraining.mae.weights import stored_positions, vitmae_config
 
 
 def vitmae(config: Config, *, seed: int = 0) -> ViTMAEForPreTraining:

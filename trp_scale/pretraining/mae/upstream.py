@@ -29,7 +29,7 @@ from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
-from trp_scale.pretraining.mae.weights import load_given
+from trp_scale.pretraining.mae.weights import load_weights
 
 
 def blank_rows(config: MaeConfig, rows: int) -> Batch:
@@ -51,8 +51,8 @@ class ImageUpstream(UpstreamParts):
     """Crops of images with masked patches; see `Upstream`."""
 
     exports: ClassVar[Mapping[str, str]] = {
-        "hf": "trp_scale.pretraining.mae.export:write_vitmae",
-        "timm": "trp_scale.pretraining.mae.export:write_timm",
+        "hf": "trp_scale.pretraining.mae.weights:write_vitmae",
+        "timm": "trp_scale.pretraining.mae.weights:write_timm",
     }
     open_rows = staticmethod(open_rows)
 
@@ -99,7 +99,7 @@ class ImageUpstream(UpstreamParts):
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        give_weights(model, self.config.model, load_given)
+        give_weights(model, self.config.model, load_weights)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

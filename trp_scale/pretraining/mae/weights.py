@@ -1,4 +1,5 @@
-"""A masked autoencoder's weights from and to timm's `VisionTransformer` and transformers' `ViTMAEForPreTraining`.
+"""A masked autoencoder's weights and files from and to timm's `VisionTransformer` and transformers'
+`ViTMAEForPreTraining`.
 
 Both have the patch embedding as a convolution and the fixed positions as a stored tensor. transformers' names are those
 of its published files, which every version reads; newer versions name a model's own tensors differently.
@@ -6,46 +7,72 @@ of its published files, which every version reads; newer versions name a model's
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
-from trp_scale.models.initialise import check_names, take
+from trp_scale.checkpoint.export import Export
+from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config.loader import from_dict
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
-from trp_scale.pretraining.mae.model import CHANNELS, MaskedAutoencoder
+from trp_scale.models.vit import feed_forward_ratio
+from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightNames
+from trp_scale.pretraining.mae import relative_vit
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
+
+if TYPE_CHECKING:
+    from transformers import ViTMAEConfig
+
+TABLE = "relative_positions.table"
+"""A block's table of relative positions, which neither library's own model has."""
+
+TIMM = WeightNames(
+    Pair("cls_token", "cls_token", TOKEN),
+    Pair("patch_embed.*", "patch_embed.proj.*", PATCHES),
+    Pair(f"blocks.*.{TABLE}", "blocks.*.attn.relative_table"),  # relative_vit.py, which is timm's model with it
+    Pair("blocks.*", "blocks.*"),
+    Pair("norm.*", "norm.*"),
+)
+"""The encoder."""
 
 TIMM_POSITIONS = "pos_embed"
-TABLE, TIMM_TABLE = "relative_positions.table", "attn.relative_table"
-"""A block's table of relative positions, by our name and by that of relative_vit.py, which is timm's model with it."""
+
+_ATTENTION = "attention.attention"
+VITMAE = WeightNames(
+    Pair("cls_token", "vit.embeddings.cls_token", TOKEN),
+    Pair("patch_embed.*", "vit.embeddings.patch_embeddings.projection.*", PATCHES),
+    Pair("norm.*", "vit.layernorm.*"),
+    Pair("decoder_embed.*", "decoder.decoder_embed.*"),
+    Pair("mask_token", "decoder.mask_token", TOKEN),
+    Pair("decoder_norm.*", "decoder.decoder_norm.*"),
+    Pair("prediction.*", "decoder.decoder_pred.*"),
+    *(
+        Pair(f"{ours}.*.{part}.*", tuple(f"{theirs}.*.{name}.*" for name in names))
+        for ours, theirs in (("blocks", "vit.encoder.layer"), ("decoder_blocks", "decoder.decoder_layers"))
+        for part, names in (
+            ("norm1", ("layernorm_before",)),
+            ("attn.qkv", (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value")),  # one matrix here
+            ("attn.proj", ("attention.output.dense",)),
+            ("norm2", ("layernorm_after",)),
+            ("mlp.fc1", ("intermediate.dense",)),
+            ("mlp.fc2", ("output.dense",)),
+        )
+    ),
+)
+"""The whole autoencoder."""
+
 VITMAE_POSITIONS = "vit.embeddings.position_embeddings"
 VITMAE_DECODER_POSITIONS = "decoder.decoder_pos_embed"
-
-POSITION_TOLERANCE = 1e-4
-"""Stored positions may differ from ours by as much: they were rounded, some of them to half precision."""
-
-VITMAE_NAMES = {
-    "cls_token": "vit.embeddings.cls_token",
-    "patch_embed": "vit.embeddings.patch_embeddings.projection",
-    "blocks": "vit.encoder.layer",
-    "norm": "vit.layernorm",
-    "decoder_embed": "decoder.decoder_embed",
-    "mask_token": "decoder.mask_token",
-    "decoder_blocks": "decoder.decoder_layers",
-    "decoder_norm": "decoder.decoder_norm",
-    "prediction": "decoder.decoder_pred",
-}
-
-VITMAE_BLOCK_NAMES = {
-    "norm1": ("layernorm_before",),
-    "attn.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "attn.proj": ("attention.output.dense",),
-    "norm2": ("layernorm_after",),
-    "mlp.fc1": ("intermediate.dense",),
-    "mlp.fc2": ("output.dense",),
-}
 
 VITMAE_NEWER_NAMES = (
     (r"^vit\.layers\.", "vit.encoder.layer."),
@@ -58,105 +85,78 @@ VITMAE_NEWER_NAMES = (
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
 
+POSITION_TOLERANCE = 1e-4
+"""Stored positions may differ from ours by as much: they were rounded, some of them to half precision."""
 
-def to_timm(
-    weights: Mapping[str, Tensor], *, patch_size: int, image_size: int, order: PositionOrder = "column_row"
-) -> dict[str, Tensor]:
-    """State dict of timm's ViT without a head, for images of this side: the encoder, with positions of that grid."""
-    encoder = {name: tensor for name, tensor in weights.items() if is_encoder(name)}
-    state = {timm_name(name): theirs(name, tensor, patch_size) for name, tensor in encoder.items()}
-    state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1], order)
-    return state
+TIMM_ARCHITECTURE = "vit_base_patch16_224"
+"""timm's name of a plain vision transformer; sizes that are not ViT-B's are given as its arguments."""
 
+RELATIVE_ARCHITECTURE = "vision_transformer_irpe"
+"""Of a model with relative positions, which timm does not know: relative_vit.py has it."""
 
-def load_timm(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Take the encoder from a timm ViT's state dict; the head is left out, the decoder stays, and so do relative tables
-    where it has none.
+HUB_FILE = "hubconf.py"
+"""What torch.hub reads of a local directory."""
 
-    Raises:
-        ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
-    """
-    tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
-    tables = any(name.endswith(TIMM_TABLE) for name in tensors)
-    wanted = [name for name, _ in model.named_parameters() if is_encoder(name) and (tables or not is_table(name))]
-    class_position = take_positions(tensors, TIMM_POSITIONS, model.vision.position_order)
-    fill(model, {name: (timm_name(name),) for name in wanted}, tensors, class_position)
-
-
-def to_vitmae(
-    weights: Mapping[str, Tensor], *, patch_size: int, grid: int, order: PositionOrder = "column_row"
-) -> dict[str, Tensor]:
-    """State dict of transformers' ViTMAE, for images of `grid` patches a side."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        names = vitmae_names(name)
-        state |= zip(names, theirs(name, tensor, patch_size).chunk(len(names)), strict=True)
-    state[VITMAE_POSITIONS] = stored_positions(grid, weights["cls_token"].shape[-1], order)
-    state[VITMAE_DECODER_POSITIONS] = stored_positions(grid, weights["mask_token"].shape[-1], order)
-    return state
-
-
-def load_vitmae(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Take all weights from a `ViTMAEForPreTraining`'s state dict, or from a file of it; relative tables stay.
-
-    Raises:
-        ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
-    """
-    tensors = {published_name(name): tensor for name, tensor in state.items()}
-    wanted = [name for name, _ in model.named_parameters() if not is_table(name)]
-    take_positions(tensors, VITMAE_DECODER_POSITIONS, model.vision.position_order)
-    class_position = take_positions(tensors, VITMAE_POSITIONS, model.vision.position_order)
-    fill(model, {name: vitmae_names(name) for name in wanted}, tensors, class_position)
-
-
-def load_given(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Take ViTMAE's weights, or the encoder alone of a timm ViT; by whose names the tensors have."""
-    load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
-    load(model, state)
+TIMM_EPS = 1e-6
+"""Epsilon of the layer norms of timm's vision transformers, which no argument changes."""
 
 
 def is_encoder(name: str) -> bool:
-    return name.split(".")[0] in ("patch_embed", "cls_token", "blocks", "norm")
+    return TIMM.has(name)
 
 
 def is_table(name: str) -> bool:
-    """Whether this is a table of relative positions, which neither library's own model has."""
     return name.endswith(TABLE)
 
 
-def timm_name(name: str) -> str:
-    return name.replace("patch_embed.", "patch_embed.proj.").replace(TABLE, TIMM_TABLE)
-
-
-def vitmae_names(name: str) -> tuple[str, ...]:
-    """transformers' names for one of our parameters: three for queries, keys and values, which are one matrix here."""
-    first, _, rest = name.partition(".")
-    if not first.endswith("blocks"):
-        return (f"{VITMAE_NAMES[first]}{'.' if rest else ''}{rest}",)
-    number, _, rest = rest.partition(".")
-    part, _, kind = rest.rpartition(".")
-    return tuple(f"{VITMAE_NAMES[first]}.{number}.{theirs}.{kind}" for theirs in VITMAE_BLOCK_NAMES[part])
-
-
 def published_name(name: str) -> str:
-    """A name in a newer transformers' model as in its published files."""
+    """Return a name in a newer transformers' model as in its published files."""
     for pattern, replacement in VITMAE_NEWER_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
-def theirs(name: str, tensor: Tensor, patch_size: int) -> Tensor:
-    """Our tensor in the shape of theirs: the patch embedding a convolution, tokens [1, 1, D]."""
-    if name == "patch_embed.weight":  # [D, (row, column, channel)] -> [D, channel, row, column]
-        return tensor.reshape(-1, patch_size, patch_size, CHANNELS).permute(0, 3, 1, 2).contiguous()
-    return tensor.reshape(1, 1, -1) if name.endswith("_token") else tensor
+def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
+    """Import all weights of a `ViTMAEForPreTraining`, or those of a timm ViT's encoder; by their names.
+
+    A head is left out. The decoder stays where there is none, and so do relative tables.
+
+    Raises:
+        ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
+    """
+    order, parameters = model.vision.position_order, dict(model.named_parameters())
+    if any(name.startswith("vit.") for name in state):
+        names, positions = VITMAE, VITMAE_POSITIONS
+        tensors = {published_name(name): tensor for name, tensor in state.items()}
+        kept = {name for name in parameters if is_table(name)}
+        take_positions(tensors, VITMAE_DECODER_POSITIONS, order)
+    else:
+        names, positions = TIMM, TIMM_POSITIONS
+        tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
+        has_tables = any(is_table(names.our_name(name) or "") for name in tensors)
+        kept = {name for name in parameters if not is_encoder(name) or (is_table(name) and not has_tables)}
+    class_position = take_positions(tensors, positions, order)  # [D], ours has none of its own
+    (class_token,) = names.sources("cls_token")
+    if class_token in tensors and tensors[class_token].shape[-1:] == class_position.shape:
+        tensors[class_token] = tensors[class_token] + class_position
+    names.import_weights(model, tensors, kept=kept)
 
 
-def ours(name: str, tensor: Tensor) -> Tensor:
-    """The inverse of `theirs`."""
-    if name == "patch_embed.weight" and tensor.ndim == 4:
-        return tensor.permute(0, 2, 3, 1).flatten(1)
-    return tensor.flatten() if name.endswith("_token") else tensor
+def to_timm(
+    weights: Mapping[str, Tensor], *, patch_size: int, image_size: int, order: PositionOrder = "column_row"
+) -> dict[str, Tensor]:
+    """Return the encoder as the state dict of timm's ViT without a head, with positions for images of this side."""
+    state = TIMM.export_weights({name: tensor for name, tensor in weights.items() if is_encoder(name)})
+    state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1], order)
+    return state
+
+
+def to_vitmae(weights: Mapping[str, Tensor], *, grid: int, order: PositionOrder = "column_row") -> dict[str, Tensor]:
+    """Return the state dict of transformers' ViTMAE, for images of `grid` patches a side."""
+    state = VITMAE.export_weights(weights)
+    state[VITMAE_POSITIONS] = stored_positions(grid, weights["cls_token"].shape[-1], order)
+    state[VITMAE_DECODER_POSITIONS] = stored_positions(grid, weights["mask_token"].shape[-1], order)
+    return state
 
 
 def stored_positions(grid: int, width: int, order: PositionOrder = "column_row") -> Tensor:
@@ -203,20 +203,140 @@ def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) 
     return positions[0]
 
 
-def fill(
-    model: MaskedAutoencoder, sources: Mapping[str, Iterable[str]], state: Mapping[str, Tensor], class_position: Tensor
-) -> None:
-    """Copy `state` into the model's parameters, each made of the named sources, one below the other.
+def write_timm(asked: Export) -> None:
+    """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head. With relative
+    positions it is for `torch.hub.load("DIRECTORY", "encoder", source="local")`, and brings its module along.
 
     Raises:
-        ValueError: names that are missing, unexpected or of another shape; then nothing has been written.
+        RefusedError: timm has no such model.
+        CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
-    check_names({name for several in sources.values() for name in several}, state)
+    config = from_dict(asked.document.config, source=str(asked.checkpoint))
+    assert isinstance(config, MaeConfig)
+    check_timm(config, asked.image_size)
+    model, relative = MaskedAutoencoder(config), ""
+    if config.vision.positions == "relative":
+        relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through is rounded, going forward
+    weights = asked.read_weights(model)
+    write_encoder(asked, config, weights, relative=relative)
 
-    def made(name: str, several: Sequence[Tensor]) -> Tensor:
-        value = ours(name, torch.cat(list(several)))
-        if name == "cls_token" and value.shape == class_position.shape and not value.is_meta:
-            return value + class_position  # ours has none of its own
-        return value
 
-    take(model, {name: tuple(several) for name, several in sources.items()}, state, made)
+def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
+    """Refuse what timm's vision transformer does not compute.
+
+    Raises:
+        RefusedError: naming the setting.
+    """
+    model, patch_size = config.model, config.vision.patch_size
+    if model.layer_norm_eps != TIMM_EPS:
+        raise RefusedError(
+            f"--to timm: the run's model.layer_norm_eps is {model.layer_norm_eps:g}, timm's models have {TIMM_EPS:g}"
+        )
+    if image_size < patch_size or image_size % patch_size:
+        raise RefusedError(
+            f"--image_size is {image_size}, allowed: multiples of the run's vision.patch_size {patch_size}"
+        )
+
+
+def write_encoder(
+    asked: Export, config: ImagePretrainConfig, weights: Mapping[str, Tensor], *, relative: str = ""
+) -> None:
+    """Write timm's files of an encoder with a masked autoencoder's names.
+
+    Args:
+        relative: of an encoder with relative positions, how offsets find their entries: relaxed or rounded.
+    """
+    model, patch_size = config.model, config.vision.patch_size
+    directory, image_size = asked.directory, asked.image_size
+    state = to_timm(weights, patch_size=patch_size, image_size=image_size, order=config.vision.position_order)
+    arguments = {
+        "img_size": image_size,
+        "patch_size": patch_size,
+        "embed_dim": model.hidden_size,
+        "depth": model.layers,
+        "num_heads": model.heads,
+        "mlp_ratio": feed_forward_ratio(model.hidden_size, model.intermediate_size),
+    }
+    relative_settings = {"relative_index": relative, "hub_entry": relative_vit.encoder.__name__} if relative else {}
+    description: dict[str, Any] = {
+        "architecture": RELATIVE_ARCHITECTURE if relative else TIMM_ARCHITECTURE,
+        **relative_settings,
+        "num_classes": 0,
+        "num_features": model.hidden_size,
+        "global_pool": "token",
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [3, image_size, image_size],
+            "fixed_input_size": True,
+            "interpolation": config.crops.interpolation,
+            "mean": list(CHANNEL_MEAN),
+            "std": list(CHANNEL_DEVIATION),
+            "num_classes": 0,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    if relative:
+        (directory / HUB_FILE).write_text(inspect.getsource(relative_vit), encoding="utf-8")
+
+
+def write_vitmae(asked: Export) -> None:
+    """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`, and its image processor.
+
+    Raises:
+        RefusedError: ViTMAE has no such model.
+        CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
+    """
+    from transformers import ViTImageProcessor
+
+    config = from_dict(asked.document.config, source=str(asked.checkpoint))
+    assert isinstance(config, MaeConfig)
+    vision = config.vision
+    if vision.positions != "absolute":
+        raise RefusedError(
+            f"--to hf: the run's vision.positions is {vision.positions}, and transformers' ViTMAE has absolute "
+            "positions only; allowed: --to timm (the encoder)"
+        )
+    if vision.tokens != "visible" or vision.decoder != "transformer":
+        raise RefusedError(
+            f"--to hf: the run's vision.tokens is {vision.tokens} and vision.decoder {vision.decoder}; transformers' "
+            "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
+        )
+    grid = config.crops.size // vision.patch_size
+    stored = asked.read_weights(MaskedAutoencoder(config))
+    weights = to_vitmae(stored, grid=grid, order=vision.position_order)
+    vitmae_config(config).save_pretrained(asked.directory)
+    ViTImageProcessor(
+        size={"height": config.crops.size, "width": config.crops.size},
+        resample=Image.Resampling[config.crops.interpolation.upper()],
+        image_mean=list(CHANNEL_MEAN),
+        image_std=list(CHANNEL_DEVIATION),
+    ).save_pretrained(asked.directory)
+    # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
+    save_file(weights, asked.directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def vitmae_config(config: MaeConfig) -> ViTMAEConfig:
+    """Return transformers' configuration of a masked autoencoder."""
+    from transformers import ViTMAEConfig
+
+    model, vision = config.model, config.vision
+    return ViTMAEConfig(
+        architectures=["ViTMAEForPreTraining"],
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=model.intermediate_size,
+        initializer_range=model.initializer_range,
+        layer_norm_eps=model.layer_norm_eps,
+        image_size=config.crops.size,
+        patch_size=vision.patch_size,
+        decoder_hidden_size=vision.decoder_hidden_size,
+        decoder_num_hidden_layers=vision.decoder_layers,
+        decoder_num_attention_heads=vision.decoder_heads,
+        decoder_intermediate_size=4 * vision.decoder_hidden_size,
+        mask_ratio=config.masking.ratio,
+        norm_pix_loss=config.objective.target == "normalised",
+    )

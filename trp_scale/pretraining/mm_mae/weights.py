@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
-from trp_scale.models.initialise import check_names, give, take, value_of
-from trp_scale.pretraining.mae.export import check_timm, read_weights, write_encoder
-from trp_scale.pretraining.mae.weights import order_of
+from trp_scale.models.initialise import give, value_of
+from trp_scale.models.weight_names import PATCHES, TOKEN, Layout, Pair, WeightNames
+from trp_scale.pretraining.mae.weights import check_timm, order_of, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -30,15 +30,55 @@ ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "se
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
 """Channels of each prediction of pixels; semseg has one for each class."""
 
-DECODER_NAMES = {
-    "embed": "proj_context",
-    "cross_attention.query": "decoder.q",
-    "cross_attention.key_value": "decoder.kv",
-    "cross_attention.proj": "decoder.proj",
-    "norm": "out_norm",
-    "prediction": "out_proj",
-}
-"""Modules of a decoder that they call otherwise."""
+CLASSES = "map_classes"
+"""In `CheckpointDocument.extra`: number of classes of each modality's maps, which the model's shapes depend on."""
+
+RGB_TOKENISER = "tokenisers.rgb."
+
+
+def weight_names(model: MultimodalMaskedAutoencoder) -> WeightNames:
+    """Return the table of MultiMAE's names for the tasks of this model."""
+
+    def join_classes(classes: Tensor) -> Tensor:
+        """[C, E] -> [(C, E)]; void labels, which theirs may lack, keep the model's own vector."""
+        has_void = len(classes) != model.classes["semseg"]
+        void = own_classes[:0] if has_void else own_classes[-classes.shape[-1] :]  # [E]
+        return torch.cat([classes.flatten(), void.to(classes)])
+
+    parameters = dict(model.named_parameters())
+    # Read now: what it is given replaces it.
+    own_classes = value_of(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
+    return WeightNames(
+        Pair("cls_token", "global_tokens", TOKEN),
+        Pair("blocks.*", "encoder.*"),
+        Pair(CLASS_EMBEDDING, f"{INPUTS}.semseg.class_emb.weight", Layout(join_classes)),
+        Pair("tokenisers.*.projection.*", f"{INPUTS}.*.proj.*", PATCHES),
+        Pair("tokenisers.*.*", f"{INPUTS}.*.proj.*", PATCHES),
+        *(pair for task in model.outputs for pair in _decoder_pairs(task, model.classes)),
+    )
+
+
+def _decoder_pairs(task: str, classes: Mapping[str, int]) -> list[Pair]:
+    def order_pixels(prediction: Tensor) -> Tensor:
+        """[(channel, row, column), ...] -> [(row, column, channel), ...]"""
+        channels = CHANNELS.get(task, classes.get(task, 1))
+        if len(prediction) % channels:
+            return prediction
+        return prediction.view(channels, -1, *prediction.shape[1:]).transpose(0, 1).flatten(0, 1)
+
+    ours, theirs = f"decoders.{task}", f"{OUTPUTS}.{ADAPTERS.get(task, task)}"
+    return [
+        Pair(f"{ours}.*_embedding", f"{theirs}.task_embeddings.*", TOKEN),
+        Pair(f"{ours}.mask_token", f"{theirs}.mask_token", TOKEN),
+        Pair(f"{ours}.prediction.*", f"{theirs}.out_proj.*", Layout(order_pixels)),
+        Pair(f"{ours}.embed.*", f"{theirs}.proj_context.*"),
+        Pair(f"{ours}.cross_attention.query.*", f"{theirs}.decoder.q.*"),
+        Pair(f"{ours}.cross_attention.key_value.*", f"{theirs}.decoder.kv.*"),
+        Pair(f"{ours}.cross_attention.proj.*", f"{theirs}.decoder.proj.*"),
+        Pair(f"{ours}.norm.*", f"{theirs}.out_norm.*"),
+        Pair(f"{ours}.blocks.*", f"{theirs}.decoder_transformer.*"),
+        Pair(f"{ours}.*", f"{theirs}.*"),
+    ]
 
 
 def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
@@ -64,64 +104,16 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
             _check_positions(model, name, tensor)
         else:
             tensors[name] = tensor
-    parameters = dict(model.named_parameters())
-    absent = [name for name in parameters if _is_of_no_input(model, name)]
-    names = {name: _their_name(name) for name in parameters if name not in absent}
-    check_names(set(names.values()), tensors)
-    # Read now: what it is given replaces it.
-    own_classes = value_of(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else None
-    sources = {name: (theirs,) for name, theirs in names.items()}
-    take(model, sources, tensors, lambda name, several: _ours(model, name, several[0], own_classes))
-    for name in absent:
-        give(parameters[name], lambda: 0.0)
-
-
-def _their_name(name: str) -> str:
-    first, _, rest = name.partition(".")
-    if first == "cls_token":
-        return "global_tokens"
-    if first == "blocks":
-        return f"encoder.{rest}"
-    which, _, rest = rest.partition(".")
-    if first == "tokenisers":
-        if rest == "class_embedding":
-            return f"{INPUTS}.{which}.class_emb.weight"
-        return f"{INPUTS}.{which}.proj.{rest.split('.')[-1]}"
-    adapter = f"{OUTPUTS}.{ADAPTERS.get(which, which)}"
-    if rest.endswith("_embedding"):
-        return f"{adapter}.task_embeddings.{rest.removesuffix('_embedding')}"
-    if rest.startswith("blocks."):
-        return f"{adapter}.decoder_transformer.{rest.removeprefix('blocks.')}"
-    module, dot, kind = rest.rpartition(".")
-    return f"{adapter}.{DECODER_NAMES.get(module, module)}{dot}{kind}"
-
-
-def _is_of_no_input(model: MultimodalMaskedAutoencoder, name: str) -> bool:
-    modality = name.rpartition(".")[2].removesuffix("_embedding")
-    return name.startswith("decoders.") and name.endswith("_embedding") and modality not in model.inputs
-
-
-def _ours(model: MultimodalMaskedAutoencoder, name: str, tensor: Tensor, own_classes: Tensor | None) -> Tensor:
-    """Their tensor in our shape and order.
-
-    Args:
-        own_classes: the model's own embedding of classes, if it has one.
-    """
-    if name == CLASS_EMBEDDING:
-        assert own_classes is not None
-        has_void = len(tensor) != model.classes["semseg"]
-        void = own_classes[:0] if has_void else own_classes[-tensor.shape[-1] :]  # [E]
-        return torch.cat([tensor.flatten(), void.to(tensor)])
-    if tensor.ndim == 4:  # a convolution [D, channel, row, column] -> [D, (row, column, channel)]
-        return tensor.permute(0, 2, 3, 1).flatten(1)
-    if name.endswith(("_token", "_embedding")):
-        return tensor.flatten()
-    if ".prediction." in name:  # [(channel, row, column), ...] -> [(row, column, channel), ...]
-        task = name.split(".")[1]
-        channels = CHANNELS.get(task, model.classes.get(task, 1))
-        if len(tensor) % channels == 0:
-            return tensor.view(channels, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
-    return tensor
+    absent = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith("decoders.")
+        and name.endswith("_embedding")
+        and name.rpartition(".")[2].removesuffix("_embedding") not in model.inputs
+    }
+    weight_names(model).import_weights(model, tensors, kept=absent)
+    for parameter in absent.values():
+        give(parameter, lambda: 0.0)
 
 
 def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: Tensor) -> None:
@@ -133,12 +125,6 @@ def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: T
         raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; learned ones cannot be taken over")
     if stored != model.position_order:
         raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
-
-
-CLASSES = "map_classes"
-"""In `CheckpointDocument.extra`: number of classes of each modality's maps, which the model's shapes depend on."""
-
-RGB_TOKENISER = "tokenisers.rgb."
 
 
 def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -173,5 +159,4 @@ def write_multimodal_timm(asked: Export) -> None:
         )
     check_timm(config, asked.image_size)
     model = MultimodalMaskedAutoencoder(config, asked.document.extra[CLASSES])
-    weights = read_weights(asked.checkpoint, model, asked.state)
-    write_encoder(asked.directory, config, images_alone(weights), asked.image_size)
+    write_encoder(asked, config, images_alone(asked.read_weights(model)))

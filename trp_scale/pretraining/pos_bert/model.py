@@ -8,7 +8,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import check_names, check_shapes, give, initialise, take
+from trp_scale.models.initialise import give, initialise
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
@@ -362,46 +362,5 @@ class BertForMaskedPositions(nn.Module):
         bias = self.cls.predictions.bias
         give(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
 
-    def load_transformers(self, state: dict[str, Tensor]) -> None:
-        """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
-
-        Raises:
-            ValueError: names that are missing, unexpected or of another shape; an output layer of its own.
-        """
-        parameters = dict(self.named_parameters())
-        ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
-        tensors = {name: tensor for name, tensor in state.items() if name not in ignored}
-        check_names(parameters, tensors)
-        unpadded = {name: parameters[name][: self.config.vocab_size] for name in PADDED_PARAMETERS}
-        check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in PADDED_PARAMETERS})
-        for copy, name in TIED_PARAMETERS.items():
-            if copy in state and not torch.equal(state[copy], tensors[name]):
-                raise ValueError(
-                    f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
-                    "with tie_word_embeddings=False cannot be taken"
-                )
-
-        def padded(name: str, several: Sequence[Tensor]) -> Tensor:
-            (value,) = several
-            behind = len(parameters[name]) - len(value) if name in PADDED_PARAMETERS else 0
-            return torch.cat([value, value.new_zeros(behind, *value.shape[1:])]) if behind else value
-
-        take(self, {name: (name,) for name in tensors}, tensors, padded)
-
 
 PROJECTIONS = ("query", "key", "value")
-
-PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-"""Parameters whose first dimension is the padded vocabulary."""
-
-TIED_PARAMETERS = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-"""Second names of transformers for tensors that the model has once."""
-
-
-def to_transformers(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """State dict for transformers' `BertForPreTraining`: padding rows cut, tied tensors named twice."""
-    state = {name: tensor[:vocab_size] if name in PADDED_PARAMETERS else tensor for name, tensor in weights.items()}
-    return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}

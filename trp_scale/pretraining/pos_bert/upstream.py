@@ -28,6 +28,7 @@ from trp_scale.pretraining.pos_bert.batch import keeping_all, open_rows
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.weights import load_bert
 
 COUNTED_ROWS = 2048
 """Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
@@ -61,7 +62,7 @@ def blank_rows(length: int, predicted: int, rows: int) -> Batch:
 class TextUpstream(UpstreamParts):
     """Sentence pairs with masked words; see `Upstream`."""
 
-    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.export:write_bert"}
+    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.weights:write_bert"}
     open_rows = staticmethod(open_rows)
 
     def __init__(self, config: PosBertConfig, environment: Environment) -> None:
@@ -130,7 +131,7 @@ class TextUpstream(UpstreamParts):
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
-        give_weights(model, settings, BertForMaskedPositions.load_transformers)
+        give_weights(model, settings, load_bert)
         return model
 
     def _log_frequencies(self) -> Tensor:

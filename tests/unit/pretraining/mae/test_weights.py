@@ -19,8 +19,7 @@ from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.weights import (
     is_encoder,
-    load_timm,
-    load_vitmae,
+    load_weights,
     published_name,
     stored_positions,
     to_timm,
@@ -32,7 +31,7 @@ MAE = config(tokens="visible")
 
 def loaded(state: Mapping[str, Tensor], settings: Config = MAE) -> MaskedAutoencoder:
     model = MaskedAutoencoder(settings)
-    load_vitmae(model, state)
+    load_weights(model, state)
     return model
 
 
@@ -58,7 +57,7 @@ def test_loss_and_gradients_are_those_of_vitmae(target: str) -> None:
     torch.testing.assert_close(loss, expected.loss, rtol=1e-9, atol=0)
     theirs = {name: parameter.grad for name, parameter in peer.named_parameters() if parameter.requires_grad}
     ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    found = to_vitmae(ours, patch_size=PATCH, grid=GRID)  # gradients are renamed as weights are
+    found = to_vitmae(ours, grid=GRID)  # gradients are renamed as weights are
     for name, gradient in theirs.items():
         torch.testing.assert_close(found[published_name(name)], gradient, rtol=0, atol=1e-11, msg=name)
         assert name.endswith(("k_proj.bias", "key.bias")) or gradient.abs().max() > 1e-6, name
@@ -92,7 +91,7 @@ def test_weights_go_to_vitmae_and_back_unchanged(order: PositionOrder) -> None:
     model = small_model(settings, dtype=torch.float32)
     weights = dict(model.named_parameters())
     peer = vitmae(settings)
-    state = to_vitmae(weights, patch_size=PATCH, grid=GRID, order=order)
+    state = to_vitmae(weights, grid=GRID, order=order)
     own_names = {published_name(name): name for name in peer.state_dict()}
     peer.load_state_dict({own_names[name]: tensor for name, tensor in state.items()})
     batch = crops(3, dtype=torch.float32)
@@ -130,12 +129,12 @@ def test_weights_go_to_timm_and_back_unchanged(order: PositionOrder) -> None:
         torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
     other = small_model(settings, seed=1, dtype=torch.float32)
     decoder = {name: p.detach().clone() for name, p in other.named_parameters() if not is_encoder(name)}
-    load_timm(other, state | {"head.weight": torch.ones(10, 24), "head.bias": torch.ones(10)})
+    load_weights(other, state | {"head.weight": torch.ones(10, 24), "head.bias": torch.ones(10)})
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, decoder.get(name, weights[name])), name
     settings.vision.position_order = "column_row" if order == "row_column" else "row_column"
     with pytest.raises(ValueError, match=f"set --vision.position_order {order} for them"):
-        load_timm(small_model(settings, dtype=torch.float32), state)
+        load_weights(small_model(settings, dtype=torch.float32), state)
 
 
 def test_positions_for_timm_are_those_of_its_images() -> None:
@@ -143,7 +142,7 @@ def test_positions_for_timm_are_those_of_its_images() -> None:
     state = to_timm(weights, patch_size=PATCH, image_size=32)
     timm_vit(32).load_state_dict(state)
     torch.testing.assert_close(state["pos_embed"], stored_positions(8, 24), rtol=0, atol=0)
-    load_timm(small_model(config(), dtype=torch.float32), state)  # another grid is no other model
+    load_weights(small_model(config(), dtype=torch.float32), state)  # another grid is no other model
 
 
 def test_a_class_token_s_position_is_taken_into_the_token() -> None:
@@ -152,7 +151,7 @@ def test_a_class_token_s_position_is_taken_into_the_token() -> None:
     state["pos_embed"][0, 0] = torch.randn(24)
     peer.load_state_dict(state)
     model = MaskedAutoencoder(MAE)
-    load_timm(model, state)
+    load_weights(model, state)
     images = random_images()
     with torch.no_grad():
         found = model.features(patchify(images, PATCH), torch.arange(GRID**2).expand(3, -1))
@@ -162,7 +161,7 @@ def test_a_class_token_s_position_is_taken_into_the_token() -> None:
 def test_relative_tables_are_left_as_they_are() -> None:
     relative = config(tokens="visible", positions="relative")
     source = small_model(MAE, dtype=torch.float32)
-    state = to_vitmae(dict(source.named_parameters()), patch_size=PATCH, grid=GRID)
+    state = to_vitmae(dict(source.named_parameters()), grid=GRID)
     model = loaded(state, relative)
     batch = crops(dtype=torch.float32)
     torch.testing.assert_close(model(*batch), source(*batch), rtol=0, atol=1e-5)  # tables of zero
@@ -171,7 +170,7 @@ def test_relative_tables_are_left_as_they_are() -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     model = small_model(MAE, dtype=torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    state = to_vitmae(before, patch_size=PATCH, grid=GRID)
+    state = to_vitmae(before, grid=GRID)
     wrong = {
         "missing: decoder.decoder_norm.bias$": {k: v for k, v in state.items() if "der_norm.b" not in k},
         "unexpected: adapter$": state | {"adapter": torch.ones(3)},
@@ -182,7 +181,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     }
     for message, given in wrong.items():
         with pytest.raises(ValueError, match=message):
-            load_vitmae(model, given)
+            load_weights(model, given)
     with pytest.raises(ValueError, match=r"missing: |differs from"):
-        load_timm(model, timm_vit().state_dict())  # timm's own positions are learned
+        load_weights(model, timm_vit().state_dict())  # timm's own positions are learned
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

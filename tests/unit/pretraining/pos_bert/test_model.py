@@ -25,9 +25,10 @@ from tests.unit.models.masked_rows import (
 )
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.weights import load_bert, to_transformers
 
 PADDED = 128
 
@@ -77,7 +78,7 @@ def our_output(model: BertForMaskedPositions, batch: Batch):  # type: ignore[no-
 def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
     state = random_reference().state_dict()
     model = small_model()
-    model.load_transformers(dict(state))
+    load_bert(model, dict(state))
     out = to_transformers(weights(model), VOCABULARY)
     assert set(out) == set(state)
     assert [name for name in state if not torch.equal(out[name], state[name])] == []
@@ -88,8 +89,8 @@ def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
 
 def test_our_weights_go_out_and_come_in_unchanged() -> None:
     model, other = small_model(seed=1), small_model(seed=2)
-    other.load_transformers(to_transformers(weights(model), VOCABULARY))
-    other.load_transformers(to_transformers(weights(other), VOCABULARY))  # its own memory, given back to it
+    load_bert(other, to_transformers(weights(model), VOCABULARY))
+    load_bert(other, to_transformers(weights(other), VOCABULARY))  # its own memory, given back to it
     for name, tensor in weights(model).items():
         rows = VOCABULARY if tensor.shape[0] == PADDED else tensor.shape[0]
         assert torch.equal(weights(other)[name][:rows], tensor[:rows]), name
@@ -101,15 +102,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     name = "cls.predictions.transform.dense.weight"
     lacking = {key: tensor for key, tensor in state.items() if key != name}
     with pytest.raises(ValueError, match=rf"missing: {name}$"):
-        small_model().load_transformers(lacking)
+        load_bert(small_model(), lacking)
     with pytest.raises(ValueError, match=r"unexpected: bert.extra$"):
-        small_model().load_transformers(state | {"bert.extra": torch.zeros(2)})
+        load_bert(small_model(), state | {"bert.extra": torch.zeros(2)})
     with pytest.raises(ValueError, match=rf"of another shape: {name} \(16, 15\), here \(16, 16\)"):
-        small_model().load_transformers(state | {name: torch.zeros(16, 15)})
+        load_bert(small_model(), state | {name: torch.zeros(16, 15)})
     embeddings = "bert.embeddings.word_embeddings.weight"
     for rows in (VOCABULARY - 1, VOCABULARY + 1, PADDED):  # a vocabulary of another size is never cut or filled up
         with pytest.raises(ValueError, match=rf"{embeddings} \({rows}, 16\), here \({VOCABULARY}, 16\)"):
-            small_model().load_transformers(state | {embeddings: torch.zeros(rows, 16)})
+            load_bert(small_model(), state | {embeddings: torch.zeros(rows, 16)})
 
 
 @pytest.mark.parametrize(
@@ -124,16 +125,16 @@ def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) 
     model = small_model()
     before = copy.deepcopy(weights(model))
     with pytest.raises(ValueError, match=rf"{copy_name} is not {name}: .*tie_word_embeddings=False"):
-        model.load_transformers(state | {copy_name: state[name] + 1e-6})
+        load_bert(model, state | {copy_name: state[name] + 1e-6})
     assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
-    model.load_transformers(state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
-    model.load_transformers({key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
+    load_bert(model, state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
+    load_bert(model, {key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
 
 
 def test_an_untied_model_of_transformers_is_refused() -> None:
     untied = BertForPreTraining(bert_config(small_sizes(), VOCABULARY, tie_word_embeddings=False))
     with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings\.word_embeddings\.weight"):
-        small_model().load_transformers(untied.state_dict())
+        load_bert(small_model(), untied.state_dict())
 
 
 def test_a_refused_state_leaves_the_model_as_it_was() -> None:
@@ -141,7 +142,7 @@ def test_a_refused_state_leaves_the_model_as_it_was() -> None:
     before = copy.deepcopy(weights(model))
     state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
     with pytest.raises(ValueError, match="shape"):
-        model.load_transformers(state | {"cls.seq_relationship.bias": torch.zeros(3)})
+        load_bert(model, state | {"cls.seq_relationship.bias": torch.zeros(3)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 

@@ -1,11 +1,18 @@
-"""A text run's checkpoint as a directory that transformers' `BertForPreTraining.from_pretrained` loads."""
+"""BERT's weights and files from and to transformers' `BertForPreTraining`.
+
+Names are equal; the vocabulary is padded here, and tensors that are tied have two names there.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
@@ -14,7 +21,54 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.errors import CheckpointError
-from trp_scale.pretraining.pos_bert.model import PADDED_PARAMETERS, bert_config, to_transformers
+from trp_scale.models.initialise import check_names, check_shapes
+from trp_scale.models.weight_names import Layout, Pair, WeightNames
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary
+
+PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+"""Parameters whose first dimension is the padded vocabulary."""
+
+TIED_PARAMETERS = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+"""Second names of transformers for tensors that the model has once."""
+
+
+def weight_names(vocab_size: int) -> WeightNames:
+    """Return the table of names; padding rows of the vocabulary, which transformers has not, become zero."""
+    rows = padded_vocabulary(vocab_size) - vocab_size
+    padded = Layout(
+        lambda tensor: F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows)), lambda tensor: tensor[:vocab_size]
+    )
+    return WeightNames(*(Pair(name, name, padded) for name in PADDED_PARAMETERS), Pair("*", "*"))
+
+
+def load_bert(model: BertForMaskedPositions, state: Mapping[str, Tensor]) -> None:
+    """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
+
+    Raises:
+        ValueError: names that are missing, unexpected or of another shape; an output layer of its own.
+    """
+    parameters, vocab_size = dict(model.named_parameters()), model.config.vocab_size
+    ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
+    tensors = {name: tensor for name, tensor in state.items() if name not in ignored}
+    check_names(parameters, tensors)
+    unpadded = {name: parameters[name][:vocab_size] for name in PADDED_PARAMETERS}
+    check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in PADDED_PARAMETERS})
+    for copy, name in TIED_PARAMETERS.items():
+        if copy in state and not torch.equal(state[copy], tensors[name]):
+            raise ValueError(
+                f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
+                "with tie_word_embeddings=False cannot be taken"
+            )
+    weight_names(vocab_size).import_weights(model, tensors)
+
+
+def to_transformers(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Return the state dict of transformers' `BertForPreTraining`: padding rows cut, tied tensors named twice."""
+    state = weight_names(vocab_size).export_weights(weights)
+    return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}
 
 
 def write_bert(asked: Export) -> None:
