@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 
+from tests.faulty_server import Faults
 from tests.unit.checkpoint.fake_engine import save_step
 from tests.unit.checkpoint.test_resume import flip
+from tests.unit.data.stores.test_s3 import s3, signed
 from trp_scale.checkpoint import keeper as keeper_module
-from trp_scale.checkpoint import upload as mirror_module
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.keeper import Keeper
 from trp_scale.checkpoint.resume import select
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import RefusedError
+
+__all__ = ["s3", "signed"]
 
 
 def kept(run_dir: Path, keeper: Keeper, *steps: int, **rules: int) -> list[int]:
@@ -99,7 +102,7 @@ def test_the_mirror_has_every_finished_one_and_its_document_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    open_url = mirror_module.open_url
+    open_url = keeper_module.open_url
 
     def watched(url: str) -> Any:
         files, root = open_url(url)
@@ -107,7 +110,7 @@ def test_the_mirror_has_every_finished_one_and_its_document_last(
         files.put_file = lambda source, target: (sent.append(Path(target).name), put(source, target))
         return files, root
 
-    monkeypatch.setattr(mirror_module, "open_url", watched)
+    monkeypatch.setattr(keeper_module, "open_url", watched)
     run_dir, far = tmp_path / "run", tmp_path / "far"
     keeper = Keeper(run_dir, f"file://{far}")
     assert kept(run_dir, keeper, 1, 2, 3, newest=1) == [3]
@@ -118,15 +121,15 @@ def test_the_mirror_has_every_finished_one_and_its_document_last(
 
 
 def test_a_mirror_that_fails_is_tried_again_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "FIRST_PAUSE", 0.001)
-    original, failures = mirror_module.copy, [True] * 2 + [False] + [True] * 5 + [False]
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.001)
+    original, failures = keeper_module.copy, [True] * 2 + [False] + [True] * 5 + [False]
 
     def copy(path: Path, url: str) -> None:
         if failures.pop(0):
             raise ConnectionError("the network is down")
         original(path, url)
 
-    monkeypatch.setattr(mirror_module, "copy", copy)
+    monkeypatch.setattr(keeper_module, "copy", copy)
     run_dir, far = tmp_path / "run", tmp_path / "far"
     keeper = Keeper(run_dir, f"file://{far}")
     assert kept(run_dir, keeper, 1, 2, 3) == [2, 3]
@@ -140,17 +143,17 @@ def test_a_mirror_that_fails_is_tried_again_and_stops_nothing(tmp_path: Path, mo
 
 
 def test_a_copy_that_came_short_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_url = mirror_module.open_url
+    open_url = keeper_module.open_url
 
     def short(url: str) -> Any:
         files, root = open_url(url)
         files.put_file = lambda source, target: Path(target).write_bytes(Path(source).read_bytes()[:-1])
         return files, root
 
-    monkeypatch.setattr(mirror_module, "open_url", short)
+    monkeypatch.setattr(keeper_module, "open_url", short)
     path = save_step(tmp_path, 1)
     with pytest.raises(RefusedError, match=r"rank-00000\.safetensors: [0-9]+ bytes there, [0-9]+ were sent"):
-        mirror_module.copy(path, f"file://{tmp_path / 'far'}")
+        keeper_module.copy(path, f"file://{tmp_path / 'far'}")
     assert not (tmp_path / "far" / path.name / DOCUMENT_NAME).exists()
 
 
@@ -159,7 +162,7 @@ def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
 ) -> None:
     """The signal comes while the copy hangs; without one the end waits its ten minutes."""
     hangs, asked = threading.Event(), list[int]()
-    monkeypatch.setattr(mirror_module, "copy", lambda path, url: hangs.wait(30))
+    monkeypatch.setattr(keeper_module, "copy", lambda path, url: hangs.wait(30))
     came: list[float | None] = [None]
     monkeypatch.setattr(keeper_module, "signal_came_at", lambda: came[0])
     keeper = Keeper(tmp_path, f"file://{tmp_path / 'far'}")
@@ -179,7 +182,7 @@ def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
 @pytest.mark.parametrize("url", ["words", "nothing://there"])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(RefusedError, match=f"--checkpoint.mirror {url}: "):
-        mirror_module.open_url(url)
+        keeper_module.open_url(url)
 
 
 def test_the_rules_are_of_steps_not_of_names(tmp_path: Path) -> None:
@@ -189,3 +192,35 @@ def test_the_rules_are_of_steps_not_of_names(tmp_path: Path) -> None:
     checkpoint_path(tmp_path, 1).rename(aside)
     assert kept(tmp_path, Keeper(tmp_path), 2, 3, newest=1) == [3]
     assert json.loads((aside / DOCUMENT_NAME).read_text())["step"] == 1
+
+
+def test_a_checkpoint_in_a_bucket_is_the_local_one(
+    signed: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="mirror")
+    signed.of = {"hooks.safetensors": ["500"], "checkpoint.json": ["503"]}
+    keeper, path = Keeper(tmp_path, "s3://mirror/runs/one"), save_step(tmp_path, 3)
+    keeper.written(path, Kept(newest=2))
+    keeper.finish(lambda: None)
+    assert keeper.messages() == ["step_00000003 was copied to s3://mirror/runs/one"]
+    assert not any(signed.of.values()), "every failure was met"
+    for file in path.iterdir():
+        stored = client.get_object(Bucket="mirror", Key=f"runs/one/step_00000003/{file.name}")
+        assert stored["Body"].read() == file.read_bytes()
+
+
+def test_a_bucket_that_is_not_there_stops_nothing(
+    signed: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
+    keeper = Keeper(tmp_path, "s3://nowhere/runs/one")
+    keeper.written(save_step(tmp_path, 3), Kept(newest=2))
+    keeper.finish(lambda: None)
+    (message,) = keeper.messages()
+    assert message.startswith(
+        "--checkpoint.mirror s3://nowhere/runs/one: step_00000003 was not copied, tried 5 times ("
+    )

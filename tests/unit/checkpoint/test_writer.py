@@ -21,7 +21,6 @@ from tests.unit.checkpoint.fake_engine import (
     save_step,
     whole_state,
 )
-from trp_scale.checkpoint import host_copy
 from trp_scale.checkpoint import writer as writer_module
 from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.format import read_full_state
@@ -296,17 +295,17 @@ def test_a_run_that_breaks_leaves_nothing_that_writes_on(tmp_path: Path, gate: t
 def test_the_memory_for_a_copy_is_what_machine_and_control_groups_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = host_copy.available_memory()
+    machine = writer_module.available_memory()
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     for folder, limit, used in ((inner, "max", 10), (outer, "1000", 300)):
         folder.mkdir()
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 50\n")
-    monkeypatch.setattr(host_copy, "control_groups", lambda: iter([inner, outer]))
-    assert host_copy.available_memory() == 1000 - 300 + 50 < machine
-    monkeypatch.setattr(host_copy, "control_groups", lambda: iter([inner, tmp_path / "none"]))
-    assert host_copy.available_memory() > 1000, "that of the machine, which others use meanwhile"
+    monkeypatch.setattr(writer_module, "control_groups", lambda: iter([inner, outer]))
+    assert writer_module.available_memory() == 1000 - 300 + 50 < machine
+    monkeypatch.setattr(writer_module, "control_groups", lambda: iter([inner, tmp_path / "none"]))
+    assert writer_module.available_memory() > 1000, "that of the machine, which others use meanwhile"
 
 
 def test_who_is_told_of_whole_checkpoints_is_not_told_of_one_that_a_breaking_run_ends(tmp_path: Path) -> None:
