@@ -104,10 +104,10 @@ def read_document(directory: Path) -> CheckpointDocument:
     path = directory / DOCUMENT_NAME
     missing = f"missing, so {directory} is not a finished checkpoint"
     content = read_object(path, CheckpointError, missing=missing, largest=LARGEST_DOCUMENT)
-    found = (content.pop("format", None), content.pop("checksum_bytes", None))
-    if found != (FORMAT, CHUNK):
+    header = (content.pop("format", None), content.pop("checksum_bytes", None))
+    if header != (FORMAT, CHUNK):
         raise CheckpointError(
-            f"{path}: a checkpoint of format {quote(found[0])}, and this version reads format {FORMAT} only; read it "
+            f"{path}: a checkpoint of format {quote(header[0])}, and this version reads format {FORMAT} only; read it "
             "with the version that wrote it, or start a new run"
         )
     check_digest(path)
@@ -194,9 +194,9 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
             for name in value:
                 if not isinstance(name, str) or name == REFERENCE:
                     raise CheckpointError(f"{where}: the key {name!r} cannot be stored; use strings, not {REFERENCE!r}")
-            return {name: part(each, (*path, name)) for name, each in value.items()}
+            return {name: part(nested, (*path, name)) for name, nested in value.items()}
         if isinstance(value, list):
-            return [part(each, (*path, str(index))) for index, each in enumerate(value)]
+            return [part(nested, (*path, str(index))) for index, nested in enumerate(value)]
         if value is None or isinstance(value, str | bool | int | float):
             return value
         kind = type(value).__name__
@@ -217,9 +217,9 @@ def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
             if not isinstance(key, str) or key not in tensors:
                 raise CheckpointError(f"hooks' state: the tensor {quote(key)} is not in the file")
             return torch.clone(tensors[key])
-        return {name: join_state(each, tensors) for name, each in document.items()}
+        return {name: join_state(nested, tensors) for name, nested in document.items()}
     if isinstance(document, list):
-        return [join_state(each, tensors) for each in document]
+        return [join_state(nested, tensors) for nested in document]
     return document
 
 

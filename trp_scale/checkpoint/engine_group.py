@@ -66,17 +66,17 @@ class EngineGroup:
     def extra_state(self) -> Mapping[str, float]:
         state = dict(self.main.extra_state())
         for name, engine in self.others.items():
-            own = {STEPS: float(engine.optimizer_steps()), **engine.extra_state()}
-            state |= {f"{name}.{key}": value for key, value in own.items()}
+            stored = {STEPS: float(engine.optimizer_steps()), **engine.extra_state()}
+            state |= {f"{name}.{key}": value for key, value in stored.items()}
         return state
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
         self.main.load_extra_state({key: value for key, value in state.items() if "." not in key})
         for name, engine in self.others.items():
             prefix = f"{name}."
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            engine.after_load(int(own[STEPS]))
-            engine.load_extra_state(own)
+            of_engine = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            engine.after_load(int(of_engine[STEPS]))
+            engine.load_extra_state(of_engine)
 
 
 def other_engines(engine_state: Mapping[str, float]) -> list[str]:
@@ -94,9 +94,13 @@ def check_same_engines(directory: Path, stored: Mapping[str, float], present: Ma
     Raises:
         CheckpointError: naming each engine that only one of them has.
     """
-    there, here = other_engines(stored), other_engines(present)
-    problems = [f"the engine {name} is in the checkpoint and not in this run" for name in there if name not in here]
-    problems += [f"the engine {name} is in this run and not in the checkpoint" for name in here if name not in there]
+    in_checkpoint, in_run = other_engines(stored), other_engines(present)
+    problems = [
+        f"the engine {name} is in the checkpoint and not in this run" for name in in_checkpoint if name not in in_run
+    ]
+    problems += [
+        f"the engine {name} is in this run and not in the checkpoint" for name in in_run if name not in in_checkpoint
+    ]
     if problems:
         raise CheckpointError(
             f"{directory}: {'; '.join(problems)}; go on with the settings that the checkpoint's run had"

@@ -157,13 +157,13 @@ def find_checkpoint(source: Path) -> Path:
     """The checkpoint itself, or the newest complete one of a run directory."""
     if (source / DOCUMENT_NAME).exists():
         return source
-    found = newest_complete(source)
-    if found.path is None:
-        why = "; ".join(found.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
+    newest = newest_complete(source)
+    if newest.path is None:
+        why = "; ".join(newest.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
         raise RefusedError(f"{source}: no weights to read: {why}{name_seed_runs(source)}")
     if (noted := _found.get()) is not None:
-        noted.append(found.path)
-    return found.path
+        noted.append(newest.path)
+    return newest.path
 
 
 def while_training(action: Callable[[], T]) -> T:

@@ -76,10 +76,10 @@ class StoredPiece:
 
 def parse_key(key: str) -> tuple[str, str, Region] | None:
     """State, name and region of a key; None where it is not a piece's."""
-    found = _KEY.fullmatch(key)
-    if found is None:
+    match = _KEY.fullmatch(key)
+    if match is None:
         return None
-    state, name, start, stop, bounds = found.groups()
+    state, name, start, stop, bounds = match.groups()
     if bounds is None:
         return state, name, FlatRange(int(start), int(stop))
     pairs = [bound.split(":") for bound in bounds.split(",")]
@@ -109,11 +109,11 @@ def write_pieces(path: Path, pieces: Callable[[], Iterable[Piece]]) -> tuple[Fil
     """
     stored = [without_values(piece) for piece in pieces()]
     header: Header = {}
-    for each in stored:
-        for state, dtype in each.states.items():
-            if each.key(state) in header:
-                raise CheckpointError(f"{path}: the piece {each.key(state)} comes twice")
-            header[each.key(state)] = (dtype, (each.region.size,))
+    for piece_stored in stored:
+        for state, dtype in piece_stored.states.items():
+            if piece_stored.key(state) in header:
+                raise CheckpointError(f"{path}: the piece {piece_stored.key(state)} comes twice")
+            header[piece_stored.key(state)] = (dtype, (piece_stored.region.size,))
     values = (piece.tensors[state] for piece in pieces() for state in piece.tensors)
     return write_tensor_file(path, header, zip(header, values, strict=True)), stored
 
@@ -127,16 +127,18 @@ def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
     by_name: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
-    for name, found in by_name.items():
-        first = found[0]
-        for piece in found:
+    for name, of_tensor in by_name.items():
+        first = of_tensor[0]
+        for piece in of_tensor:
             if (piece.shape, piece.states) != (first.shape, first.states):
                 raise CheckpointError(
                     f"{name}{piece.region} has shape {piece.shape} and {piece.states}, but {name}{first.region} has "
                     f"{first.shape} and {first.states}"
                 )
-        check_covered_once(name, first.shape, found)
-    return {name: StoredTensor(shape=found[0].shape, states=found[0].states) for name, found in by_name.items()}
+        check_covered_once(name, first.shape, of_tensor)
+    return {
+        name: StoredTensor(shape=of_tensor[0].shape, states=of_tensor[0].states) for name, of_tensor in by_name.items()
+    }
 
 
 def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredPiece]) -> None:
@@ -150,8 +152,8 @@ def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredP
         if not piece.region.fits(shape):
             raise CheckpointError(f"{what}: the piece {piece.region} is empty or lies outside the shape {tuple(shape)}")
     runs = [piece.runs for piece in pieces]
-    starts = np.concatenate([np.empty(0, np.int64), *(each.starts for each in runs)])
-    stops = np.concatenate([np.empty(0, np.int64), *(each.starts + each.length for each in runs)])
+    starts = np.concatenate([np.empty(0, np.int64), *(run.starts for run in runs)])
+    stops = np.concatenate([np.empty(0, np.int64), *(run.starts + run.length for run in runs)])
     order = np.argsort(starts, kind="stable")
     begin = np.append(starts[order], total)
     end = np.insert(stops[order], 0, 0)
@@ -184,10 +186,10 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
         if stored.shape != present.shape:
             problems.append(f"{name}: shape {stored.shape} in the checkpoint, {present.shape} in the model")
         for state in sorted(stored.states.keys() | present.states.keys()):
-            there, here = stored.states.get(state, "nothing"), present.states.get(state, "nothing")
-            unborn = there == "nothing" and state in STATE_NAMES and document.optimizer_steps == 0
-            if there != here and not unborn:
-                problems.append(f"{state} of {name}: {there} in the checkpoint, {here} in the model")
+            dtype_stored, dtype_present = stored.states.get(state, "nothing"), present.states.get(state, "nothing")
+            unborn = dtype_stored == "nothing" and state in STATE_NAMES and document.optimizer_steps == 0
+            if dtype_stored != dtype_present and not unborn:
+                problems.append(f"{state} of {name}: {dtype_stored} in the checkpoint, {dtype_present} in the model")
     if problems:
         shown = "; ".join(map(shorten, problems[:8])) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise CheckpointError(f"{directory} does not fit the model: {shown}")
@@ -220,8 +222,8 @@ class StoredPieces:
                 self._pieces.setdefault((state, piece.name), []).append(piece)
         for name, tensor in document.tensors.items():
             for state in tensor.states:
-                found = self._pieces.get((state, name), [])
-                check_covered_once(f"{directory}: {state} of {name}", tensor.shape, found)
+                of_state = self._pieces.get((state, name), [])
+                check_covered_once(f"{directory}: {state} of {name}", tensor.shape, of_state)
 
     def _understood(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, StoredPiece]:
         where, parsed = f"{self.directory / file}: {shorten(key)}", parse_key(key)
@@ -312,7 +314,7 @@ def read_header(path: Path) -> Header:
     """
     with reading_tensors(path), safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
         slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 (not a dict)
-        return {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices}
+        return {key: (piece_slice.get_dtype(), tuple(piece_slice.get_shape())) for key, piece_slice in slices}
 
 
 def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, checked: bool = False) -> StoredPieces:
@@ -332,7 +334,7 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, check
         return {entry.name: read_header(path / entry.name) for entry in mine if entry in document.rank_files}
 
     examined = together(group, f"checking {path}", examine)
-    headers = {name: header for found in examined for name, header in found.items()}
+    headers = {name: header for of_rank in examined for name, header in of_rank.items()}
     return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
 
 
@@ -369,8 +371,8 @@ def stored_names(path: Path, state: str = "weight", engine: str = "") -> tuple[C
             f"--weights average: {path} holds no average of the weights, its run had no hook {WEIGHT_AVERAGE}; "
             "allowed: --weights last"
         )
-    own = own_names(document, engine)
-    return document, {short: name for short, name in own.items() if state in document.tensors[name].states}
+    names = own_names(document, engine)
+    return document, {short: name for short, name in names.items() if state in document.tensors[name].states}
 
 
 def read_tensor(path: Path, document: CheckpointDocument, state: str, name: str) -> Tensor:

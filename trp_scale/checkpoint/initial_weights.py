@@ -45,10 +45,10 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
     """
     path = settings.weights
     named, state = named_weights(path)
-    place = Path(named)
+    directory = Path(named)
     with naming_tensors(settings):
-        if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
-            take_checkpoint(model, find_checkpoint(place), state, settings.heads)
+        if path and ((directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file()):
+            take_checkpoint(model, find_checkpoint(directory), state, settings.heads)
         else:
             load_given_weights(model, path, load, settings.heads)
 
@@ -79,24 +79,24 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
         RefusedError: they are another model's.
     """
     document, stored = stored_names(checkpoint, state)
-    own = dict(model.named_parameters())
-    shapes = {name: tuple(document.tensors[each].shape) for name, each in stored.items()}
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(document.tensors[stored_name].shape) for name, stored_name in stored.items()}
     model_settings = document.config.get("model")
     theirs = model_settings.get("heads") if isinstance(model_settings, Mapping) else 0
-    there = ModelOutline.of(shapes, theirs if isinstance(theirs, int) else 0)
-    here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()}, heads)
+    outline = ModelOutline.of(shapes, theirs if isinstance(theirs, int) else 0)
+    here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in parameters.items()}, heads)
     try:
-        check_names(own, stored)
-        check_shapes(own, shapes)
+        check_names(parameters, stored)
+        check_shapes(parameters, shapes)
     except OtherTensorsError as error:
-        why = there.differs_from(here) or (
+        why = outline.differs_from(here) or (
             f"not the weights of this model ({shorten(str(error), 1000)}); give the same --model and --vision "
             "settings as that run's"
         )
         raise RefusedError(f"--model.weights {checkpoint}: {why}") from error
-    if why := there.differs_from(here):
+    if why := outline.differs_from(here):
         raise RefusedError(f"--model.weights {checkpoint}: {why}")
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         give(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
 
@@ -136,16 +136,16 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
             "and names on a hub are not downloaded)"
         )
     with reading_tensors(file):
-        found = load_file(file)
+        state = load_file(file)
     kind, theirs = _said_beside(file)
-    there, here = (
-        ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors}, own)
-        for tensors, own in ((found.items(), theirs), (model.named_parameters(), heads))
+    outline, here = (
+        ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors}, head_count)
+        for tensors, head_count in ((state.items(), theirs), (model.named_parameters(), heads))
     )
     try:
-        load(model, found)
+        load(model, state)
     except ValueError as error:
-        why = there.differs_from(here)
+        why = outline.differs_from(here)
         if isinstance(error, OtherTensorsError) and kind and kind not in KINDS:
             why = (
                 f"weights of a model of the kind {kind!r}; allowed: {', '.join(KINDS)}, timm's ViT, MultiMAE, our runs"
@@ -162,8 +162,8 @@ def _said_beside(file: Path) -> tuple[str, int]:
     beside = file.with_name("config.json")
     if not beside.is_file():
         return "", 0
-    said = read_object(beside)
-    kind, heads = said.get("model_type"), said.get("num_attention_heads")
+    description = read_object(beside)
+    kind, heads = description.get("model_type"), description.get("num_attention_heads")
     return kind if isinstance(kind, str) else "", heads if isinstance(heads, int) else 0
 
 

@@ -118,11 +118,11 @@ class Keeper:
 
     def messages(self) -> list[str]:
         """Return the messages since the last call."""
-        found = []
+        texts = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._messages.get_nowait())
-        return found
+                texts.append(self._messages.get_nowait())
+        return texts
 
     def finish(self, beat: Callable[[], None]) -> None:
         """Wait until older ones are removed and the mirror has the newest.
@@ -253,8 +253,8 @@ def copy(path: Path, url: str) -> None:
     for name, size in sizes.items():
         files.put_file(str(path / name), f"{target}/{name}")
         files.invalidate_cache()
-        if (found := files.info(f"{target}/{name}")["size"]) != size:
-            raise RefusedError(f"{url}/{path.name}/{name}: {found} bytes there, {size} were sent")
+        if (size_there := files.info(f"{target}/{name}")["size"]) != size:
+            raise RefusedError(f"{url}/{path.name}/{name}: {size_there} bytes there, {size} were sent")
 
 
 def open_url(url: str) -> tuple[Any, str]:

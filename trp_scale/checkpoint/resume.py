@@ -65,44 +65,44 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selectio
         return on_rank_zero(group, what, lambda: _fresh(run_dir))
     if resume == "auto":
         on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
-        found = newest_whole(run_dir, group, every)
-        if found.path is None and not found.warnings:
+        newest = newest_whole(run_dir, group, every)
+        if newest.path is None and not newest.warnings:
             return Selection(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
-        if found.path is None:
+        if newest.path is None:
             raise RefusedError(
-                f"--resume auto: {'; '.join(found.warnings)}; none is left. Put back a whole one, or start again in "
+                f"--resume auto: {'; '.join(newest.warnings)}; none is left. Put back a whole one, or start again in "
                 "another --run_dir"
             )
-        return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+        return Selection(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
     path = Path(resume)
     if on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
         if problem := damage(path, group):
             raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
         return Selection(checkpoint=path, notices=(f"resuming from {path}",))
-    found = newest_whole(path, group)
-    if found.path is None:
-        why = "; ".join(found.warnings) or "there is no checkpoint in it"
+    newest = newest_whole(path, group)
+    if newest.path is None:
+        why = "; ".join(newest.warnings) or "there is no checkpoint in it"
         raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
-    return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+    return Selection(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
 
 
 def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Found:
     """The newest checkpoint of which every byte is as it was written; all ranks together. The warnings name newer ones
     that are not, and how many steps are lost with them."""
     passed: list[tuple[int, Path, str]] = []
-    taken: Path | None = None
-    at = 0
+    newest: Path | None = None
+    newest_step = 0
     for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir, every))):
         problem = damage(path, group)
         if problem is None:
-            taken, at = path, step
+            newest, newest_step = path, step
             break
         passed.append((step, path, problem))
     warnings = [
-        f"{path} is not whole and is passed over: {problem}" + (_lost(step - at) if taken else "")
+        f"{path} is not whole and is passed over: {problem}" + (_lost(step - newest_step) if newest else "")
         for step, path, problem in passed
     ]
-    return Found(path=taken, warnings=tuple(warnings))
+    return Found(path=newest, warnings=tuple(warnings))
 
 
 def _lost(steps: int) -> str:

@@ -146,10 +146,10 @@ def write_tensor_file(path: Path, header: Header, tensors: Iterable[tuple[str, T
         output.write(len(encoded).to_bytes(8, "little"))
         output.write(encoded)
         for key, tensor in tensors:
-            found = (key, (dtype_name(tensor), tuple(tensor.shape)))
-            if written >= len(expected) or found != expected[written]:
+            entry = (key, (dtype_name(tensor), tuple(tensor.shape)))
+            if written >= len(expected) or entry != expected[written]:
                 announced = expected[written] if written < len(expected) else "the end"
-                raise CheckpointError(f"{path}: tensor {found} came where {announced} was announced")
+                raise CheckpointError(f"{path}: tensor {entry} came where {announced} was announced")
             flat = tensor.detach().reshape(-1).cpu().contiguous()
             output.write(flat.view(torch.uint8).numpy().data)
             written += 1

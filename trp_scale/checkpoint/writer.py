@@ -385,9 +385,9 @@ class CheckpointWriter:
         tensors: dict[str, Tensor] = {}
 
         def listed() -> tuple[list[StoredPiece], str, int, int]:
-            document, found = split_state(content.hooks_state)
+            document, hooks_tensors = split_state(content.hooks_state)
             hooks.update(document)
-            tensors.update(found)
+            tensors.update(hooks_tensors)
             pieces = list(owned(content.engine))
             lacking = 0 if wait else self._copy.lacks(pieces)
             return [without_values(piece) for piece in pieces], socket.gethostname(), lacking, available_memory()

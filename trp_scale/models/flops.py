@@ -224,8 +224,8 @@ class StartUp:
         line = f"the first step was made {self.seconds:.1f} s after the start of the process"
         if self.graphs is not None:
             self.compiling = self.graphs.seconds()
-            made, found = self.graphs.made, self.graphs.found()
-            line += f", {self.compiling:.1f} s of them for compiling (graphs: {made}, found in the cache: {found})"
+            total, found = self.graphs.made, self.graphs.found()
+            line += f", {self.compiling:.1f} s of them for compiling (graphs: {total}, found in the cache: {found})"
         self.say(line)
 
     def figures(self) -> dict[str, Any]:

@@ -114,20 +114,20 @@ def _encoder_gradient(
 
     def parts(window: Sequence[Batch], *, learning: bool) -> list[Any]:
         batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
-        return [level.head_input(each, micro, learning=learning, step=step.number) for micro, each in batches]
+        return [level.head_input(batch, micro, learning=learning, step=step.number) for micro, batch in batches]
 
     train, validation = parts(step.train, learning=True), parts(step.validation, learning=False)
-    counts = [torch.stack([part.weights.sum() for part in each]).sum() for each in (train, validation)]
+    counts = [torch.stack([part.weights.sum() for part in level_parts]).sum() for level_parts in (train, validation)]
     rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
     start = step.head.before.flat().double().requires_grad_()
     loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in train]).sum() / rows_train
     (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
     moved = step.head.parameters.flat().double().requires_grad_()
     outer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in validation]).sum() / rows
-    own, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
+    direct, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
     (by_head,) = global_sum(ctx.data_group, [by_head])
     path = _gradients(-(step.head.response.double() * by_head * gradient).sum(), weights)
-    summed = global_sum(ctx.data_group, [own[name] + path[name] for name in weights])
+    summed = global_sum(ctx.data_group, [direct[name] + path[name] for name in weights])
     return dict(zip(weights, summed, strict=True))
 
 
@@ -156,8 +156,10 @@ def _hypergradient(
             if gradient is not None
         ]
     ).sum()
-    found = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
-    return [MaskGradient(weights=next(found), gates=None if gate is None else next(found)) for _, gate in leaves]
+    derivatives = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
+    return [
+        MaskGradient(weights=next(derivatives), gates=None if gate is None else next(derivatives)) for _, gate in leaves
+    ]
 
 
 def _gradients(loss: Tensor, weights: Weights) -> Weights:

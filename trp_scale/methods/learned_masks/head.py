@@ -258,8 +258,8 @@ class HeadLevel:
     def head_step(self, engine: Engine, parts: Sequence[HeadInput], rule: HeadRule) -> HeadStep:
         """The head's step on these features, over all ranks."""
         gradients = [self.gradients(part, self.head.parameters) for part in parts]
-        by_head = torch.stack([each.by_head for each in gradients]).sum(0)
-        loss = torch.stack([each.loss for each in gradients]).sum()
+        by_head = torch.stack([gradient.by_head for gradient in gradients]).sum(0)
+        loss = torch.stack([gradient.loss for gradient in gradients]).sum()
         by_head, loss, rows = global_sum(engine.data_group, [by_head, loss, row_count(parts)])
         self.train_loss = loss / rows.clamp(min=1)
         return rule(by_head / rows.clamp(min=1))
@@ -319,8 +319,8 @@ class HeadLevel:
         features, flat = leaf(part.features), leaf(step.before.flat())
         loss = self.loss(replace(part, features=features), step.before.like(flat))
         (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
-        (found,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
-        return found
+        (derivative,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
+        return derivative
 
 
 class _Passes:
@@ -395,8 +395,8 @@ class _SeveralPasses(_Passes):
     @cached_property
     def by_head(self) -> Tensor:
         """[K D + K] dL_val / dC over all ranks; to be read when all of D_val has gone through."""
-        gradient = torch.stack([each.by_head for each in self.found]).sum(0)
-        loss = torch.stack([each.loss for each in self.found]).sum()
+        gradient = torch.stack([part.by_head for part in self.found]).sum(0)
+        loss = torch.stack([part.loss for part in self.found]).sum()
         gradient, loss = global_sum(self.engine.data_group, [gradient, loss])
         self.level.validation_loss = loss / self.rows
         return gradient / self.rows

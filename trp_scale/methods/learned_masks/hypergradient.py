@@ -217,7 +217,7 @@ class ValidationLoss(OuterObjective):
         gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
             places = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is back but for rounding
-            self.compare(ctx, window, gradients, *(whole(engine, place) for place in places))
+            self.compare(ctx, window, gradients, *(whole(engine, shards) for shards in places))
         return gradients
 
     def through_inner_step(

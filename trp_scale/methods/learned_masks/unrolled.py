@@ -92,7 +92,7 @@ class UnrolledValidationLoss(ValidationLoss):
         engine, present = step.ctx.engine, step.ctx.engine.weights()
         before = present if step.place is None else present.plus(step.place)
         places = (before, present.plus(end), present.times(0.0).shift(rate))
-        self.compare(step.ctx, step.window, approximate, *(whole(engine, place) for place in places))
+        self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
         """The steps that the derivative goes through, and where they end (eq. 6)."""

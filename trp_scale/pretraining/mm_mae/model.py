@@ -167,8 +167,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if config.modalities.encoder_norm else nn.Identity()
         self.decoders = nn.ModuleDict(
             {
-                task: TaskDecoder(config, own, modalities.of(task).values(task, classes.get(own, 0)))
-                for task, own in self.predicted.items()
+                task: TaskDecoder(config, modality, modalities.of(task).values(task, classes.get(modality, 0)))
+                for task, modality in self.predicted.items()
             }
         )
         initialise_multimodal(self, seed=config.training.seed, std=model.initializer_range)
@@ -211,8 +211,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
             read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)  # T times [R, 1 + V, D]
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
-            self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], self.predicted[task]))
-            for task, one in zip(self.outputs, read, strict=True)
+            self.decoders[task](features, visible, self.own_slots(slots, visible.shape[1], self.predicted[task]))
+            for task, features in zip(self.outputs, read, strict=True)
         )
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
 

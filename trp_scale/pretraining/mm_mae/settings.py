@@ -121,7 +121,7 @@ def predicted(task: str) -> Component:
     Raises:
         RefusedError: there is none; names the nearest and all known tasks.
     """
-    tasks = {each: name for name in names("modality") for each in find("modality", name).tasks}
+    tasks = {task_name: name for name in names("modality") for task_name in find("modality", name).tasks}
     if task not in tasks:
         raise RefusedError(
             f"--modalities.outputs has {task!r}: no modality has such a task{nearest(task, tasks)}\n"

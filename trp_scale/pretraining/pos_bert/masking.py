@@ -162,9 +162,9 @@ def _choose_stratified(
     and each piece for exactly k of the n starts: with probability k / n, as in uniform sampling. A group of m pieces
     gets floor or ceil of m k / n of them, where uniform sampling has a hypergeometric spread.
     """
-    place = np.arange(words.shape[1], dtype=np.uint64)
+    position = np.arange(words.shape[1], dtype=np.uint64)
     group = groups.astype(np.uint64) << np.uint64(60)  # at most 9, so below _NEVER
-    keys = np.where(allowed, group | (words >> np.uint64(20) << np.uint64(16)) | place, _NEVER)
+    keys = np.where(allowed, group | (words >> np.uint64(20) << np.uint64(16)) | position, _NEVER)
     keys.sort(axis=1)
     available = allowed.sum(axis=1)[:, None]
     start = below(starts, available[:, 0])[:, None]
@@ -190,8 +190,8 @@ def _choose_words(
     first = allowed & (((tags & WORD_START) != 0) | ~before)  # a segment's first piece begins a word in any case
     number = np.maximum(first.cumsum(axis=1) - 1, 0)  # [R, L] word that a piece belongs to
     draws = mix(orders[:, None] ^ number.astype(np.uint64)) >> np.uint64(32) << np.uint64(32)
-    place = np.arange(length, dtype=np.uint64)
-    keys = np.where(allowed, draws | number.astype(np.uint64) << np.uint64(16) | place, _NEVER)
+    position = np.arange(length, dtype=np.uint64)
+    keys = np.where(allowed, draws | number.astype(np.uint64) << np.uint64(16) | position, _NEVER)
     keys.sort(axis=1)  # words in random order, their pieces from left to right
     word = ((keys >> np.uint64(16)) & _PLACE).astype(np.int64)
 
