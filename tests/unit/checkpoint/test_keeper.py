@@ -164,7 +164,7 @@ def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
     hangs, asked = threading.Event(), list[int]()
     monkeypatch.setattr(keeper_module, "copy", lambda path, url: hangs.wait(30))
     came: list[float | None] = [None]
-    monkeypatch.setattr(keeper_module, "signal_came_at", lambda: came[0])
+    monkeypatch.setattr(keeper_module, "first_signal_time", lambda: came[0])
     keeper = Keeper(tmp_path, f"file://{tmp_path / 'far'}")
     keeper.written(save_step(tmp_path, 1), Kept(newest=1))
 
