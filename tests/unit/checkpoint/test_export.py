@@ -93,7 +93,7 @@ def test_a_tokenizer_elsewhere_is_found_by_its_name(tmp_path: Path) -> None:
     export(tmp_path / "run", tmp_path / "hf")
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     (tmp_path / "data").rename(tmp_path / "gone")
-    with pytest.raises(RefusedError, match=f"no tokenizer at .*run/tokenizer or {tmp_path}/data"):
+    with pytest.raises(RefusedError, match=f"{tmp_path}/data"):
         export(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -114,7 +114,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     export(tmp_path / "run", tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    with pytest.raises(RefusedError, match="not an empty directory"):
+    with pytest.raises(RefusedError, match="--output"):
         export(tmp_path / "run", tmp_path / "hf")
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
@@ -141,10 +141,10 @@ def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="no weights to read"):
+    with pytest.raises(RefusedError, match=str(tmp_path)):
         export(tmp_path, tmp_path / "hf")
     write_run(tmp_path / "run", our_weights(), vocab_size=None)
-    with pytest.raises(CheckpointError, match="vocab_size is None"):
+    with pytest.raises(CheckpointError, match="vocab_size"):
         export(tmp_path / "run", tmp_path / "hf")
 
 

@@ -49,12 +49,12 @@ def test_timm_loads_it_and_computes_the_same(tmp_path: Path, norm: bool, order: 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "blind", config(inputs=("depth", "semseg")))
-    with pytest.raises(RefusedError, match=r"modalities.inputs are depth, semseg: its encoder reads no images"):
+    with pytest.raises(RefusedError, match=r"modalities.inputs are depth, semseg"):
         export(tmp_path / "blind", tmp_path / "out", to="timm", image_size=SIDE)
     write_run(tmp_path / "run", config())
-    with pytest.raises(RefusedError, match=r"upstream is mm_mae; allowed for it: timm"):
+    with pytest.raises(RefusedError, match=r"--to hf"):
         export(tmp_path / "run", tmp_path / "out", to="hf")
-    with pytest.raises(RefusedError, match=r"--image_size is 30, allowed: multiples"):
+    with pytest.raises(RefusedError, match=r"--image_size is 30"):
         export(tmp_path / "run", tmp_path / "out", to="timm", image_size=30)
     write_run(tmp_path / "other", config(), classes=CLASSES + 1)
     with pytest.raises(CheckpointError, match=r"decoders.semseg.prediction.weight"):

@@ -133,7 +133,7 @@ def test_weights_go_to_timm_and_back_unchanged(order: PositionOrder) -> None:
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, decoder.get(name, weights[name])), name
     settings.vision.position_order = "column_row" if order == "row_column" else "row_column"
-    with pytest.raises(ValueError, match=f"set --vision.position_order {order} for them"):
+    with pytest.raises(ValueError, match=f"--vision.position_order {order}"):
         load_weights(small_model(settings, dtype=torch.float32), state)
 
 
@@ -172,16 +172,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     state = to_vitmae(before, grid=GRID)
     wrong = {
-        "missing: decoder.decoder_norm.bias$": {k: v for k, v in state.items() if "der_norm.b" not in k},
-        "unexpected: adapter$": state | {"adapter": torch.ones(3)},
-        r"prediction.bias \(7,\), here \(48,\)": state | {"decoder.decoder_pred.bias": torch.ones(7)},
-        "position_embeddings is missing": {k: v for k, v in state.items() if "position_emb" not in k},
-        "learned positions cannot be taken over": state | {"decoder.decoder_pos_embed": torch.randn(1, 26, 16)},
-        "expected a square grid": state | {"decoder.decoder_pos_embed": torch.randn(1, 25, 16)},
+        "decoder.decoder_norm.bias": {k: v for k, v in state.items() if "der_norm.b" not in k},
+        "adapter": state | {"adapter": torch.ones(3)},
+        r"prediction.bias \(7,\)": state | {"decoder.decoder_pred.bias": torch.ones(7)},
+        "vit.embeddings.position_embeddings": {k: v for k, v in state.items() if "position_emb" not in k},
+        "decoder.decoder_pos_embed": state | {"decoder.decoder_pos_embed": torch.randn(1, 26, 16)},
+        "decoder.decoder_pos_embed: 25": state | {"decoder.decoder_pos_embed": torch.randn(1, 25, 16)},
     }
-    for message, given in wrong.items():
-        with pytest.raises(ValueError, match=message):
+    for name, given in wrong.items():
+        with pytest.raises(ValueError, match=name):
             load_weights(model, given)
-    with pytest.raises(ValueError, match=r"missing: |differs from"):
+    with pytest.raises(ValueError, match="pos_embed"):
         load_weights(model, timm_vit().state_dict())  # timm's own positions are learned
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

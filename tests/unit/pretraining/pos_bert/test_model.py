@@ -101,15 +101,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     state = to_transformers(weights(small_model()), VOCABULARY)
     name = "cls.predictions.transform.dense.weight"
     lacking = {key: tensor for key, tensor in state.items() if key != name}
-    with pytest.raises(ValueError, match=rf"missing: {name}$"):
+    with pytest.raises(ValueError, match=name):
         load_bert(small_model(), lacking)
-    with pytest.raises(ValueError, match=r"unexpected: bert.extra$"):
+    with pytest.raises(ValueError, match=r"bert.extra"):
         load_bert(small_model(), state | {"bert.extra": torch.zeros(2)})
-    with pytest.raises(ValueError, match=rf"of another shape: {name} \(16, 15\), here \(16, 16\)"):
+    with pytest.raises(ValueError, match=rf"{name} \(16, 15\)"):
         load_bert(small_model(), state | {name: torch.zeros(16, 15)})
     embeddings = "bert.embeddings.word_embeddings.weight"
     for rows in (VOCABULARY - 1, VOCABULARY + 1, PADDED):  # a vocabulary of another size is never cut or filled up
-        with pytest.raises(ValueError, match=rf"{embeddings} \({rows}, 16\), here \({VOCABULARY}, 16\)"):
+        with pytest.raises(ValueError, match=rf"{embeddings} \({rows}, 16\)"):
             load_bert(small_model(), state | {embeddings: torch.zeros(rows, 16)})
 
 
@@ -124,7 +124,7 @@ def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) 
     state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
     model = small_model()
     before = copy.deepcopy(weights(model))
-    with pytest.raises(ValueError, match=rf"{copy_name} is not {name}: .*tie_word_embeddings=False"):
+    with pytest.raises(ValueError, match=copy_name):
         load_bert(model, state | {copy_name: state[name] + 1e-6})
     assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
     load_bert(model, state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
@@ -133,7 +133,7 @@ def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) 
 
 def test_an_untied_model_of_transformers_is_refused() -> None:
     untied = BertForPreTraining(bert_config(small_sizes(), VOCABULARY, tie_word_embeddings=False))
-    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings\.word_embeddings\.weight"):
+    with pytest.raises(ValueError, match=r"decoder\.weight"):
         load_bert(small_model(), untied.state_dict())
 
 
@@ -141,7 +141,7 @@ def test_a_refused_state_leaves_the_model_as_it_was() -> None:
     model = small_model()
     before = copy.deepcopy(weights(model))
     state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match=r"cls.seq_relationship.bias"):
         load_bert(model, state | {"cls.seq_relationship.bias": torch.zeros(3)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
