@@ -35,7 +35,7 @@ from trp_scale.sharding.images.files import list_tars
 from trp_scale.sharding.images.foreign_tar import MemberChoice, read_label, read_tar
 from trp_scale.sharding.images.reencode import EncodeSettings, encode_sample
 from trp_scale.sharding.images.samples import Loaded, UnusableError
-from trp_scale.sharding.images.tar_places import find_tars
+from trp_scale.sharding.images.tars import find_tars
 from trp_scale.sharding.text.corpus import plan_corpus
 from trp_scale.sharding.text.documents import ReadSettings, read_portion
 

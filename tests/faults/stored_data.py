@@ -38,12 +38,11 @@ from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
-from trp_scale.sharding.binary_index import write_dataset_index
-from trp_scale.sharding.images.display import stored_images
-from trp_scale.sharding.images.index_tars import IndexTars, index_settings, index_tars
-from trp_scale.sharding.images.settings import ShardImagesConfig
+from trp_scale.sharding.images.index_tars import index_settings, index_tars
+from trp_scale.sharding.images.settings import IndexConfig, ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.job.writing import report_path
+from trp_scale.sharding.images.stored import stored_images
+from trp_scale.sharding.job.writing import report_path, write_dataset_index
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, LabelReport, digest_of_images
 from trp_scale.sharding.verify import verify_dataset
@@ -156,17 +155,15 @@ def foreign(directory: Path) -> Path:
     three_tars(directory / "tars", each=2)
     output = directory / "data"
     index_tars(
-        IndexTars(
+        IndexConfig(
             tars=str(directory / "tars"),
             output=output,
-            image="auto",
             label="json:label",
-            class_names="",
-            split="train",
             rows_per_block=2,
             max_pixels=1_000_000,
             max_skipped=0.0,
             processes=1,
+            progress=False,
         )
     )
     return output
@@ -222,7 +219,7 @@ def parts(directory: Path) -> Case:
 
 
 def labels(directory: Path) -> Case:
-    """Labels in the making: settings, what was asked, reports and indexes."""
+    """Labels in the making: settings, reports and indexes."""
     data = write_beside(directory / "images", [[sample(number, 24, 30) for number in range(2)]])
     document = json.loads((data / "dataset.json").read_text())
     description = document["modalities"].pop("semseg")
@@ -234,13 +231,15 @@ def labels(directory: Path) -> Case:
         identity={"model": "m"},
         description={"classes": description["classes"]},
         flag="--semseg.directory",
+        max_skipped=0.1,
+        replace=False,
     )
     (data / "semseg-made" / "progress").mkdir()
     for shard in document["shards"]:
         report = LabelReport(labels=2, images=digest_of_images(data, shard))
         write_json(report_path(data / "semseg-made", Path(shard).stem), vars(report))
     shutil.move(data / "semseg-made", data / "kept")
-    labelled.begin(document, max_skipped=0.1, replace=False)
+    labelled.begin(document)
     for path in (data / "kept").rglob("*"):
         if path.is_file():
             shutil.move(path, data / "semseg-made" / path.relative_to(data / "kept"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,93 +66,38 @@ def _submit(command: str, argv: Sequence[str], settings: SpreadSettings, directo
         if settings.sbatch:
             raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
         return False
-    from trp_scale.sharding.job.slurm_array import submit_array
+    from trp_scale.sharding.job.clusters import submit_array
 
     submit_array(command, argv, settings, directory)
     return True
 
 
-@dataclass(kw_only=True)
-class IndexArguments(SpreadSettings, TakesModules):
-    """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
-    Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
-    read once, and the tars stay where they are."""
-
-    tars: tyro.conf.Positional[str]
-    """Directory with dataset.json. Or tars of images: a folder of them, a pattern such as
-    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with a path or URL a
-    line."""
-    output: Path | None = None
-    """Tars of others: directory of the data set; none = the folder of the tars."""
-    label: str = "auto"
-    """Tars of others: where an image's class is: cls or another suffix whose file holds the number, json:FIELD, or
-    none. auto = cls if the first image has one."""
-    image: str = "auto"
-    """Tars of others: which member is the image, jpg, jpeg, png or webp; auto = the one that there is."""
-    class_names: str = ""
-    """Tars of others: text file with the name of each class, one a line, in the order of their numbers."""
-    split: str = "train"
-    """Tars of others: what the images are for, as --split of shard-images."""
-    rows_per_block: int = 64
-    """Tars of others: images that are read together, the unit of the order and of the held-out split."""
-    max_pixels: int = 100_000_000
-    """Tars of others: an image with more pixels is left out."""
-    max_skipped: float = 0.01
-    """Tars of others: largest share of samples that may be left out, say because they have no image."""
-    processes: int = 0
-    """Tars of others: how many are read at once; 0 = one for each core, of this machine or of the Ray cluster."""
-
-
-_CHOICES = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
-"""Flags of `trp-scale index` that say what is made of tars of others."""
-
-
 def index(argv: Sequence[str]) -> int:
     """`trp-scale index`."""
+    from trp_scale.sharding.images.settings import IndexConfig
+
     first = ("tars", "output", "label", "image", "split", "processes", "executor")
-    arguments = read(IndexArguments, argv, prog="trp-scale index", first=first)
+    settings = read(IndexConfig, argv, prog="trp-scale index", first=first)
     from trp_scale.data.index import read_json
-    from trp_scale.sharding.binary_index import write_dataset_index
-    from trp_scale.sharding.images.index_tars import is_indexed
+    from trp_scale.sharding.images.index_tars import index_settings, index_tars, is_indexed
+    from trp_scale.sharding.job.writing import write_dataset_index
 
-    dataset = Path(arguments.tars)
-    if not (dataset / "dataset.json").exists() or is_indexed(dataset) or arguments.output is not None:
-        _index_tars(arguments, argv)
+    dataset = Path(settings.tars)
+    if settings.output is None and is_indexed(dataset):
+        settings.refuse_changes(f"{dataset} has its settings from when it was made; to change them give the tars")
+        settings = replace(settings, output=dataset, **index_settings(dataset))
+    elif settings.output is None and (dataset / "dataset.json").exists():
+        settings.refuse_changes(f"{dataset} is a data set that was sharded here")
+        for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
+            print(f"{path}: {path.stat().st_size} bytes")
         return 0
-    _refuse_of_tars(arguments, f"{dataset} is a data set that was sharded here")
-    for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
-        print(f"{path}: {path.stat().st_size} bytes")
-    return 0
-
-
-def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
-    """Make a data set of the tars of others, or bring one up to date."""
-    from trp_scale.sharding.images.index_tars import IndexTars, index_settings, index_tars, is_indexed
-
-    dataset = Path(arguments.tars)
-    settings = {name: getattr(arguments, name) for name in (*_CHOICES, "max_skipped", "processes", "progress")}
-    output = arguments.output
-    if output is None and is_indexed(dataset):
-        _refuse_of_tars(arguments, f"{dataset} has its settings from when it was made; to change them give the tars")
-        settings, output = {**settings, **index_settings(dataset)}, dataset
-    elif output is None:
-        if not dataset.is_dir():
-            raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")
-        output = dataset
-    part = arguments.own_part()
+    elif settings.output is None and not dataset.is_dir():
+        raise RefusedError(f"{dataset}: tars that are not a folder; give --output DIR for the data set")
     _log_progress()
-    config = IndexTars(**{"tars": arguments.tars, **settings}, output=output, part=part, executor=arguments.executor)
-    config.check()
-    if not _submit("index", argv, arguments, output):
-        index_tars(config)
-
-
-def _refuse_of_tars(arguments: IndexArguments, reason: str) -> None:
-    default = IndexArguments(tars="")
-    for name in _CHOICES:
-        value = getattr(arguments, name)
-        if value != getattr(default, name):
-            raise RefusedError(f"--{name} {value}: is for tars that others made; {reason}")
+    settings.check()
+    if not _submit("index", argv, settings, settings.directory):
+        index_tars(settings)
+    return 0
 
 
 @dataclass(kw_only=True)
@@ -195,8 +140,8 @@ def inspect(argv: Sequence[str]) -> int:
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
     from trp_scale.data.index import index_path, read_index
     from trp_scale.errors import DataError
-    from trp_scale.sharding.images.display import is_image_shard
-    from trp_scale.sharding.job.unfinished import first_shard, refuse_unfinished
+    from trp_scale.sharding.images.stored import is_image_shard
+    from trp_scale.sharding.job.parts import first_shard, refuse_unfinished
 
     shard = arguments.shard.absolute()
     if not index_path(shard).is_file():
@@ -232,7 +177,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
     """One line each, and their contact sheet."""
     from rich.console import Console
 
-    from trp_scale.sharding.images.display import contact_sheet, stored_images
+    from trp_scale.sharding.images.stored import contact_sheet, stored_images
 
     console = Console()
     images = list(stored_images(shard, rows, block))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.index_tars import TARS, finish_tars
+from trp_scale.sharding.images.index_tars import TARS, stored_tars
+from trp_scale.sharding.images.shard import IMAGES
 from trp_scale.sharding.job.job import DataKind, finish_dataset
-from trp_scale.sharding.job.parts import all_parts, some
-from trp_scale.sharding.pseudo_labels.directory import Unfinished, complete, find_unfinished
+from trp_scale.sharding.job.parts import Part, all_parts, some
+from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, unfinished_labels
+from trp_scale.sharding.text.shard import TEXT
 from trp_scale.storage.locks import only_run
 
 log = logging.getLogger(__name__)
@@ -30,18 +33,16 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
     """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
-    labels = find_unfinished(directory)
+    labels = unfinished_labels(directory)
     for label in labels:
-        _merge_labels(label, max_skipped)
+        _merge_labels(label if max_skipped is None else replace(label, max_skipped=max_skipped))
     if not labels:
         _merge_shards(directory, max_skipped)
 
 
-def _merge_labels(labels: Unfinished, max_skipped: float | None) -> None:
-    directory = labels.directory
+def _merge_labels(directory: LabelDirectory) -> None:
     document = read_json(directory.dataset / "dataset.json")
-    limit = labels.max_skipped if max_skipped is None else max_skipped
-    if not complete(directory, document, max_skipped=limit, replace=labels.replace, alone=False):
+    if not complete(directory, document, alone=False):
         missing = [shard for shard in document["shards"] if directory.report(shard) is None]
         raise DataError(
             f"{directory.path}: the labels of {len(missing)} of {len(document['shards'])} shards are missing, "
@@ -58,20 +59,13 @@ def _merge_shards(directory: Path, max_skipped: float | None) -> None:
         stack.enter_context(only_run(directory, "merge.lock"))
         for part in parts:
             stack.enter_context(only_run(directory, part.lock))
-        if next(iter(parts.values()))["kind"] == TARS:
-            shards = len(finish_tars(directory, parts, max_skipped))
-        else:
-            shards = len(finish_dataset(directory, _kind(next(iter(parts.values()))), max_skipped).shards)
+        shards = len(finish_dataset(directory, _kind(directory, *next(iter(parts.items()))), max_skipped).shards)
     with suppress(OSError):
         (directory / "progress").rmdir()
     log.info("%s: %d parts are one data set of %d shards", directory, len(parts), shards)
 
 
-def _kind(document: dict[str, Any]) -> DataKind[Any]:
-    if document["kind"] == "text":
-        from trp_scale.sharding.text.shard import TEXT
-
-        return TEXT
-    from trp_scale.sharding.images.shard import IMAGES
-
-    return IMAGES
+def _kind(directory: Path, part: Part, document: dict[str, Any]) -> DataKind[Any]:
+    if document["kind"] == TARS:
+        return stored_tars(directory, part, document)
+    return TEXT if document["kind"] == "text" else IMAGES

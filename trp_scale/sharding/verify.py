@@ -14,7 +14,7 @@ from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
 from trp_scale.data.stores.external import find_external_tars
 from trp_scale.errors import DataError, error_text, quote, shorten
-from trp_scale.sharding.images import verify as images
+from trp_scale.sharding.images import stored as images
 from trp_scale.sharding.images.index_tars import member_choice, verify_tar
 from trp_scale.sharding.text import stored as text
 

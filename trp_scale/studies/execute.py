@@ -28,7 +28,7 @@ from trp_scale.config.schema import record
 from trp_scale.distributed.stop import NOTICES, handle_signals
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.results import RESULTS_FILE
-from trp_scale.sharding.job.slurm_array import submit_job
+from trp_scale.sharding.job.clusters import submit_job
 from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
 from trp_scale.training.records import nothing_left

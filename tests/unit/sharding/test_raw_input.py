@@ -20,7 +20,7 @@ from trp_scale.data.index import read_json
 from trp_scale.data.raw_files import all_files, files_fingerprint, require_dataset
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.files import list_folder
-from trp_scale.sharding.images.tar_places import find_tars
+from trp_scale.sharding.images.tars import find_tars
 
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
 

@@ -20,17 +20,16 @@ from trp_scale.data.raw_files import (
 from trp_scale.errors import DataError, escape_name
 from trp_scale.pretraining.modalities import modalities as known_modalities
 from trp_scale.sharding.images.samples import (
+    FileRange,
     Listing,
     Loaded,
-    Part,
     Sample,
     UnusableError,
     list_members,
     plain_key,
     without_duplicates,
 )
-from trp_scale.sharding.images.tar_members import tar_members
-from trp_scale.sharding.images.tar_places import find_tars
+from trp_scale.sharding.images.tars import find_tars, tar_members
 from trp_scale.storage.transfer import is_url
 
 
@@ -48,7 +47,7 @@ class FileSource:
         return Loaded(image=content.pop("jpg"), label=label, maps=content)
 
 
-def _read(part: Part) -> bytes:
+def _read(part: FileRange) -> bytes:
     try:
         with open_regular(part.path) as stream:
             if part.length < 0:
@@ -110,8 +109,8 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
             skipped.append(("no_map", sample))
             continue
         parts = [
-            ("jpg", Part(path, 0, -1)),
-            *((suffix, Part(path_of_stem[stem], 0, -1)) for suffix, path_of_stem in maps.items()),
+            ("jpg", FileRange(path, 0, -1)),
+            *((suffix, FileRange(path_of_stem[stem], 0, -1)) for suffix, path_of_stem in maps.items()),
         ]
         label = numbers[name.partition("/")[0]] if classes else None
         samples.append(Sample(plain_key(stem), sample, label, parts=tuple(parts)))
@@ -185,7 +184,7 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
         DataError: a tar cannot be read to its end, or holds no image.
     """
     stored_as = {**STORED_AS, **{suffix: suffix for suffix in known_suffixes()}}
-    groups: dict[tuple[Path, str], dict[str, Part]] = {}
+    groups: dict[tuple[Path, str], dict[str, FileRange]] = {}
     skipped: list[tuple[str, str]] = []
     ignored: Counter[str] = Counter()
     digest = hashlib.sha256()
@@ -225,7 +224,7 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
 def _read_headers(
     tar: Path,
     stored_as: dict[str, str],
-    groups: dict[tuple[Path, str], dict[str, Part]],
+    groups: dict[tuple[Path, str], dict[str, FileRange]],
     skipped: list[tuple[str, str]],
     ignored: Counter[str],
     digest: hashlib._Hash,
@@ -250,11 +249,11 @@ def _read_headers(
             if stored in parts:
                 skipped.append(("duplicate_key", escape_name(f"{tar}:{member.name}")))
                 continue
-            parts[stored] = Part(str(tar), member.offset, member.length)
+            parts[stored] = FileRange(str(tar), member.offset, member.length)
             digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))
 
 
-def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:
+def _lacking(parts: dict[str, FileRange], suffixes: tuple[str, ...]) -> str:
     """Return the reason to skip a sample with missing members, or ""."""
     if IMAGE not in parts:
         return "no_image"

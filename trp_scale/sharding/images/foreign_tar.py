@@ -18,16 +18,12 @@ from trp_scale.data.index import Block, StoredMember
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.samples import SKIP_REASONS, UnusableError, plain_key
-from trp_scale.sharding.images.tar_members import TarMember, tar_members
+from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE
+from trp_scale.sharding.images.tars import TarMember, tar_members
 from trp_scale.sharding.job.workers import begun
-
-IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
-"""Suffixes of images."""
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
 """Pillow's names of what a run decodes; MPO: a JPEG with further pictures behind it, as phones write."""
-
-AUTO, NONE = "auto", "none"
 
 LARGEST_MEMBER = (1 << 32) - 1
 """Bytes of a member: what an index says in 32 bits."""

@@ -14,13 +14,11 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from trp_scale.config.schema import Fields, record
-from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import OWN_TAR, read_names
@@ -37,63 +35,20 @@ from trp_scale.data.stores import find_store
 from trp_scale.data.stores.external import PLACES, ExternalTar, look_up, open_stream, write_places
 from trp_scale.data.stores.tars import StoredPart
 from trp_scale.errors import DataError, quote, shorten
-from trp_scale.sharding.binary_index import write_dataset_index
-from trp_scale.sharding.images.foreign_tar import AUTO, IMAGE_MEMBERS, NONE, REASONS, MemberChoice, ReadTar, read_tar
+from trp_scale.sharding.images.foreign_tar import REASONS, MemberChoice, ReadTar, read_tar
 from trp_scale.sharding.images.samples import list_members
-from trp_scale.sharding.images.tar_members import tar_members
-from trp_scale.sharding.images.tar_places import find_tars, unique_names
-from trp_scale.sharding.job.job import MAX_LISTED, PortionReport, check_skipped, refuse_differences
-from trp_scale.sharding.job.parts import Part, begun_parts, missing_parts, unfinished_line
-from trp_scale.sharding.job.workers import Advance, Progressed, run_portions
+from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
+from trp_scale.sharding.images.tars import find_tars, tar_members, unique_names
+from trp_scale.sharding.job.job import MAX_LISTED, DataKind, FinishedShard, PortionReport, ShardingJob, ShardingSettings
+from trp_scale.sharding.job.parts import Part, SpreadSettings, begun_parts
+from trp_scale.sharding.job.workers import Advance, Progressed
 from trp_scale.storage.files import remove_leftovers
-from trp_scale.storage.locks import only_run
 from trp_scale.storage.transfer import AT_ONCE
 
 log = logging.getLogger(__name__)
 
 TARS = "tars"
-"""Of the parts of such a data set: what they make."""
-
-ALL = Part(count=1, index=0)
-
-_IDENTITY = ("tars", "image", "label", "class_names", "split", "rows_per_block", "max_pixels")
-"""Settings that the data set depends on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexTars:
-    """Settings of `trp-scale index`, whose flags explain them."""
-
-    tars: str
-    output: Path
-    image: str
-    label: str
-    class_names: str
-    split: str
-    rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
-    max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
-    max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    processes: int = setting(0, at_least=0, at_most=4096)
-    progress: bool = False
-    executor: str = "local"
-    part: Part = ALL
-
-    def identity(self) -> dict[str, Any]:
-        """Settings that all parts share."""
-        return {name: getattr(self, name) for name in _IDENTITY}
-
-    def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
-        suffix, colon, name = self.label.partition(":")
-        if not suffix or (colon and (suffix != "json" or not name)):
-            raise DataError(f"--label {self.label}: auto, none, a suffix such as cls, or json:FIELD is allowed")
-        if suffix == "json" and not colon:
-            raise DataError("--label json: of which field? Give --label json:FIELD, such as json:label")
-        if self.image not in (AUTO, *IMAGE_MEMBERS):
-            raise DataError(f"--image {self.image}: {AUTO}, {', '.join(IMAGE_MEMBERS)} are allowed")
-        if self.class_names and self.label == NONE:
-            raise DataError(f"--class_names {self.class_names}: goes with classes, not with --label none")
-        check_settings(self, DataError)
+"""Kind of the parts of such a data set."""
 
 
 def is_indexed(directory: Path) -> bool:
@@ -114,11 +69,10 @@ def index_settings(directory: Path) -> dict[str, Any]:
 
 
 def _identity(settings: Fields, advice: str) -> dict[str, Any]:
-    """The settings that all parts have alike, each of its type."""
-    types = get_type_hints(IndexTars)
-    if any(name not in settings for name in _IDENTITY):
+    names = ("tars", *IndexConfig.choices)
+    if any(name not in settings for name in names):
         raise settings.refusal(f"does not say which tars it was made of; {advice}")
-    return {name: settings.take(name, types[name]) for name in _IDENTITY}
+    return {name: settings.take(name, int if name in ("rows_per_block", "max_pixels") else str) for name in names}
 
 
 @dataclass(kw_only=True)
@@ -147,7 +101,7 @@ class _Tar:
     source: ExternalTar
 
 
-def index_tars(config: IndexTars) -> Path:
+def index_tars(config: IndexConfig) -> Path:
     """Index tars where they lie, or the part of them that is asked for, and return the directory of the data set. Tars
     that were indexed before, and that are the same, are not read again.
 
@@ -157,94 +111,133 @@ def index_tars(config: IndexTars) -> Path:
         RemoteError: a URL cannot be read.
     """
     config.check()
-    path = config.output / "dataset.json"
-    if path.exists() and not is_indexed(config.output):
+    output = config.directory
+    path = output / "dataset.json"
+    if path.exists() and not is_indexed(output):
         raise DataError(f"{path}: a data set that was not made of tars of others is there; choose another --output")
-    tars, choice = _look_up_tars(config)
-    part = config.part
+    kind = _look_up_tars(config)
     try:
-        (config.output / OWN_TAR).mkdir(parents=True, exist_ok=True)
-        (config.output / "progress").mkdir(exist_ok=True)
+        (output / "progress").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"--output {config.output}: cannot be written ({error.strerror}); give another one, the tars stay where "
-            "they are"
+            f"--output {output}: cannot be written ({error.strerror}); give another one, the tars stay where they are"
         ) from error
-    with only_run(config.output, part.lock):
-        if part.count > 1:
-            _begin(config)
-        mine = tars[part.index :: part.count]
-        left = [tar for tar in mine if _report(config.output, tar, choice) is None]
-        if len(left) < len(mine):
-            log.info("%d of %d tars are indexed already", len(mine) - len(left), len(mine))
-        run_portions(
-            left,
-            _Indexer,
-            (config.output, choice),
-            processes=config.processes,
-            progressed=_progress_bar(config, left),
-            executor=config.executor,
-        )
-        if part.count > 1:
-            log.info("%s is made; when all parts are: trp-scale merge %s", part, config.output)
-        else:
-            _finish(config, tars, choice)
-    with suppress(OSError):
-        (config.output / "progress").rmdir()
-    return config.output
+    shared = {setting.name: getattr(config, setting.name) for setting in fields(SpreadSettings)}
+    settings = ShardingSettings(**shared, output=output, processes=config.processes, max_skipped=config.max_skipped)
+    job = ShardingJob(settings, kind, config.identity())
+    with job.only_run():
+        tars = list(kind.tars.values())
+        job.begin("", tars)
+        job.run(tars, _Indexer, (output, kind.choice), _progress_bar(config, job.mine(tars)))
+        finished = job.finish({})
+    if finished is not None:
+        log.info("%s: %d images of %d tars", output, finished.total.images, len(finished.shards))
+    return output
 
 
-def _look_up_tars(config: IndexTars) -> tuple[list[_Tar], MemberChoice]:
-    """All tars as they are now, and which of their members are read."""
+def _look_up_tars(config: IndexConfig) -> TarKind:
+    """Find all tars as they are now, and which of their members are read."""
     places = find_tars(config.tars)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looked = list(pool.map(look_up, places))
     tars = [_Tar(number=n, name=name, source=looked[n]) for n, name in enumerate(unique_names(places))]
     choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
-    return tars, choice
-
-
-def _begin(config: IndexTars) -> None:
-    """Write down what a part is asked for.
-
-    Raises:
-        DataError: another part was asked for something else.
-    """
-    document = {"kind": TARS, "settings": config.identity(), "max_skipped": config.max_skipped}
-    for part, stored in begun_parts(config.output).items():
-        asked = {**document, "parts": config.part.count}
-        refuse_differences(
-            part.path(config.output), {**stored, "parts": part.count}, asked, f"{part} is of another run"
-        )
-    config.part.write(config.output, document)
-
-
-def finish_tars(directory: Path, parts: Mapping[Part, Mapping[str, Any]], max_skipped: float | None) -> list[str]:
-    """Make the parts of an index one data set; returns its shards.
-
-    Raises:
-        DataError: tars are not indexed, or have changed since; or as `index_tars`.
-    """
-    first, stored = next(iter(parts.items()))
-    limit = stored["max_skipped"] if max_skipped is None else max_skipped
-    asked = _identity(
-        Fields(stored["settings"], f"{first.path(directory)}: settings", DataError), "run the parts again"
+    return TarKind(
+        name=TARS,
+        report=TarReport,
+        items="images",
+        reasons=REASONS,
+        renewable=True,
+        config=config,
+        tars={tar.name: tar for tar in tars},
+        choice=choice,
     )
-    config = IndexTars(output=directory, max_skipped=limit, **asked)
+
+
+def stored_tars(directory: Path, part: Part, stored: Mapping[str, Any]) -> TarKind:
+    """Return the kind of a data set of tars by the file of a part.
+
+    Raises:
+        DataError: the file lacks settings; or as `index_tars`.
+    """
+    settings = Fields(stored["settings"], f"{part.path(directory)}: settings", DataError)
+    config = IndexConfig(output=directory, **_identity(settings, "run the parts again"))
     config.check()
-    tars, choice = _look_up_tars(config)
-    missing: dict[Part, list[str]] = {}
-    for tar in tars:
-        if _report(directory, tar, choice) is None:
-            missing.setdefault(Part(count=first.count, index=tar.number % first.count), []).append(tar.name)
-    if missing:
-        raise missing_parts(
-            directory, [unfinished_line(part, names) for part, names in sorted(missing.items())], first.count
+    return _look_up_tars(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TarKind(DataKind[TarReport]):
+    """External tars as a kind of data set.
+
+    Attributes:
+        config: its settings.
+        tars: all of them, by name.
+        choice: which members are read.
+    """
+
+    config: IndexConfig
+    tars: dict[str, _Tar]
+    choice: MemberChoice
+
+    def shard_names(self, count: int) -> list[str]:
+        return list(self.tars)
+
+    def finished_shard(self, output: Path, name: str) -> FinishedShard[TarReport] | None:
+        try:
+            index = read_index_document(output / OWN_TAR / name).fields
+            if index.document.get("source") != _source(self.tars[name], self.choice):
+                return None
+            report = record(TarReport, index.document.get("report"), "report", DataError)
+        except DataError:
+            return None
+        return FinishedShard(report=report, blocks=report.images)
+
+    def document(self, part: Mapping[str, Any], shards: list[str], blocks: int, total: TarReport) -> dict[str, object]:
+        if total.ignored:
+            log.info("members that are not read: %s", list_members(total.ignored))
+        return {
+            "format": FORMAT,
+            "kind": "image",
+            "shards": shards,
+            "blocks": blocks,
+            "rows": total.images,
+            "rows_per_block": self.config.rows_per_block,
+            "suffixes": list(self.choice.suffixes),
+            "classes": _class_names(self.config, total),
+            "modalities": {},
+            "synthetic": False,
+            "counts": {name: getattr(total, name) for name in ("images", "bytes", "pixels", "per_class")},
+            "skipped": total.skipped,
+            "skipped_places": total.skipped_places,
+            "skipped_places_limit": MAX_LISTED,
+            "ignored": total.ignored,
+            "settings": self.config.identity(),
+        }
+
+    def refuse_empty(self, output: Path) -> None:
+        raise DataError(
+            f"{self.config.tars}: no image in {len(self.tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for"
         )
-    return _finish(config, tars, choice)
+
+    def write_index(self, output: Path, document: Mapping[str, Any]) -> None:
+        write_places(output / OWN_TAR, {name: self.tars[name].source for name in document["shards"]})
+        (output / OWN_TAR / NAME).unlink(missing_ok=True)
+        super().write_index(output, document)
+
+    def clear(self, output: Path) -> None:
+        """Remove the indexes of tars that are no longer among them, and the files of parts."""
+        kept = {index_path(Path(name)).name for name in self.tars}
+        for path in (output / OWN_TAR).glob("*.index.json"):
+            if path.name not in kept:
+                path.unlink()
+        for directory in (output, output / OWN_TAR):
+            remove_leftovers(directory)
+        for part in begun_parts(output):
+            part.path(output).unlink(missing_ok=True)
 
 
-def _label(config: IndexTars, source: ExternalTar) -> str:
+def _label(config: IndexConfig, source: ExternalTar) -> str:
     """Resolve `--label auto`: `.cls` if the first images have one."""
     if config.label != AUTO:
         return config.label
@@ -278,17 +271,6 @@ def _source(tar: _Tar, choice: MemberChoice) -> dict[str, object]:
     return {"place": asdict(tar.source), "choice": asdict(choice)}
 
 
-def _report(output: Path, tar: _Tar, choice: MemberChoice) -> TarReport | None:
-    """The report of a tar that was indexed as it is now, or None."""
-    try:
-        fields = read_index_document(output / OWN_TAR / tar.name).fields
-        if fields.document.get("source") != _source(tar, choice):
-            return None
-        return record(TarReport, fields.document.get("report"), "report", DataError)
-    except DataError:
-        return None
-
-
 class _Indexer:
     """Write the index of a tar when called with it."""
 
@@ -313,7 +295,7 @@ def _count_rows(contents: ReadTar) -> TarReport:
     return report
 
 
-def _progress_bar(config: IndexTars, tars: Sequence[_Tar]) -> Progressed:
+def _progress_bar(config: IndexConfig, tars: Sequence[_Tar]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         images, size = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {size / seconds / 1e6:,.1f} MB/s"
@@ -322,52 +304,7 @@ def _progress_bar(config: IndexTars, tars: Sequence[_Tar]) -> Progressed:
     return Progressed(counters=2, total=total, text=text, shown=config.progress, title="indexing")
 
 
-def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> list[str]:
-    """Write what makes it one data set; returns its shards."""
-    total, used = TarReport(), []
-    for tar in tars:
-        report = _report(config.output, tar, choice)
-        if report is None:
-            raise DataError(f"{index_path(config.output / OWN_TAR / tar.name)}: gone; run the same command again")
-        total.add(report)
-        if report.images:
-            used.append(tar)
-    if total.ignored:
-        log.info("members that are not read: %s", list_members(total.ignored))
-    check_skipped("images", total.images, total, REASONS, config.max_skipped)
-    if not total.images:
-        raise DataError(f"{config.tars}: no image in {len(tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for")
-    names = _class_names(config, total)
-    write_places(config.output / OWN_TAR, {tar.name: tar.source for tar in used})
-    document: dict[str, object] = {
-        "format": FORMAT,
-        "kind": "image",
-        "shards": [tar.name for tar in used],
-        "blocks": total.images,
-        "rows": total.images,
-        "rows_per_block": config.rows_per_block,
-        "suffixes": list(choice.suffixes),
-        "classes": names,
-        "modalities": {},
-        "synthetic": False,
-        "counts": {name: getattr(total, name) for name in ("images", "bytes", "pixels", "per_class")},
-        "skipped": total.skipped,
-        "skipped_places": total.skipped_places,
-        "skipped_places_limit": MAX_LISTED,
-        "ignored": total.ignored,
-        "settings": config.identity(),
-    }
-    (config.output / OWN_TAR / NAME).unlink(missing_ok=True)
-    write_dataset_index(config.output, document)
-    write_json(config.output / "dataset.json", document)
-    _remove_others(config.output, {tar.name for tar in tars})
-    for part in begun_parts(config.output):
-        part.path(config.output).unlink(missing_ok=True)
-    log.info("%s: %d images of %d tars", config.output, total.images, len(used))
-    return [tar.name for tar in used]
-
-
-def _class_names(config: IndexTars, total: TarReport) -> list[str] | None:
+def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:
     if not config.class_names:
         return None
     names, _ = read_names("--class_names", config.class_names)
@@ -378,16 +315,6 @@ def _class_names(config: IndexTars, total: TarReport) -> list[str] | None:
             f"numbered from 0"
         )
     return names
-
-
-def _remove_others(output: Path, names: set[str]) -> None:
-    """Indexes of tars that are no longer among them."""
-    kept = {index_path(Path(name)).name for name in names}
-    for path in (output / OWN_TAR).glob("*.index.json"):
-        if path.name not in kept:
-            path.unlink()
-    for directory in (output, output / OWN_TAR):
-        remove_leftovers(directory)
 
 
 def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int:

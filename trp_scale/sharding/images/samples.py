@@ -41,7 +41,7 @@ LONGEST_KEY = 80
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_/-]")
 
 
-class Part(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of a file; length -1: the whole file."""
 
     path: str
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
     origin: str
     label: int | None
     row: int = -1
-    parts: tuple[tuple[str, Part], ...] = ()
+    parts: tuple[tuple[str, FileRange], ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ class UnusableError(Exception):
         self.detail = detail
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Where images come from. It is sent to every process, so it holds no listing and opens nothing until it reads."""
 
     def read(self, sample: Sample) -> Loaded:
@@ -106,7 +106,7 @@ class Listing:
         maps: how the maps of each modality come from files, and what dataset.json says of them.
     """
 
-    source: Source
+    source: ImageSource
     samples: list[Sample]
     suffixes: tuple[str, ...]
     classes: list[str] | None
@@ -130,21 +130,21 @@ def list_members(ignored: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portion:
+class ImagePortion:
     """The images of one shard."""
 
     number: int
     samples: list[Sample]
 
 
-def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_block: int) -> list[Portion]:
+def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_block: int) -> list[ImagePortion]:
     """Order the samples by a hash of their keys, so that classes mix within a shard, and cut them into shards."""
     ordered = sorted(samples, key=lambda sample: (name_hash(sample.key), sample.key))
     if samples_per_shard == 0:
         wanted = min(2048, -(-len(ordered) // 16))
         samples_per_shard = -(-wanted // rows_per_block) * rows_per_block
     return [
-        Portion(number=number, samples=ordered[start : start + samples_per_shard])
+        ImagePortion(number=number, samples=ordered[start : start + samples_per_shard])
         for number, start in enumerate(range(0, len(ordered), max(1, samples_per_shard)))
     ]
 

@@ -1,19 +1,20 @@
-"""Settings of image sharding, and the part of them that the bytes of a data set depend on."""
+"""Settings of `trp-scale shard-images` and `index`, and the part of them that the bytes of a data set depend on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from tyro.conf import UseAppendAction
+from tyro.conf import Positional, UseAppendAction
 
-from trp_scale.config.flags import TakesModalities
+from trp_scale.config.flags import TakesModalities, TakesModules
 from trp_scale.config.registry import preparation_sections
 from trp_scale.config.settings import check_settings, non_default_values, setting
 from trp_scale.data.images.maps import map_formats
-from trp_scale.errors import DataError
+from trp_scale.errors import DataError, RefusedError
 from trp_scale.sharding.job.job import ShardingSettings
+from trp_scale.sharding.job.parts import SpreadSettings
 
 
 @dataclass(kw_only=True)
@@ -117,3 +118,72 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
             if section is not None
             for setting, value in non_default_values(section).items()
         }
+
+
+IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
+"""Suffixes of images in external tars."""
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(kw_only=True)
+class IndexConfig(SpreadSettings, TakesModules):
+    """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
+    Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
+    read once, and the tars stay where they are."""
+
+    choices: ClassVar[tuple[str, ...]] = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
+    """Settings of external tars; with `tars`, those that the data set depends on."""
+
+    tars: Positional[str]
+    """Directory with dataset.json. Or tars of images: a folder of them, a pattern such as
+    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with a path or URL a
+    line."""
+    output: Path | None = None
+    """Tars of others: directory of the data set; none = the folder of the tars."""
+    label: str = AUTO
+    """Tars of others: where an image's class is: cls or another suffix whose file holds the number, json:FIELD, or
+    none. auto = cls if the first image has one."""
+    image: str = AUTO
+    """Tars of others: which member is the image, jpg, jpeg, png or webp; auto = the one that there is."""
+    class_names: str = ""
+    """Tars of others: text file with the name of each class, one a line, in the order of their numbers."""
+    split: str = "train"
+    """Tars of others: what the images are for, as --split of shard-images."""
+    rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
+    """Tars of others: images that are read together, the unit of the order and of the held-out split."""
+    max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
+    """Tars of others: an image with more pixels is left out."""
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
+    """Tars of others: largest share of samples that may be left out, say because they have no image."""
+    processes: int = setting(0, at_least=0, at_most=4096)
+    """Tars of others: how many are read at once; 0 = one for each core, of this machine or of the Ray cluster."""
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the data set."""
+        return Path(self.tars) if self.output is None else self.output
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that the data set depends on; all parts share them."""
+        return {name: getattr(self, name) for name in ("tars", *self.choices)}
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+        suffix, colon, name = self.label.partition(":")
+        if not suffix or (colon and (suffix != "json" or not name)):
+            raise DataError(f"--label {self.label}: auto, none, a suffix such as cls, or json:FIELD is allowed")
+        if suffix == "json" and not colon:
+            raise DataError("--label json: of which field? Give --label json:FIELD, such as json:label")
+        if self.image not in (AUTO, *IMAGE_MEMBERS):
+            raise DataError(f"--image {self.image}: {AUTO}, {', '.join(IMAGE_MEMBERS)} are allowed")
+        if self.class_names and self.label == NONE:
+            raise DataError(f"--class_names {self.class_names}: goes with classes, not with --label none")
+        check_settings(self, DataError)
+        self.own_part()
+
+    def refuse_changes(self, reason: str) -> None:
+        """Raise RefusedError for a setting of external tars, naming its flag."""
+        for name in self.choices:
+            if (value := getattr(self, name)) != getattr(IndexConfig, name):
+                raise RefusedError(f"--{name} {value}: is for tars that others made; {reason}")

@@ -23,11 +23,11 @@ from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.samples import (
     SKIP_REASONS,
+    ImagePortion,
+    ImageSource,
     Listing,
     Loaded,
-    Portion,
     Sample,
-    Source,
     UnusableError,
     cut_into_portions,
 )
@@ -64,7 +64,7 @@ def shard_images(config: ShardImagesConfig) -> Path:
         if not job.begin(listing.fingerprint, portions, skipped):
             return config.output
         arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
-        job.make(portions, _PortionWriter, arguments, _progress_bar(config, job.mine(portions)))
+        job.make(portions, _ImageWriter, arguments, _progress_bar(config, job.mine(portions)))
         finished = job.finish(_description(config, listing))
     if finished is not None:
         total, shards = finished.total, len(finished.shards)
@@ -106,7 +106,7 @@ def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSetti
     )
 
 
-def _progress_bar(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progressed:
+def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         stored, images = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
@@ -188,7 +188,7 @@ IMAGES = DataKind(
 )
 
 
-class _PortionWriter:
+class _ImageWriter:
     """Fill the shard of a portion when called with it.
 
     Args:
@@ -199,7 +199,7 @@ class _PortionWriter:
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         suffixes: tuple[str, ...],
         classes: Sequence[str] | None,
         settings: EncodeSettings,
@@ -208,7 +208,7 @@ class _PortionWriter:
         self._source, self._settings, self._advance = source, settings, advance
         self._suffixes, self._classes = suffixes, classes
 
-    def __call__(self, portion: Portion, shard: ShardWriter) -> ImageReport:
+    def __call__(self, portion: ImagePortion, shard: ShardWriter) -> ImageReport:
         report = ImageReport()
         for sample in portion.samples:
             try:

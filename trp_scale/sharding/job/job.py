@@ -27,10 +27,9 @@ from trp_scale.config.schema import Fields, record
 from trp_scale.config.settings import setting
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
 from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quote, shorten
-from trp_scale.sharding.binary_index import write_dataset_index
 from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
-from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path
+from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path, write_dataset_index
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.locks import only_run
 
@@ -124,24 +123,93 @@ def shard_stem(kind: str, number: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinishedShard(Generic[ReportT]):
+    """The report of a finished shard, and the number of its blocks."""
+
+    report: ReportT
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataKind(Generic[ReportT]):
     """Description of a kind of data set, without its settings.
 
     Attributes:
-        name: "text" or "image".
+        name: "text", "image" or "tars".
         report: makes an empty report, or one of the fields that were written down.
         items: name of the report's field that counts what was stored, and the word for it in messages.
         reasons: why something is skipped: what each key of PortionReport.skipped means.
-        counted: what dataset.json says of the sum of all reports.
-        warn: tells a person what is odd about it, when the data set is whole.
+        counted: fields of dataset.json from the sum of all reports.
+        warn: logs what is odd about it, when the data set is whole.
+        renewable: whether a finished data set is brought up to date by the same command with any settings.
     """
 
     name: str
     report: type[ReportT]
     items: str
     reasons: Mapping[str, str]
-    counted: Callable[[ReportT], Mapping[str, object]]
+    counted: Callable[[ReportT], Mapping[str, object]] = lambda report: {}
     warn: Callable[[ReportT], None] = lambda report: None
+    renewable: bool = False
+
+    def shard_names(self, count: int) -> list[str]:
+        """Return the file names of all shards, by number of the portion."""
+        return [f"{shard_stem(self.name, number)}.tar" for number in range(count)]
+
+    def finished_shard(self, output: Path, name: str) -> FinishedShard[ReportT] | None:
+        """Read the report of a shard; `None` if it is not finished. A report with other fields is of another version,
+        and its shard is made again."""
+        shard = output / "shards" / name
+        try:
+            index = read_index(shard)
+            if shard.stat().st_size != index.size:
+                return None
+            path = report_path(output, shard.stem)
+            report = record(self.report, read_json(path), str(path), DataError)
+            return FinishedShard(report=report, blocks=len(index.blocks))
+        except (OSError, DataError):
+            return None
+
+    def document(self, part: Mapping[str, Any], shards: list[str], blocks: int, total: ReportT) -> dict[str, object]:
+        """Return dataset.json.
+
+        Args:
+            part: the file of any part.
+            shards: those that hold rows.
+            blocks: in them.
+            total: sum of all reports.
+        """
+        return {
+            "format": DATASET_FORMAT,
+            "kind": self.name,
+            "shards": shards,
+            "blocks": blocks,
+            "skipped": total.skipped,
+            "skipped_places": [{"reason": reason, "place": sample} for reason, sample in total.skipped_places],
+            "skipped_places_limit": MAX_LISTED,
+            "settings": part["settings"],
+            **part["description"],
+            **self.counted(total),
+        }
+
+    def refuse_empty(self, output: Path) -> None:
+        """Raise DataError, as nothing is left of the input."""
+        raise DataError(f"{output}: the input holds no {self.items} that can be used")
+
+    def write_index(self, output: Path, document: Mapping[str, Any]) -> None:
+        """Write the binary index; `document` is the coming dataset.json."""
+        write_dataset_index(output, document)
+
+    def clear(self, output: Path) -> None:
+        """Remove what a finished data set does not need. Nobody writes there any more."""
+        listed = set(read_fields(output / "dataset.json").file_names("shards"))
+        for shard in (output / "shards").glob("*.tar"):
+            if shard.name not in listed:  # without any row
+                index_path(shard).unlink(missing_ok=True)
+                shard.unlink()
+        for directory in (output, output / "shards"):
+            remove_leftovers(directory)
+        shutil.rmtree(output / "progress", ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +268,7 @@ class ShardingJob(Generic[ReportT]):
             return
         path = self.output / "dataset.json"
         parts = begun_parts(self.output)
-        if path.exists():
+        if path.exists() and not self._kind.renewable:
             refuse_differences(path, read_fields(path).take("settings", dict), self.identity)
         for part, document in parts.items():
             if self._may_begin_anew(document):
@@ -212,7 +280,7 @@ class ShardingJob(Generic[ReportT]):
                     f"{self.part.count} asked for. Run those of {part.count} that are missing, one after another if "
                     "need be, or choose another --output"
                 )
-        known = path.exists() or bool(parts)
+        known = path.exists() or bool(parts) or self._kind.renewable
         if not known and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
             raise DataError(f"--output {self.output}: the directory is not empty and holds no data set; choose another")
 
@@ -231,11 +299,11 @@ class ShardingJob(Generic[ReportT]):
         self._refuse_other_content()
         self._forget_failed()
         (self.output / "shards").mkdir(exist_ok=True)
-        if (self.output / "dataset.json").exists():
+        if (self.output / "dataset.json").exists() and not self._kind.renewable:
             self._check_shards()
             log.info("%s is finished: nothing to do", self.output)
             if self.part.count == 1:
-                _clear(self.output)
+                self._kind.clear(self.output)
             return False
         self._document = {
             "kind": self._kind.name,
@@ -253,17 +321,17 @@ class ShardingJob(Generic[ReportT]):
         return True
 
     def _may_begin_anew(self, document: Mapping[str, Any]) -> bool:
-        """Whether what is written of a part is of a run of the whole that failed: it left nothing that other settings
-        must not take the place of."""
-        return bool(document.get(FAILED)) and self.part.count == 1
+        """Whether a run of the whole with other settings may replace what this part left."""
+        return self.part.count == 1 and (self._kind.renewable or bool(document.get(FAILED)))
 
     def _forget_failed(self) -> None:
-        """Take away what a run of other settings has left that failed."""
-        documents = begun_parts(self.output).values()
-        if any(document["settings"] != self.identity for document in documents if self._may_begin_anew(document)):
-            log.info(
-                "%s: what an attempt with other settings or input has left, which failed, is taken away", self.output
-            )
+        """Remove what a failed run of other settings has left."""
+        parts = {part: stored for part, stored in begun_parts(self.output).items() if self._may_begin_anew(stored)}
+        if self._kind.renewable:
+            for part in parts:
+                part.path(self.output).unlink(missing_ok=True)
+        elif any(stored["settings"] != self.identity for stored in parts.values()):
+            log.info("%s: the shards of a failed run with other settings or input are removed", self.output)
             for name in ("shards", "tokenizer"):
                 shutil.rmtree(self.output / name, ignore_errors=True)
 
@@ -293,18 +361,24 @@ class ShardingJob(Generic[ReportT]):
         Raises:
             DataError: a process died.
         """
-        mine = self.mine(portions)
-        missing = [
-            portion
-            for portion in mine
-            if _finished_shard(self.output, self._kind, shard_stem(self._kind.name, portion.number)) is None
-        ]
+        self.run(portions, _ShardMaker, (self.output, self._kind.name, make, arguments), progressed)
+
+    def run(
+        self,
+        portions: Sequence[PortionT],
+        worker: Callable[..., Callable[[PortionT], object]],
+        arguments: tuple[Any, ...],
+        progressed: Progressed,
+    ) -> None:
+        """Call a worker with each portion of this run that is not finished, as `run_portions`."""
+        mine, names = self.mine(portions), self._kind.shard_names(len(portions))
+        missing = [portion for portion in mine if self._kind.finished_shard(self.output, names[portion.number]) is None]
         if len(missing) < len(mine):
             log.info("%d of %d shards are there already", len(mine) - len(missing), len(mine))
         run_portions(
             missing,
-            _ShardMaker,
-            (self.output, self._kind.name, make, arguments),
+            worker,
+            arguments,
             processes=self._settings.processes,
             progressed=progressed,
             executor=self._settings.executor,
@@ -350,22 +424,11 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
     stored = getattr(total, kind.items)
     check_skipped(kind.items, stored, total, kind.reasons, max_skipped)
     if stored == 0:
-        raise DataError(f"{output}: the input holds no {kind.items} that can be used")
-    places = [{"reason": reason, "place": sample} for reason, sample in total.skipped_places]
-    document = {
-        "format": DATASET_FORMAT,
-        "kind": kind.name,
-        "shards": shards,
-        "blocks": blocks,
-        "skipped": total.skipped,
-        "skipped_places": places,
-        "skipped_places_limit": MAX_LISTED,
-        "settings": first["settings"],
-    }
-    complete = {**document, **first["description"], **kind.counted(total)}
-    write_dataset_index(output, complete)
-    write_json(output / "dataset.json", complete)
-    _clear(output)
+        kind.refuse_empty(output)
+    document = kind.document(first, shards, blocks, total)
+    kind.write_index(output, document)
+    write_json(output / "dataset.json", document)
+    kind.clear(output)
     kind.warn(total)
     return Finished(shards=shards, total=total)
 
@@ -390,53 +453,19 @@ def _join_parts(
     total = record(kind.report, stored["listing"], f"{first.path(output)}: listing", DataError)
     missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
     shards, blocks = [], 0
-    for number in range(stored["shards"]):
-        stem = shard_stem(kind.name, number)
-        finished = _finished_shard(output, kind, stem)
+    for number, name in enumerate(kind.shard_names(stored["shards"])):
+        finished = kind.finished_shard(output, name)
         if finished is None:
-            missing.setdefault(Part(count=first.count, index=number % first.count), []).append(stem)
+            missing.setdefault(Part(count=first.count, index=number % first.count), []).append(name)
             continue
         total.add(finished.report)
         if finished.blocks:
-            shards.append(f"{stem}.tar")
+            shards.append(name)
             blocks += finished.blocks
     if missing:
-        lines = [unfinished_line(part, stems) for part, stems in sorted(missing.items())]
+        lines = [unfinished_line(part, names) for part, names in sorted(missing.items())]
         raise missing_parts(output, lines, first.count)
     return shards, blocks, total
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FinishedShard(Generic[ReportT]):
-    report: ReportT
-    blocks: int
-
-
-def _finished_shard(output: Path, kind: DataKind[ReportT], stem: str) -> _FinishedShard[ReportT] | None:
-    """The report of a shard that is finished, or None. A report with other fields is of another version, and its shard
-    is made again."""
-    shard = output / "shards" / f"{stem}.tar"
-    try:
-        index = read_index(shard)
-        if shard.stat().st_size != index.size:
-            return None
-        path = report_path(output, stem)
-        report = record(kind.report, read_json(path), str(path), DataError)
-        return _FinishedShard(report=report, blocks=len(index.blocks))
-    except (OSError, DataError):
-        return None
-
-
-def _clear(output: Path) -> None:
-    """Take away what a finished data set does not need. Nobody writes there any more."""
-    listed = set(read_fields(output / "dataset.json").file_names("shards"))
-    for shard in (output / "shards").glob("*.tar"):
-        if shard.name not in listed:  # without any row
-            index_path(shard).unlink(missing_ok=True)
-            shard.unlink()
-    for directory in (output, output / "shards"):
-        remove_leftovers(directory)
-    shutil.rmtree(output / "progress", ignore_errors=True)
 
 
 class _ShardMaker(Generic[PortionT, ReportT]):

@@ -1,7 +1,7 @@
 """Parts of the work on one data set, made by as many runs on one machine or on many.
 
-Part i of n has the shards i, i + n, ... Parts share nothing but the directory: each has a lock, and a file that says
-what it was asked for, so none has to wait for another, and a part that is run twice makes the same bytes twice.
+Part i of n has the shards i, i + n, ... Parts share nothing but the directory: each has a lock and a file with its
+settings, so none has to wait for another, and a part that is run twice makes the same bytes twice.
 
 DATASET/progress/
   part-00001-of-00003.json      the settings of part 1, the number of all shards; when it is made, the description too
@@ -11,12 +11,15 @@ DATASET/progress/
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.data.index import read_fields, write_json
-from trp_scale.errors import DataError
+from trp_scale.data.index import index_path, read_fields, read_index, write_json
+from trp_scale.data.raw_files import require_dataset
+from trp_scale.errors import DataError, shorten
+from trp_scale.sharding.job.writing import report_path
 
 _NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
@@ -145,4 +148,45 @@ def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:
     lines = "".join(f"\n  {line}" for line in missing)
     return DataError(
         f"{directory}: {len(missing)} of {count} parts are missing; run the command of each, then merge again:{lines}"
+    )
+
+
+def first_shard(directory: Path) -> Path:
+    """The first tar of a data set.
+
+    Raises:
+        DataError: its sharding has not come to its end, or there is none.
+    """
+    refuse_unfinished(directory)
+    require_dataset(directory)
+    shards = read_fields(directory / "dataset.json", "give a tar, or the directory of a data set").file_names("shards")
+    if not shards:
+        raise DataError(f"{directory / 'dataset.json'}: no shards are listed; shard the data again")
+    return directory / "shards" / shards[0]
+
+
+def refuse_unfinished(directory: Path) -> None:
+    """Say how far a sharding has come that has left no dataset.json, and what it has skipped so far.
+
+    Raises:
+        DataError: there is such a one.
+    """
+    if (directory / "dataset.json").exists() or not (parts := begun_parts(directory)):
+        return
+    kind = next(iter(parts.values()))["kind"]
+    tars = sorted((directory / "shards").glob("*.tar"))
+    done = [shard for shard in tars if index_path(shard).is_file()]
+    blocks = {shard: len(read_index(shard).blocks) for shard in done}
+    skipped: Counter[str] = Counter()
+    for shard in done:
+        report = report_path(directory, shard.stem)
+        if report.is_file():
+            skipped.update(read_fields(report).take("skipped", dict[str, int]))
+    listed = ", ".join(f"{count} {shorten(reason)}" for reason, count in sorted(skipped.items()))
+    seen = next((shard for shard, count in blocks.items() if count), None)
+    look = "" if kind != "text" or seen is None else f"; to look at what is there: trp-scale inspect {seen}"
+    raise DataError(
+        f"{directory}: the sharding of kind {shorten(str(kind))!r} has not come to its end, and there is no "
+        f"dataset.json: {len(done)} shards are finished, with {sum(blocks.values())} samples; skipped so far: "
+        f"{listed or 'nothing'}. The same command again goes on, or says why it fails{look}"
     )

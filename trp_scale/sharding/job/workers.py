@@ -1,7 +1,7 @@
 """Portions of the input over processes, with a progress bar; one portion becomes one shard.
 
 A process makes its worker once, by `make(*arguments, advance)`, and calls it with one portion after another. The
-processes are of this machine, or of a Ray cluster (on_ray.py).
+processes are of this machine, or of a Ray cluster (clusters.py).
 
 A damaged file can end the process that decodes it. Of several processes of this machine one that is lost costs no more
 than that: the portions that were under way are made again, each in a process of its own, and what ends that one too, by
@@ -190,7 +190,7 @@ def run_portions(
     counters = context.Array("q", progressed.counters)
     with _Display(progressed, counters):
         if executor == "ray":
-            from trp_scale.sharding.job.on_ray import run_on_ray
+            from trp_scale.sharding.job.clusters import run_on_ray
 
             return run_on_ray(
                 portions,

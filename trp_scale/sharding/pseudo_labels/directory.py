@@ -3,8 +3,8 @@
 DATASET/DIRECTORY/
   image-000000.tar              the same names, keys and order as DATASET/shards; one member each: KEY.depth.png ...
   image-000000.index.json       written last: it marks a finished shard
-  progress/                     until dataset.json names the directory: the settings, what was asked for, and a report
-                                for each shard
+  progress/settings.json        until dataset.json names the directory: what the labels are made with
+  progress/image-000000.json    report of a finished shard
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from trp_scale.storage.locks import only_run
 UNREADABLE = "unreadable"
 REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}
 
-_ASKED = "asked.json"
-
 PATIENCE = 120.0
 """Seconds to wait for another run's look at dataset.json; each takes far less than one."""
 
@@ -61,7 +59,7 @@ class LabelReport(PortionReport):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelDirectory:
-    """Where the labels of one modality go, and what they are made with.
+    """Directory for the labels of one modality, and what they are made with.
 
     Attributes:
         dataset: directory of the data set.
@@ -70,6 +68,8 @@ class LabelDirectory:
         identity: settings that the labels' values depend on.
         description: for dataset.json.
         flag: that another directory can be given with, for messages.
+        max_skipped: largest share of empty labels.
+        replace: the labels may replace others of the modality.
     """
 
     dataset: Path
@@ -78,6 +78,8 @@ class LabelDirectory:
     identity: Mapping[str, object]
     description: Mapping[str, object]
     flag: str
+    max_skipped: float
+    replace: bool
 
     @property
     def path(self) -> Path:
@@ -104,15 +106,15 @@ class LabelDirectory:
         entry: dict[str, Any] | None = described.take(self.modality, dict | None, None)
         return {} if entry is None and map_formats()[self.modality].suffix in document["suffixes"] else entry
 
-    def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
-        """See that labels of this making may be made here.
+    def check(self, document: Mapping[str, Any]) -> None:
+        """See that these labels may be made here.
 
         Raises:
             DataError: the directory holds other ones, or the data set has the modality already and is to keep it.
         """
         if self.is_listed(document):
             return
-        self.refuse_present(document, replace=replace)
+        self.refuse_present(document)
         if not any(self.path.glob("*.tar")):
             if self._is_busy():
                 self.check_settings()
@@ -123,18 +125,18 @@ class LabelDirectory:
                 f"{self.path}: tars of unknown making lie there; remove the directory or give another {self.flag}"
             )
 
-    def begin(self, document: Mapping[str, Any], *, max_skipped: float, replace: bool) -> None:
-        """Make the directory, after `check`, and write down what `complete` is to be told."""
+    def begin(self, document: Mapping[str, Any]) -> None:
+        """Make the directory and write down how its labels are made, after `check`."""
         if not self.is_listed(document):
             self._settings.parent.mkdir(parents=True, exist_ok=True)
-            job = {"modality": self.modality, "description": dict(self.description), "flag": self.flag}
-            write_json(self._settings.with_name(_ASKED), {**job, "max_skipped": max_skipped, "replace": replace})
-            write_json(self._settings, dict(self.identity))
+            names = ("modality", "flag", "max_skipped", "replace")
+            stored = {"settings": dict(self.identity), "description": dict(self.description)}
+            write_json(self._settings, {**stored, **{name: getattr(self, name) for name in names}})
 
     def check_settings(self) -> None:
         """Raise DataError if a run has written down, since this one began, that it makes other labels here."""
         if self._settings.exists():
-            self._refuse_differences(self._settings, read_json(self._settings))
+            self._refuse_differences(self._settings, read_fields(self._settings).take("settings", dict))
 
     @property
     def _settings(self) -> Path:
@@ -144,10 +146,10 @@ class LabelDirectory:
         """Whether a run is at a shard."""
         return any(_is_held(self.path, lock.name) for lock in (self.path / "progress").glob("*.lock"))
 
-    def refuse_present(self, document: Mapping[str, Any], *, replace: bool) -> None:
+    def refuse_present(self, document: Mapping[str, Any]) -> None:
         """Raise DataError if dataset.json has the modality from elsewhere and is to keep it."""
         entry = self.entry(document)
-        if entry is not None and not replace:
+        if entry is not None and not self.replace:
             raise DataError(
                 f"{self.dataset / 'dataset.json'}: modality {self.modality} is there already, in "
                 f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; ask for --replace if "
@@ -199,33 +201,26 @@ class LabelDirectory:
         return self.is_listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """Labels in the making, and what their runs were asked."""
-
-    directory: LabelDirectory
-    max_skipped: float
-    replace: bool
-
-
-def find_unfinished(dataset: Path) -> list[Unfinished]:
-    """The labels of a data set that dataset.json does not name yet."""
-    shards = []
-    for path in sorted(dataset.glob(f"*/progress/{_ASKED}")):
-        asked = read_fields(path, "run pseudo-label with the same flags again")
-        if (modality := asked.text("modality")) not in map_formats():
-            raise asked.refusal(f"modality {quote(modality)} found, one of {', '.join(map_formats())} expected")
-        directory = LabelDirectory(
-            dataset=dataset,
-            name=path.parent.parent.name,
-            identity=read_json(path.with_name("settings.json")),
-            modality=modality,
-            description=asked.take("description", dict),
-            flag=asked.text("flag"),
+def unfinished_labels(dataset: Path) -> list[LabelDirectory]:
+    """Return the labels of a data set that dataset.json does not name yet."""
+    directories = []
+    for path in sorted(dataset.glob("*/progress/settings.json")):
+        stored = read_fields(path, "run pseudo-label with the same flags again")
+        if (modality := stored.text("modality")) not in map_formats():
+            raise stored.refusal(f"modality {quote(modality)} found, one of {', '.join(map_formats())} expected")
+        directories.append(
+            LabelDirectory(
+                dataset=dataset,
+                name=path.parent.parent.name,
+                modality=modality,
+                identity=stored.take("settings", dict),
+                description=stored.take("description", dict),
+                flag=stored.text("flag"),
+                max_skipped=stored.take("max_skipped", float),
+                replace=stored.take("replace", bool),
+            )
         )
-        max_skipped, replace = asked.take("max_skipped", float), asked.take("replace", bool)
-        shards.append(Unfinished(directory=directory, max_skipped=max_skipped, replace=replace))
-    return shards
+    return directories
 
 
 def _is_held(directory: Path, lock: str) -> bool:
@@ -255,17 +250,13 @@ def turn(dataset: Path) -> Iterator[dict[str, Any]]:
         (dataset / "progress").rmdir()
 
 
-def complete(
-    directory: LabelDirectory, document: dict[str, Any], *, max_skipped: float, replace: bool, alone: bool
-) -> bool:
+def complete(directory: LabelDirectory, document: dict[str, Any], *, alone: bool) -> bool:
     """Add the labels to dataset.json if all are there; whether it names them now. Asking again changes nothing.
 
     Args:
         directory: of the labels.
         document: dataset.json as it was; only what never changes is taken from it.
-        max_skipped: largest share of empty labels.
-        replace: the labels may stand for others of the modality.
-        alone: no other part may still be writing, so that what killed ones left behind is taken away.
+        alone: no other part may still be writing, so that what killed ones left behind is removed.
 
     Raises:
         DataError: too many labels are empty, or the data set has the modality from elsewhere by now.
@@ -277,16 +268,16 @@ def complete(
     if not all(index_path(directory.tar(shard)).exists() for shard in shards):  # no lock needed to see this
         _log_parts(directory, shards)
         written = (directory.written_report(shard) for shard in shards)
-        _sum_reports(directory, written, rows, max_skipped)
+        _sum_reports(directory, written, rows)
         return False
     with turn(directory.dataset) as current:
         if not directory.is_listed(current):
             reports = {shard: directory.report(shard) for shard in shards}
-            total = _sum_reports(directory, reports.values(), rows, max_skipped)
+            total = _sum_reports(directory, reports.values(), rows)
             if None in reports.values():
                 _log_parts(directory, [shard for shard, report in reports.items() if report is not None])
                 return False
-            directory.refuse_present(current, replace=replace)
+            directory.refuse_present(current)
             _write(directory, current, total)
         elif not (directory.path / NAME).exists():  # labels that were lost are there again
             _write_index(directory, current)
@@ -305,16 +296,14 @@ def _log_parts(directory: LabelDirectory, shards: list[str]) -> None:
     )
 
 
-def _sum_reports(
-    directory: LabelDirectory, reports: Iterable[LabelReport | None], rows: int, max_skipped: float
-) -> LabelReport:
-    """The sum of the reports that there are; refused if too many of the data set's labels are empty."""
+def _sum_reports(directory: LabelDirectory, reports: Iterable[LabelReport | None], rows: int) -> LabelReport:
+    """Add up the reports that exist; refuse too many empty labels."""
     total = LabelReport()
     for report in reports:
         if report is not None:
             total.add(report)
     used = rows - sum(total.skipped.values())
-    check_skipped(f"images of {directory.path}", used, total, REASONS, max_skipped)
+    check_skipped(f"images of {directory.path}", used, total, REASONS, directory.max_skipped)
     return total
 
 

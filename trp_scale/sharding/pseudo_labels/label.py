@@ -25,11 +25,10 @@ from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import read_fields, read_index_document
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import DataError, quote
-from trp_scale.sharding.job.on_ray import cluster_gpus, cpus_of_task
+from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job.workers import Progressed, run_portions
 from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, turn
-from trp_scale.sharding.pseudo_labels.labeller import Precision
-from trp_scale.sharding.pseudo_labels.models import FoundModel, find_model
+from trp_scale.sharding.pseudo_labels.models import FoundModel, Precision, find_model
 from trp_scale.sharding.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
 from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig, label_kinds
 
@@ -56,9 +55,9 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
     tasks = tuple(_task(config, precision, find_model(*named)) for named in config.models().items())
     with turn(config.data) as current:
         for task in tasks:
-            task.directory.check(current, replace=config.replace)
+            task.directory.check(current)
         for task in tasks:
-            task.directory.begin(current, max_skipped=config.max_skipped, replace=config.replace)
+            task.directory.begin(current)
     mine = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
     mine = mine[config.shard_index :: config.num_shards]
     missing = {
@@ -69,12 +68,8 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         log.info("%d of %d shards are labelled already", len(mine) - len(portions), len(mine))
     labels = sum(_images(config.data, portion.shard) * len(missing[portion.number]) for portion in portions)
     _run(config, document, tasks, portions, labels, devices, precision)
-    alone = config.num_shards == 1
-    done = [
-        complete(task.directory, document, max_skipped=config.max_skipped, replace=config.replace, alone=alone)
-        for task in tasks
-    ]
-    return all(done)
+    completed = [complete(task.directory, document, alone=config.num_shards == 1) for task in tasks]
+    return all(completed)
 
 
 def _read_dataset(path: Path) -> dict[str, Any]:
@@ -123,6 +118,8 @@ def _task(config: PseudoLabelConfig, precision: Precision, model: FoundModel) ->
         identity={"model": model.fingerprint, "precision": precision, **identity},
         description={"model": model.name, **description},
         flag=f"--{model.modality}.directory",
+        max_skipped=config.max_skipped,
+        replace=config.replace,
     )
     return LabelTask(model=model, directory=directory, settings=settings)
 

@@ -31,8 +31,14 @@ from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.job.workers import Advance, process_number
 from trp_scale.sharding.job.writing import OpenShard, new_tar
 from trp_scale.sharding.pseudo_labels.directory import UNREADABLE, LabelDirectory, LabelReport, digest_of_images
-from trp_scale.sharding.pseudo_labels.labeller import InFlight, Labeller, Precision
-from trp_scale.sharding.pseudo_labels.models import FoundModel, load_model, load_processor
+from trp_scale.sharding.pseudo_labels.models import (
+    FoundModel,
+    InFlight,
+    Labeller,
+    Precision,
+    load_model,
+    load_processor,
+)
 from trp_scale.sharding.pseudo_labels.settings import label_kinds
 from trp_scale.storage.locks import only_run
 

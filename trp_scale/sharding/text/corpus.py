@@ -71,7 +71,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Portion:
+class TextPortion:
     """The input of one shard. `size` is in bytes, estimated for gzipped files, parquet and datasets."""
 
     number: int
@@ -83,7 +83,7 @@ class Portion:
 class Corpus:
     """All portions in order, and a fingerprint of the input's content."""
 
-    portions: list[Portion]
+    portions: list[TextPortion]
     files: int
     size: int
     fingerprint: str
@@ -106,7 +106,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
     sources = list(dict.fromkeys(sources))
     sizes = [_size(path, source_kind) for path, source_kind in sources]
     limit = shard_bytes or min(LARGEST_SHARD, max(SMALLEST_SHARD, -(-sum(sizes) // 16)))
-    portions: list[Portion] = []
+    portions: list[TextPortion] = []
     pending: list[Span] = []
     pending_size = 0
     for (path, source_kind), size in zip(sources, sizes, strict=True):
@@ -114,10 +114,10 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
             pending.append(span)
             pending_size += span_size
             if pending_size >= limit:
-                portions.append(Portion(len(portions), tuple(pending), pending_size))
+                portions.append(TextPortion(len(portions), tuple(pending), pending_size))
                 pending, pending_size = [], 0
     if pending:
-        portions.append(Portion(len(portions), tuple(pending), pending_size))
+        portions.append(TextPortion(len(portions), tuple(pending), pending_size))
     digest = hashlib.sha256()
     for (path, source_kind), size in zip(sources, sizes, strict=True):
         digest.update(f"{source_kind} {size} ".encode() + files_fingerprint(_files(path, source_kind)))

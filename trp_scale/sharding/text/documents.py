@@ -15,7 +15,7 @@ from typing import IO, Any
 from trp_scale.config.json_files import parse_json
 from trp_scale.data.raw_files import check_rows, load_dataset, open_regular
 from trp_scale.errors import RefusedError, quote
-from trp_scale.sharding.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
+from trp_scale.sharding.text.corpus import LARGEST_SHARD, Span, TextPortion, open_parquet
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -76,7 +76,7 @@ class ReadSettings:
     max_line_bytes: int
 
 
-def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document | Skipped]:
+def read_portion(portion: TextPortion, settings: ReadSettings) -> Iterator[Document | Skipped]:
     """Yield the documents of a portion in order, and what was skipped between them."""
     for span in portion.spans:
         if span.kind == "dataset":

@@ -16,7 +16,7 @@ from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER
 from trp_scale.sharding.job.job import PortionReport, shard_stem
 from trp_scale.sharding.job.writing import ShardWriter
 from trp_scale.sharding.text.annotate import Annotated, Annotator
-from trp_scale.sharding.text.corpus import Portion
+from trp_scale.sharding.text.corpus import TextPortion
 from trp_scale.sharding.text.documents import Document, ReadSettings, read_portion
 from trp_scale.sharding.text.splitting import SentenceSplitter
 
@@ -219,7 +219,7 @@ class PortionWriter:
 
 
 def write_portion(
-    portion: Portion,
+    portion: TextPortion,
     shard: ShardWriter,
     annotator: Annotator,
     read: ReadSettings,

@@ -25,11 +25,10 @@ from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job.job import DataKind, ShardingJob, ShardingSettings
 from trp_scale.sharding.job.workers import Advance, Progressed
 from trp_scale.sharding.job.writing import ShardWriter
-from trp_scale.sharding.text.annotate import Annotator
-from trp_scale.sharding.text.corpus import Corpus, Portion, embedded_documents, plan_corpus
+from trp_scale.sharding.text.annotate import ANOTHER_LANGUAGE, Annotator, make_tagger, resolve_tagger, unknown_words
+from trp_scale.sharding.text.corpus import Corpus, TextPortion, embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.sharding.text.portion import RowSettings, TextReport, write_portion
-from trp_scale.sharding.text.taggers import ANOTHER_LANGUAGE, make_tagger, resolve_tagger, unknown_words
 from trp_scale.storage.files import write_text
 from trp_scale.storage.locks import only_run
 
@@ -129,7 +128,7 @@ def shard_text(config: ShardTextConfig) -> Path:
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
         progressed = _progress_bar(config, job.mine(corpus.portions))
-        job.make(corpus.portions, _PortionWriter, (output, tagger_kind, read, rows), progressed)
+        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), progressed)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
         total, shards = finished.total, len(finished.shards)
@@ -197,7 +196,7 @@ def _write_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings
     save_trained(tokenizer, directory, config.lowercase, config.length)
 
 
-def _sample(portion: Portion, read: ReadSettings, limit: int) -> Iterator[str]:
+def _sample(portion: TextPortion, read: ReadSettings, limit: int) -> Iterator[str]:
     """The first documents of a portion, up to `limit` characters."""
     for document in read_portion(portion, read):
         if isinstance(document, Document):
@@ -219,7 +218,7 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
     )
 
 
-class _PortionWriter:
+class _TextWriter:
     """Fill the shard of a portion when called with it; keeps tokenizer, tagger and annotation cache."""
 
     def __init__(self, output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> None:
@@ -228,11 +227,11 @@ class _PortionWriter:
         self._annotator = Annotator(load_for_sharding(output / "tokenizer"), make_tagger(tagger))
         self._read, self._rows, self._advance = read, rows, advance
 
-    def __call__(self, portion: Portion, shard: ShardWriter) -> TextReport:
+    def __call__(self, portion: TextPortion, shard: ShardWriter) -> TextReport:
         return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
 
 
-def _progress_bar(config: ShardTextConfig, portions: Sequence[Portion]) -> Progressed:
+def _progress_bar(config: ShardTextConfig, portions: Sequence[TextPortion]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         documents, words, _ = values
         return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"

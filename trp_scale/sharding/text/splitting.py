@@ -13,10 +13,31 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from itertools import accumulate, chain
 from typing import Any
 
-from trp_scale.sharding.text.taggers import text_library
+from trp_scale.errors import RefusedError
+
+
+class TaggerError(RefusedError):
+    """A tagger that was asked for cannot be used; the message says what to install."""
+
+
+def text_library(name: str) -> Any:
+    """A module of NLTK or TextBlob, which only the sharding of text needs.
+
+    Raises:
+        TaggerError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise TaggerError(
+            f"sharding text needs {package}, which cannot be imported ({error}): pip install 'trp-scale[text]'"
+        ) from error
+
 
 ABBREVIATIONS = frozenset(
     word

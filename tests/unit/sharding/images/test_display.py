@@ -12,7 +12,7 @@ from PIL import Image
 from tests.unit.data.images.multimodal import DESCRIBED, SECOND, nine_beside, rewrite_maps, samples
 from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.display import contact_sheet, is_image_shard, stored_images
+from trp_scale.sharding.images.stored import contact_sheet, is_image_shard, stored_images
 from trp_scale.sharding.verify import verify_dataset
 
 

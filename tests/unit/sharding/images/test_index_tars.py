@@ -32,8 +32,7 @@ from trp_scale.data.stores.external import find_external_tars
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
-from trp_scale.sharding.images.tar_members import tar_members
-from trp_scale.sharding.images.tar_places import expand_braces, find_tars, unique_names
+from trp_scale.sharding.images.tars import expand_braces, find_tars, tar_members, unique_names
 from trp_scale.sharding.verify import verify_dataset
 
 
@@ -186,7 +185,7 @@ def test_parts_in_any_order_are_the_same_data_set(
         "   --shard_index 0 --num_shards 2 (not begun) "
     )
     other = ("--output", str(parts), "--num_shards", "2", "--label", "none")
-    assert "part 1 of 2 is of another run: settings {" in refusal(capsys, "index", pattern, *other)
+    assert "label 'auto' there, 'none' asked for" in refusal(capsys, "index", pattern, *other)
     index(pattern, parts, "--shard_index", "0", "--num_shards", "2")
     (parts / "shards" / "train-000002.index.json").unlink()
     assert "--shard_index 0 --num_shards 2 (unfinished: 1 shards are missing, train-000002.tar)" in refusal(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from tests.unit.data.images.source_images import (
     shard,
     stored,
 )
+from trp_scale.cli.main import main
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.samples import LONGEST_KEY, plain_key
@@ -68,10 +66,10 @@ def test_a_flat_folder_has_no_classes_and_a_mixed_one_is_refused(tmp_path: Path)
     assert read_json(tmp_path / "out" / "dataset.json")["classes"] is None
     (flat / "class").mkdir()
     (flat / "class" / "a.jpg").write_bytes(jpeg())
-    with pytest.raises(DataError, match=r"both in it .* and in sub-folders"):
+    with pytest.raises(DataError, match=r"0\.jpg"):
         shard(tmp_path / "mixed", flat)
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="no file there ends in"):
+    with pytest.raises(DataError, match="none"):
         shard(tmp_path / "nothing", tmp_path / "none")
 
 
@@ -190,14 +188,14 @@ def test_tars_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     whole = tar.read_bytes()
     for length in (100, 512, 5000, whole.index(b"3.jpg"), len(whole.rstrip(b"\0"))):
         tar.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=r"a\.tar: not a tar that can be read to its end"):
+        with pytest.raises(DataError, match=r"a\.tar"):
             shard(tmp_path / "out", tar)
     (tmp_path / "b.tar.gz").write_bytes(gzip.compress(b""))
-    with pytest.raises(DataError, match=r"uncompressed \.tar expected"):
+    with pytest.raises(DataError, match=r"b\.tar\.gz"):
         shard(tmp_path / "out", tmp_path / "b.tar.gz")
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="nowhere"):
         shard(tmp_path / "out", tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no \.jpg"):
+    with pytest.raises(DataError, match=r"c\.tar"):
         shard(tmp_path / "out", write_tar(tmp_path / "c.tar", {"1.cls": b"0"}))
 
 
@@ -210,43 +208,29 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
     folder = class_folder(tmp_path / "images", classes=1, each=2)
     names = tmp_path / "names.txt"
     names.write_text("ant\n")
-    with pytest.raises(DataError, match="goes with tars, not with an image folder"):
+    with pytest.raises(DataError, match="--class_names"):
         shard(tmp_path / "out", folder, class_names=str(names))
-    with pytest.raises(DataError, match=r"1\.JPG: a single image; give the folder of all, .*/photos, which"):
+    with pytest.raises(DataError, match=r"1\.JPG"):
         shard(tmp_path / "out", tmp_path / "photos" / "1.JPG", tmp_path / "photos" / "2.JPG")
-    with pytest.raises(DataError, match="only tars may be several"):
+    with pytest.raises(DataError, match="--inputs"):
         shard(tmp_path / "out", folder, folder)
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": jpeg()})
-    with pytest.raises(DataError, match="goes with an image folder, not with tars"):
+    with pytest.raises(DataError, match="--modality depth"):
         shard(tmp_path / "out", tar, modality=[f"depth={folder}"])
     with pytest.raises(DataError, match=r"nowhere\.txt: not found"):
         shard(tmp_path / "out", tar, class_names="nowhere.txt")
 
 
-@pytest.mark.exhaustive
-def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[4]
+def test_the_command_takes_a_modality_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = class_folder(tmp_path / "images", classes=1, each=3)
     depth, semseg = (maps_folder(tmp_path / n, images, m) for n, m in (("depth", depth_map), ("semseg", class_map)))
-    command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", str(images)]
-    command += ["--output", str(tmp_path / "out")]
-    command += ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--processes", "1"]
-    command += ["--semseg.classes", class_names(tmp_path)]
-    result = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    maps = ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--semseg.classes", class_names(tmp_path)]
+    command = ["shard-images", "--processes", "1", "--no-progress", "--inputs"]
+    assert main([*command, str(images), "--output", str(tmp_path / "out"), *maps]) == 0
     assert set(stored(tmp_path / "out")["c0/image0"]) == {"jpg", "cls", "depth.png", "semseg.png"}
-    missing = subprocess.run(
-        [*command[:5], "nowhere", "--output", str(tmp_path / "none")],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert missing.returncode == 2 and "--inputs nowhere" in missing.stderr and "Traceback" not in missing.stderr
     assert Image.open(io.BytesIO(stored(tmp_path / "out")["c0/image0"]["depth.png"])).size == (WIDTH, HEIGHT)
+    assert main([*command, "nowhere", "--output", str(tmp_path / "none")]) == 2
+    assert "--inputs nowhere" in capsys.readouterr().err
 
 
 def digits(root: Path, count: int = 12) -> np.ndarray:

@@ -301,7 +301,7 @@ def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, mo
     data, run = nine_images(tmp_path / "data"), labelling._run
 
     def after_another_began(*given: object) -> None:
-        write_json(data / "depth" / "progress" / "settings.json", {"model": "another"})
+        write_json(data / "depth" / "progress" / "settings.json", {"settings": {"model": "another"}})
         run(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(labelling, "_run", after_another_began)

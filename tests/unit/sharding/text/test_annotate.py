@@ -15,10 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.unit.sharding.text.test_splitting import PARTS
 from trp_scale.data.text.dataset import GROUP_BITS, OTHER, WORD_START, penn_group
 from trp_scale.data.text.tokenizer import is_bert_word_piece, train_word_piece
-from trp_scale.sharding.text.annotate import Annotator
+from trp_scale.sharding.text.annotate import Annotator, TaggerError, TextBlobTagger, make_tagger
 from trp_scale.sharding.text.corpus import embedded_documents
 from trp_scale.sharding.text.splitting import MAX_UNIT
-from trp_scale.sharding.text.taggers import TaggerError, TextBlobTagger, make_tagger
 
 
 @cache

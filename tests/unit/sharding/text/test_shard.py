@@ -22,10 +22,10 @@ from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
-from trp_scale.sharding.text import taggers
+from trp_scale.sharding.text import annotate
+from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 from trp_scale.sharding.text.stored import read_block
-from trp_scale.sharding.text.taggers import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 from trp_scale.storage.locks import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -39,6 +39,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(made: Path, output: Path, **changes: object) -> ShardTextConfig:
     """The settings that `made` was made with."""
     config = small_text_config(made.with_name("data.jsonl"), output)
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def small_config(source: Path, output: Path, **changes: object) -> ShardTextConfig:
+    """Settings for a few sentences."""
+    config = ShardTextConfig(
+        inputs=[str(source)], output=output, vocab_size=100, length=32, processes=1, progress=False, tagger="textblob"
+    )
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -182,25 +190,10 @@ def test_skipped_documents_are_listed_and_too_many_stop_the_run(tmp_path: Path) 
     source = tmp_path / "source.jsonl"
     lines = ['{"text": "The cat sat. It purred."}'] * 30 + ["broken", '{"text": "\\u200b"}']
     source.write_text("\n".join(lines))
-    config = ShardTextConfig(
-        inputs=[str(source)],
-        output=tmp_path / "out",
-        tagger="textblob",
-        vocab_size=100,
-        length=32,
-        processes=1,
-        progress=False,
-    )
+    config = small_config(source, tmp_path / "out")
     with pytest.raises(DataError) as raised:
         shard_text(config)
-    for part in (
-        "2 of 32 documents",
-        "--max_skipped 0.01",
-        "1 not_json",
-        "1 empty",
-        "source.jsonl:31",
-        "source.jsonl:32",
-    ):
+    for part in ("2 of 32", "--max_skipped 0.01", "1 not_json", "1 empty", "source.jsonl:31", "source.jsonl:32"):
         assert part in str(raised.value)
     assert list((tmp_path / "out" / "shards").glob("*.tar"))
     assert not (tmp_path / "out" / "dataset.json").exists()
@@ -216,15 +209,7 @@ def test_an_attempt_that_failed_does_not_stand_in_the_way_of_another(tmp_path: P
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("The cat sat. It purred. " * 20)
     bad.write_bytes("caf\u00e9".encode("latin-1"))
-    config = ShardTextConfig(
-        inputs=[str(good), str(bad)],
-        output=tmp_path / "out",
-        tagger="textblob",
-        vocab_size=100,
-        length=32,
-        processes=1,
-        progress=False,
-    )
+    config = small_config(good, tmp_path / "out", inputs=[str(good), str(bad)])
     with pytest.raises(DataError, match="1 of 2 documents were skipped"):
         shard_text(config)
     shard_text(replace(config, inputs=[str(good)], length=16))
@@ -256,25 +241,16 @@ CHINESE = "人工智能是计算机科学的一个分支。它企图了解智能
     [(ENGLISH, False), (GERMAN, True), (FRENCH, True), (CHINESE * 20, True), ("Danke schön!", False)],
 )
 def test_words_tell_another_language(text: str, another: bool) -> None:
-    share, examples = taggers.unknown_words(text)
-    assert (share >= taggers.ANOTHER_LANGUAGE) == another
+    share, examples = annotate.unknown_words(text)
+    assert (share >= annotate.ANOTHER_LANGUAGE) == another
     assert len(examples) <= 5 and bool(examples) == (text != ENGLISH)
 
 
 def test_another_language_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, text in (("english", ENGLISH), ("german", GERMAN)):
         (tmp_path / f"{name}.txt").write_text(text * 5)
-        config = ShardTextConfig(
-            inputs=[str(tmp_path / f"{name}.txt")],
-            output=tmp_path / name,
-            tagger="textblob",
-            vocab_size=200,
-            length=32,
-            processes=1,
-            progress=False,
-        )
         caplog.clear()
-        shard_text(config)
+        shard_text(small_config(tmp_path / f"{name}.txt", tmp_path / name, vocab_size=200))
         assert ("% of its words are unknown, such as künstliche, " in caplog.text) == (name == "german")
 
 
@@ -289,13 +265,9 @@ def test_taggers_say_what_is_missing_and_which_is_used(
     source = tmp_path / "source.txt"
     source.write_text("The cat sat on the mat.")
     with caplog.at_level(logging.INFO):
-        shard_text(
-            ShardTextConfig(
-                inputs=[str(source)], output=tmp_path / "out", vocab_size=100, length=32, processes=1, progress=False
-            )
-        )
+        shard_text(small_config(source, tmp_path / "out", tagger="auto"))
     assert "tagger: textblob" in caplog.text
-    monkeypatch.setattr(taggers, "nltk_data_present", lambda: True)
+    monkeypatch.setattr(annotate, "nltk_data_present", lambda: True)
     assert resolve_tagger("auto") == "nltk"
 
 
@@ -311,25 +283,14 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
 
 def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
-    if not taggers.nltk_data_present():
+    if not annotate.nltk_data_present():
         pytest.skip(f"NLTK's data is not installed: {NLTK_INSTALL}")
     groups = make_tagger("nltk").groups(
         ["Oh", ",", "she", "quickly", "gave", "the", "old", "dog", "to", "him", "and", "left", "."]
     )
     names = [GROUPS[group] for group in groups]
-    assert names[2:] == [
-        "pronoun",
-        "adverb",
-        "verb",
-        "determiner",
-        "adjective",
-        "noun",
-        "preposition",
-        "pronoun",
-        "conjunction",
-        "verb",
-        "other",
-    ]
+    expected = "pronoun adverb verb determiner adjective noun preposition pronoun conjunction verb other"
+    assert names[2:] == expected.split()
 
 
 @pytest.mark.parametrize(
