@@ -17,7 +17,7 @@ from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, SMALL, environment, essence, flags, lines
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
-from tests.unit.sharding.job.test_parts import content, text_command
+from tests.unit.sharding.job.test_parts import content
 from trp_scale.config.json_files import read_object
 from trp_scale.config.yaml_files import write_yaml
 
@@ -165,7 +165,9 @@ def test_an_array_shards_a_part_in_each_job_and_a_last_job_merges_them(
 ) -> None:
     output = tmp_path / "data"
     said = slurm.call(
-        *text_command(text_dataset, output),
+        *(sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text_dataset.with_suffix(".jsonl"))),
+        *("--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"),
+        *("--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"),
         *("--executor", "slurm-array", "--num_shards", "2"),
         f"--sbatch=--partition=low --cpus-per-task=1 --time=10 --output={tmp_path}/%j.log",
         **environment(),

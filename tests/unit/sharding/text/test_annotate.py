@@ -77,21 +77,8 @@ sentences = (
         st.one_of(
             st.sampled_from(PARTS),
             st.sampled_from([" ", " ", " "]),
-            st.sampled_from(
-                [
-                    "tokens",
-                    "Understanding",
-                    "unbelievable",
-                    "e\u0301",
-                    "ﬁ",
-                    "한국어",
-                    "\u200b",
-                    "😀",
-                    "ß",
-                    "Σ" * 3,
-                    "a" * 120,
-                ]
-            ),
+            st.sampled_from(["tokens", "Understanding", "unbelievable", "e\u0301", "ﬁ", "한국어", "\u200b", "😀"]),
+            st.sampled_from(["ß", "ΣΣΣ", "a" * 120]),
             st.text(visible, max_size=4),
         ),
         min_size=1,
@@ -183,5 +170,5 @@ def test_a_tokenizer_is_trained_to_the_same_numbers() -> None:
 
 
 def test_unknown_tagger_is_named() -> None:
-    with pytest.raises(TaggerError, match="nltk, textblob or auto"):
+    with pytest.raises(TaggerError, match="spacy"):
         make_tagger("spacy")

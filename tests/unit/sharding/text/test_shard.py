@@ -94,7 +94,7 @@ def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, t
         shard_text(config_of(made, made, inputs=[str(other)]))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("do not touch")
-    with pytest.raises(DataError, match="not empty"):
+    with pytest.raises(DataError, match=r"--output .*full"):
         shard_text(config_of(made, tmp_path / "full"))
     assert content(made) == before
 
@@ -104,7 +104,7 @@ def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) 
     output = tmp_path / "data"
     with only_run(output):
         before = content(output)
-        with pytest.raises(DataError, match=rf"another run is making this data set \(process {os.getpid()} on .*lock"):
+        with pytest.raises(DataError, match=rf"process {os.getpid()} .*lock"):
             shard_text(config_of(made, output))
         assert content(output) == before, "nothing was written"
     shard_text(config_of(made, output))
@@ -182,7 +182,7 @@ def test_a_given_tokenizer_is_used(made: Path, tmp_path: Path) -> None:
         assert given[name] == trained[name]
     for name in trained["shards"]:
         assert (tmp_path / "given" / "shards" / name).read_bytes() == (made / "shards" / name).read_bytes()
-    with pytest.raises(DataError, match="nowhere: no such directory; give --tokenizer DIR"):
+    with pytest.raises(DataError, match=r"nowhere.*--tokenizer"):
         shard_text(config_of(made, tmp_path / "none", tokenizer=str(tmp_path / "nowhere")))
 
 
@@ -210,14 +210,14 @@ def test_an_attempt_that_failed_does_not_stand_in_the_way_of_another(tmp_path: P
     good.write_text("The cat sat. It purred. " * 20)
     bad.write_bytes("caf\u00e9".encode("latin-1"))
     config = small_config(good, tmp_path / "out", inputs=[str(good), str(bad)])
-    with pytest.raises(DataError, match="1 of 2 documents were skipped"):
+    with pytest.raises(DataError, match="1 of 2"):
         shard_text(config)
     shard_text(replace(config, inputs=[str(good)], length=16))
     assert read_json(tmp_path / "out" / "dataset.json")["documents"] == 1
     good.write_text("The dog sat. It barked. " * 20)
     with pytest.raises(DataError, match="length 16 there, 32 asked for"):
         shard_text(replace(config, inputs=[str(good)]))
-    with pytest.raises(DataError, match="other input: files were added, taken away or changed") as raised:
+    with pytest.raises(DataError, match="input") as raised:
         shard_text(replace(config, inputs=[str(good)], length=16))
     assert not re.search("[0-9a-f]{32}", str(raised.value))
 
@@ -278,7 +278,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] in (library, "textblob")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(TaggerError, match=rf"sharding text needs .*{library}.* pip install 'trp-scale\[text\]'"):
+    with pytest.raises(TaggerError, match=rf"{library}.*trp-scale\[text\]"):
         shard_text(config_of(made, tmp_path / "out", tagger=tagger))
 
 
