@@ -93,11 +93,7 @@ def index(argv: Sequence[str]) -> int:
         return 0
     elif settings.output is None and not dataset.is_dir():
         raise RefusedError(f"{dataset}: tars that are not a folder; give --output DIR for the data set")
-    _log_progress()
-    settings.check()
-    if not _submit("index", argv, settings, settings.directory):
-        index_tars(settings)
-    return 0
+    return _run_or_submit("index", argv, settings, settings.directory, index_tars)
 
 
 @dataclass(kw_only=True)
