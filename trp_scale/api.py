@@ -23,7 +23,7 @@ from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
-    from trp_scale.evaluation.loaded_encoder import Encoder
+    from trp_scale.evaluation.encoders import Encoder
 
 StrPath = str | os.PathLike[str]
 
@@ -131,7 +131,7 @@ def load(
     """
     for name in _paths(module):
         load_module(name)
-    from trp_scale.evaluation.loaded_encoder import load_encoder
+    from trp_scale.evaluation.encoders import load_encoder
 
     return load_encoder(os.fspath(run) + (AVERAGE if weights == "average" else ""), image_size)
 

@@ -28,7 +28,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import ds_config
 from trp_scale.errors import RefusedError
 from trp_scale.evaluation.probe.features import _read as read_features
-from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.mae.weights import stored_positions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.reporting.document import page_text

@@ -186,7 +186,7 @@ def test_text_goes_without_the_libraries_of_images() -> None:
         "finetuning.glue.task",
         "evaluation.probe.command",
         "evaluation.probe.sentences",
-        "evaluation.online.labelled_sentences",
+        "evaluation.online.labelled_rows",
         "evaluation.evaluate",
         "planning.command",
     )

@@ -16,9 +16,8 @@ from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
-from trp_scale.finetuning.arguments import EvaluateArguments
+from trp_scale.finetuning.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
 from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin
-from trp_scale.finetuning.robustness_sets import RobustnessSet, parse_sets
 from trp_scale.finetuning.task import Collector, DownstreamTask, build_task, predict, task_class, trained_on_is_there
 from trp_scale.reporting.result_tables import print_results
 from trp_scale.reporting.results import (
@@ -40,7 +39,7 @@ EVALUATIONS = "evaluations"
 def evaluate(arguments: EvaluateArguments) -> int:
     """Run `trp-scale evaluate`; returns the exit status, 0."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    sets = parse_sets(arguments.robustness)
+    sets = parse_robustness_sets(arguments.robustness)
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world

@@ -1,14 +1,16 @@
 """How a classifier of ImageNet fares on other kinds of images: adversarially chosen, drawn, sketched, corrupted.
 
-A set of 200 classes measures a classifier of 1000 by its accuracy among those 200.
+A set of 200 classes measures a classifier of 1000 by its accuracy among those 200; ImageNet-C by the mean corruption
+error (Hendrycks and Dietterich 2019, section 4.2): errors under 15 corruptions of 5 severities.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,10 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.probe.images import open_probed
-from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
+from trp_scale.finetuning.arguments import RobustnessSet
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.classification.task import open_labelled
+from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier, open_labelled
 from trp_scale.finetuning.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
-from trp_scale.finetuning.robustness_sets import (
-    ALEXNET_ERRORS,
-    CORRUPTED,
-    SEVERITIES,
-    RobustnessSet,
-    check_complete,
-    corruption_error,
-)
 from trp_scale.finetuning.task import GatheredRows, measure
 from trp_scale.reporting.results import SeedResult
 
@@ -91,6 +85,108 @@ class SubsetAccuracy:
     def finish(self, group: Group) -> dict[str, Any]:
         right = self._rows.gather(group)["right"]
         return {"accuracy": float(right.mean()), "detail": {"images": len(right), "classes": len(self._columns)}}
+
+
+ALEXNET_ERRORS = {
+    "gaussian_noise": 0.886428,
+    "shot_noise": 0.894468,
+    "impulse_noise": 0.922640,
+    "defocus_blur": 0.819880,
+    "glass_blur": 0.826268,
+    "motion_blur": 0.785948,
+    "zoom_blur": 0.798360,
+    "snow": 0.866816,
+    "frost": 0.826572,
+    "fog": 0.819324,
+    "brightness": 0.564592,
+    "contrast": 0.853204,
+    "elastic_transform": 0.646056,
+    "pixelate": 0.717840,
+    "jpeg_compression": 0.606500,
+}
+"""AlexNet's top-1 error under each corruption of ImageNet-C, the mean over severities: the paper's Table 1 with the
+digits of the authors' code."""
+
+SEVERITIES = (1, 2, 3, 4, 5)
+
+Errors = Mapping[str, Mapping[int, float]]
+"""Top-1 error by corruption and severity, shares of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorruptionError:
+    """Corruption errors of a classifier.
+
+    Attributes:
+        corruptions, severities: of how many of the 15, and at how many places of the 75, errors are known.
+        relative: CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c} by corruption.
+        errors: the mean over severities by corruption.
+        mce: mean CE over corruptions; 1 is as bad as AlexNet.
+        mean_error: mean error over corruptions, by no other classifier's.
+    """
+
+    corruptions: int
+    severities: int
+    relative: dict[str, float]
+    errors: dict[str, float]
+    mce: float
+    mean_error: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is the figure that is published."""
+        return self.severities == len(ALEXNET_ERRORS) * len(SEVERITIES)
+
+
+def corruption_error(errors: Errors) -> CorruptionError:
+    """The mean corruption error of what is there. Where severities are missing, the mean over those that are there
+    stands against AlexNet's over all five.
+
+    Raises:
+        ValueError: no errors at all.
+    """
+    if not errors:
+        raise ValueError("errors of no corruption")
+    means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
+    relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
+    return CorruptionError(
+        corruptions=len(means),
+        severities=sum(len(levels) for levels in errors.values()),
+        relative=relative,
+        errors=means,
+        mce=statistics.fmean(relative.values()),
+        mean_error=statistics.fmean(means.values()),
+    )
+
+
+def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
+    """Refuse a set in which corruptions or severities are missing.
+
+    Args:
+        severities: severities by corruption.
+        where: its directory.
+        partial: whether what is there is wanted all the same.
+
+    Raises:
+        RefusedError: something is missing and partial is False, or nothing is there.
+    """
+    missing = [
+        f"{name}/{severity}"
+        for name in ALEXNET_ERRORS
+        for severity in SEVERITIES
+        if severity not in severities.get(name, ())
+    ]
+    if len(missing) == len(ALEXNET_ERRORS) * len(SEVERITIES):
+        raise RefusedError(
+            f"{where}: no shards of a corruption are there; allowed: {where}/CORRUPTION/SEVERITY/dataset.json, for "
+            f"example gaussian_noise/1 (trp-scale evaluate --help shows the command)"
+        )
+    if missing and not partial:
+        raise RefusedError(
+            f"{where}: {len(missing)} of {len(ALEXNET_ERRORS) * len(SEVERITIES)} are missing ({', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}), and the mean corruption error is over all; shard them too, or "
+            "take the mean of the others with --partial"
+        )
 
 
 logger = logging.getLogger(__name__)
@@ -256,6 +352,6 @@ def measure_robustness(
     """One seed on each of the sets, in their order. Collective; arguments as for `RobustClassifier`."""
     classifier = RobustClassifier(run, environment, classes_of=classes_of, micro_size=micro_size)
     return [
-        classifier.on_corruptions(images, partial=partial) if images.name == CORRUPTED else classifier.on_set(images)
+        classifier.on_corruptions(images, partial=partial) if images.name == "c" else classifier.on_set(images)
         for images in sets
     ]

@@ -18,7 +18,6 @@ from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.data.mixture import require_data, require_made
-from trp_scale.finetuning.robustness_sets import parse_sets
 
 SCRATCH = "scratch"
 """As --from: no pre-training, the seed's weights in the recipe's sizes."""
@@ -66,7 +65,7 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
     if arguments.weights == "average":
         arguments.from_ += AVERAGE
     if arguments.from_ != SCRATCH:
-        from trp_scale.finetuning.encoder_source import open_encoder
+        from trp_scale.finetuning.encoders import open_encoder
 
         open_encoder(arguments.from_).adopt(config)
     check_settings(arguments)
@@ -84,6 +83,55 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
             raise RefusedError("--only needs --run_dir, the same for all runs: each would make a directory of its own")
     check(config)
     return arguments
+
+
+ROBUSTNESS_TITLES = {
+    "a": "ImageNet-A",
+    "r": "ImageNet-R",
+    "sketch": "ImageNet-Sketch",
+    "c": "ImageNet-C",
+}
+"""By the word before the equals sign. A: Hendrycks et al. 2021, natural adversarial examples; R: Hendrycks et al.
+2021, renditions; Sketch: Wang et al. 2019; C: Hendrycks and Dietterich 2019."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustnessSet:
+    """Attributes: name: a, r, sketch or c; directory: its shards."""
+
+    name: str
+    directory: Path
+
+    @property
+    def title(self) -> str:
+        """Published name."""
+        return ROBUSTNESS_TITLES[self.name]
+
+
+def parse_robustness_sets(words: Sequence[str]) -> list[RobustnessSet]:
+    """["a=DIR", "c=DIR"] -> the sets, in that order.
+
+    Raises:
+        RefusedError: an unknown set, one given twice, or a directory that is not there.
+    """
+    sets: list[RobustnessSet] = []
+    allowed = ", ".join(f"{name}=DIR ({title})" for name, title in ROBUSTNESS_TITLES.items())
+    for word in words:
+        name, equals, directory = word.partition("=")
+        name = name.strip().lower()
+        if name == "b":
+            raise RefusedError(
+                f"--robustness {word}: there is no ImageNet-B. MLO-MAE's Table 15 names one without saying what it is, "
+                f"and no data set of that name was published; allowed: {allowed}"
+            )
+        if name not in ROBUSTNESS_TITLES or not equals or not directory:
+            raise RefusedError(f"--robustness {word}: allowed: {allowed}")
+        if name in {chosen.name for chosen in sets}:
+            raise RefusedError(f"--robustness {word}: {ROBUSTNESS_TITLES[name]} is given twice; give each set once")
+        if not Path(directory).is_dir():
+            raise RefusedError(f"--robustness {word}: there is no such directory")
+        sets.append(RobustnessSet(name=name, directory=Path(directory)))
+    return sets
 
 
 @dataclass(kw_only=True)
@@ -181,5 +229,5 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
             "--background is for images with segmentation maps, which --data names; allowed: --data DIR with it"
         )
     check_settings(arguments)
-    parse_sets(arguments.robustness)
+    parse_robustness_sets(arguments.robustness)
     return arguments

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
@@ -25,7 +24,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.data.images.dataset import ImageDataset
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Blocks, HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.rows import Rows
@@ -35,9 +35,8 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.arguments import SCRATCH
-from trp_scale.finetuning.encoder_source import open_encoder
-from trp_scale.finetuning.few_rows import few_rows
-from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
+from trp_scale.finetuning.encoders import open_encoder, take_encoder
+from trp_scale.finetuning.row_subset import draw_rows
 from trp_scale.pretraining.base import Upstream
 from trp_scale.storage.files import atomic_write
 
@@ -172,6 +171,22 @@ class DownstreamTask(Measured, Upstream, Protocol):
         ...
 
 
+class TaskObjective:
+    """Shared parts of the objectives: one balanced task, whose elements are the rows that are there."""
+
+    balanced: tuple[int, ...] = (0,)
+    regression: tuple[int, ...] = ()
+    in_a_graph = True
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """[1] float64, rows that are there."""
+        return batch["row_weights"].double().sum().reshape(1)
+
+    def outside_weights(self, counts: torch.Tensor) -> torch.Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+
 Run = TypeVar("Run", bound=FinetuneConfig)
 ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
@@ -249,11 +264,43 @@ class ImageTask(TaskParts[ImageRun]):
             if not trained_on_is_there(config):
                 config.data.path = data
 
-    def take_encoder(self, model: OnImageEncoder) -> None:
-        """Give a model the encoder of --from, if there is one."""
+    @property
+    def measured_plan(self) -> Plan:
+        """Plan of the measured rows."""
+        plan = self.sources.validation.plan
+        assert plan is not None, "measured rows have a plan"
+        return plan
+
+    def take_encoder(self, model: OnImageEncoder, *, last_norm: bool = True) -> None:
+        """Give a model the encoder of --from, if there is one.
+
+        Args:
+            last_norm: whether the model's encoder has one.
+        """
         if (path := self.config.model.weights) and path != SCRATCH:
+            weights = open_encoder(path).image_weights(self.config)
+            if not last_norm:
+                weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
             with naming_tensors(self.config.model):
-                take_encoder(model.encoder, open_encoder(path).image_weights(self.config), path)
+                take_encoder(model.encoder, weights, path)
+
+
+def rows_from_images(
+    datasets: Sequence[ImageDataset],
+    meta: ImageMeta,
+    builder: BatchBuilder,
+    labels: list[npt.NDArray[np.int64]] | None = None,
+) -> Rows:
+    """Return the rows of image data sets with a builder of their batches."""
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=0,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+        labels=labels,
+        stored=datasets,
+    )
 
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:
@@ -313,7 +360,7 @@ def open_task_sources(
             )
     learned_from = train
     if config.downstream.rows:
-        learned_from = few_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
+        learned_from = draw_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
         chosen = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in learned_from.blocks]
     plan = TrainPlan(
         seed=config.training.seed,
@@ -350,23 +397,6 @@ def blocks_to_learn(
     return [
         ~held_out(table.identities, fraction, where=str(path.path)) for table, path in zip(blocks, paths, strict=True)
     ]
-
-
-@torch.no_grad()
-def take_encoder(encoder: nn.Module, weights: dict[str, torch.Tensor], path: str) -> None:
-    """Copy pre-trained weights into an encoder, by name.
-
-    Raises:
-        RefusedError: names that are missing, left over, or of another shape.
-    """
-    parameters = dict(encoder.named_parameters())
-    try:
-        check_names(parameters, weights)
-        check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    except OtherTensorsError as error:
-        raise RefusedError(f"--from {path}: not the weights of this encoder ({error})") from error
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
 
 
 def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[str, Any]:

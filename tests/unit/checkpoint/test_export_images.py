@@ -26,7 +26,7 @@ from trp_scale.cli.main import main
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.loader import to_dict
 from trp_scale.errors import CheckpointError
-from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig

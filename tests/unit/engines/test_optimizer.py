@@ -11,7 +11,7 @@ from tests.unit.models.encoder_peers import finetune_config, timm_vit
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
-from trp_scale.finetuning.classification.model import ImageClassifier
+from trp_scale.finetuning.classification.task import ImageClassifier
 
 POOL = {"mean": "avg", "class": "token"}
 OPTIMIZER = OptimizerConfig(lr=1.0, weight_decay=0.05, layer_decay=0.65)

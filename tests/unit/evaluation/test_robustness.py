@@ -18,10 +18,18 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.probe.images import open_probed
-from trp_scale.evaluation.robustness import RobustClassifier, SubsetAccuracy, class_columns
-from trp_scale.finetuning.classification.model import ImageClassifier
+from trp_scale.evaluation.robustness import (
+    ALEXNET_ERRORS,
+    SEVERITIES,
+    RobustClassifier,
+    SubsetAccuracy,
+    check_complete,
+    class_columns,
+    corruption_error,
+)
+from trp_scale.finetuning.arguments import RobustnessSet
+from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.finetuned_run import read_run
-from trp_scale.finetuning.robustness_sets import ALEXNET_ERRORS, RobustnessSet
 from trp_scale.models.patches import Pixels
 from trp_scale.reporting.results import read_results
 
@@ -148,3 +156,55 @@ def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureF
     data = of_classes(tmp_path / "set", ["bee"], 9)
     assert cli.main(["evaluate", "--run", str(several), "--robustness", f"a={data}"]) == 2
     assert "holds 2 tasks (classification, second), --robustness measures one" in capsys.readouterr().err
+
+
+PUBLISHED = {
+    "gaussian_noise": 88.6,
+    "shot_noise": 89.4,
+    "impulse_noise": 92.3,
+    "defocus_blur": 82.0,
+    "glass_blur": 82.6,
+    "motion_blur": 78.6,
+    "zoom_blur": 79.8,
+    "snow": 86.7,
+    "frost": 82.7,
+    "fog": 81.9,
+    "brightness": 56.5,
+    "contrast": 85.3,
+    "elastic_transform": 64.6,
+    "pixelate": 71.8,
+    "jpeg_compression": 60.7,
+}
+"""AlexNet's row of Table 1 (Hendrycks and Dietterich 2019), in percent."""
+
+
+def test_alexnet_s_errors_are_the_published_ones() -> None:
+    assert {name: 100 * value for name, value in ALEXNET_ERRORS.items()} == pytest.approx(PUBLISHED, abs=0.051)
+
+
+def test_alexnet_itself_has_an_error_of_one() -> None:
+    found = corruption_error({name: dict.fromkeys(SEVERITIES, value) for name, value in ALEXNET_ERRORS.items()})
+    assert found.complete and found.mce == pytest.approx(1.0)
+    assert found.mean_error == pytest.approx(sum(ALEXNET_ERRORS.values()) / 15)
+
+
+def test_by_hand() -> None:
+    """Two corruptions: the sums over severities stand against AlexNet's, and the ratios are averaged."""
+    fog, snow = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}, {1: 0.5, 2: 0.6, 3: 0.7, 4: 0.8, 5: 0.9}
+    found = corruption_error({"fog": fog, "snow": snow})
+    assert not found.complete and (found.corruptions, found.severities) == (2, 10)
+    assert found.relative["fog"] == pytest.approx(1.5 / (5 * 0.819324))
+    assert found.relative["snow"] == pytest.approx(3.5 / (5 * 0.866816))
+    assert found.mce == pytest.approx((1.5 / 4.09662 + 3.5 / 4.33408) / 2)
+    assert found.mean_error == pytest.approx((0.3 + 0.7) / 2)
+
+
+def test_what_is_missing_is_named() -> None:
+    whole = {name: list(SEVERITIES) for name in ALEXNET_ERRORS}
+    check_complete(whole, "here", partial=False)
+    lacking = {**whole, "fog": [1, 2, 4, 5]}
+    with pytest.raises(RefusedError, match=r"here: 1 of 75 .*fog/3.*--partial"):
+        check_complete(lacking, "here", partial=False)
+    check_complete(lacking, "here", partial=True)
+    with pytest.raises(RefusedError, match="here"):
+        check_complete({}, "here", partial=True)

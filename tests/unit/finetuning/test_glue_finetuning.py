@@ -18,7 +18,7 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.cli import main as cli
 from trp_scale.distributed.environment import Environment
 from trp_scale.finetuning.arguments import parse_finetune
-from trp_scale.finetuning.encoder_source import open_encoder
+from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.reporting.results import read_results

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.unit.pretraining.test_dense_objectives import depth_case, drawn, segmentation_case
 from trp_scale.core.batch import Batch
-from trp_scale.finetuning.classification.model import ImageClassification
+from trp_scale.finetuning.classification.task import ImageClassification
 from trp_scale.finetuning.glue.model import INPUTS, SentenceClassification
 
 

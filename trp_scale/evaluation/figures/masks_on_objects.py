@@ -18,7 +18,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import quote
 from trp_scale.evaluation.figures.pictures import random_scores
 from trp_scale.evaluation.figures.trained_images import TrainedImages, load_masking_network
-from trp_scale.finetuning.dense.maps import SegmentationMaps
+from trp_scale.finetuning.dense.batch import SegmentationMaps
 from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import DenseData, open_dense
 from trp_scale.methods.learned_masks.masks import select, split_at

@@ -21,6 +21,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
+from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.figures.arguments import RepresentArguments
 from trp_scale.evaluation.figures.attention import Position, default_positions, mean_distance
 from trp_scale.evaluation.figures.features import PlaneKind, check_library, class_similarity, plane
@@ -29,7 +30,6 @@ from trp_scale.evaluation.figures.finetuned import finetuned_pictures, open_fine
 from trp_scale.evaluation.figures.pictures import Picture, draw_image_pictures, draw_modality_pictures, figure_class
 from trp_scale.evaluation.figures.study import ImageChoice, Study, choose_images, study_images, trained_images
 from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained_images, load_trained_modalities
-from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.pretraining.base import find_upstream

@@ -27,7 +27,7 @@ from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.loop import learning_rate
 
 if TYPE_CHECKING:
-    from trp_scale.evaluation.probe.encoder import FrozenEncoder
+    from trp_scale.evaluation.encoders import FrozenEncoder
     from trp_scale.evaluation.probe.images import ProbedImages
 
 WEIGHT_DEVIATION = 0.01

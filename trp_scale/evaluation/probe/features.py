@@ -26,7 +26,7 @@ from trp_scale.finetuning.task import GatheredRows
 from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
-    from trp_scale.evaluation.probe.encoder import FrozenEncoder
+    from trp_scale.evaluation.encoders import FrozenEncoder
     from trp_scale.evaluation.probe.images import ProbedImages
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""Image classification: fine-tuning of the whole encoder (He et al., A.1; TRP 001 Table 7; AdPE A)."""
+"""Image classification: an encoder with a linear head, fine-tuned as a whole (He et al., A.1; TRP 001 Table 7; AdPE
+A)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.agreement import on_rank_zero
-from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath, parse_paths
@@ -22,22 +23,23 @@ from trp_scale.data.plan import Plan
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
-from trp_scale.finetuning.classification.model import ImageClassification, ImageClassifier
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoder_source import open_encoder
 from trp_scale.finetuning.task import (
     GatheredRows,
     ImageTask,
+    TaskObjective,
     blocks_to_learn,
     distinct,
     image_names,
     open_task_sources,
-    take_encoder,
+    rows_from_images,
     write_table,
 )
 from trp_scale.models.flops import classifier_step_flops
+from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
+from trp_scale.models.initialise import initial_tensor, initialise_vision
+from trp_scale.models.patches import Pixels
 from trp_scale.reporting.results import CONSTANT
 
 MOST_FREQUENT = "most_frequent_class"
@@ -77,12 +79,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
 
     def model(self) -> nn.Module:
         model = ImageClassifier(self.config)
-        if (path := self.config.model.weights) and path != SCRATCH:
-            weights = open_encoder(path).image_weights(self.config)
-            if model.fc_norm is not None:
-                weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
-            with naming_tensors(self.config.model):
-                take_encoder(model.encoder, weights, path)
+        self.take_encoder(model, last_norm=model.fc_norm is None)
         return model
 
     def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -96,9 +93,8 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         self.constant = extra.get(MOST_FREQUENT)
 
     def predictions(self, directory: Path, group: Group) -> PredictedClasses:
-        plan = self.sources.validation.plan
-        assert plan is not None, "measured rows have a plan"
-        return PredictedClasses(directory / f"{self.name}.csv", self.classes, plan, self._measured, group)
+        path = directory / f"{self.name}.csv"
+        return PredictedClasses(path, self.classes, self.measured_plan, self._measured, group)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"classes": list(self.classes), MOST_FREQUENT: self.constant}
@@ -219,15 +215,8 @@ class LabelledImages:
 
     def rows(self, builder: BatchBuilder) -> Rows:
         """Return their rows with a builder of batches."""
-        return Rows(
-            blocks=[dataset.blocks for dataset in self.datasets],
-            meta=self.meta,
-            limit=0,
-            builder=builder,
-            digests=[dataset.digest() for dataset in self.datasets],
-            labels=[np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets],
-            stored=self.datasets,
-        )
+        labels = [np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets]
+        return rows_from_images(self.datasets, self.meta, builder, labels)
 
 
 def open_labelled(path: str) -> LabelledImages:
@@ -266,3 +255,59 @@ def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
             f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
             f"{len(train.classes)} classes, from 0; allowed: the same classes"
         )
+
+
+class ImageClassification(TaskObjective):
+    """The mean over images of the cross-entropy of their targets, which the data makes (classification/batch.py)."""
+
+    tasks: tuple[str, ...] = ("classification",)
+
+    def __init__(self) -> None:
+        self._pixels = Pixels()
+
+    def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """[R, C] of a batch's images [R, 3, S, S] uint8."""
+        return forward(self._pixels(batch["images"]))
+
+    def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
+        """Sums over images, in float64 like every task's sum."""
+        logits = self.logits(forward, batch)
+        losses = F.cross_entropy(logits.float(), batch["targets"], reduction="none")  # [R]
+        total = losses.double() @ batch["row_weights"].double()
+        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+
+
+HEAD_DEVIATION = 2e-5
+"""Standard deviation of the head's first weights: all classes start equally likely. MAE truncates at 2, which is
+100,000 deviations."""
+
+
+class ImageClassifier(OnImageEncoder):
+    """Mean of the patch tokens, or the class token, through a norm, dropout and one linear layer.
+
+    With mean pooling the encoder has no last norm; the mean is normalised by one of the head's own, `fc_norm` (He et
+    al., A.1). It starts at gain 1 and offset 0: what a last norm has learned was for single tokens that a decoder
+    reads, and a mean of many tokens has another spread.
+
+    Args:
+        config: sizes, `downstream.classes`, pooling and dropout, and the seed of the initial weights.
+    """
+
+    def __init__(self, config: ClassificationTaskConfig) -> None:
+        super().__init__()
+        width = config.model.hidden_size
+        mean = config.downstream.pooling == "mean"
+        self.encoder = ImageEncoder(config, norm=not mean)
+        self.fc_norm = nn.LayerNorm(width, eps=config.model.layer_norm_eps) if mean else None
+        self.dropout = nn.Dropout(config.downstream.dropout)
+        self.head = nn.Linear(width, config.downstream.classes)
+        initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
+        with torch.no_grad():
+            shape = (config.downstream.classes, width)
+            self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, S, S] normalised pixels -> [B, C] logits."""
+        tokens = self.encoder(images)[0]  # [B, 1 + N, D]
+        pooled = tokens[:, 0] if self.fc_norm is None else self.fc_norm(tokens[:, 1:].mean(1))  # [B, D]
+        return self.head(self.dropout(pooled))  # type: ignore[no-any-return]

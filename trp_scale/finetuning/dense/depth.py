@@ -22,10 +22,10 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.dense.maps import DepthMaps
+from trp_scale.finetuning.dense.batch import DepthMaps
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
 from trp_scale.finetuning.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
-from trp_scale.finetuning.task import GatheredRows, blocks_to_learn
+from trp_scale.finetuning.task import GatheredRows, TaskObjective, blocks_to_learn
 from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.reporting.results import CONSTANT
@@ -116,8 +116,6 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return DepthErrors(self.space, dense.alignment, dense.region)
 
 
-DEPTH = "depth"
-
 THRESHOLD = 0.2
 """c, as a share of the largest error."""
 
@@ -151,7 +149,7 @@ class DepthSpace:
         return depth.clamp(self.low, self.high)
 
 
-class Depth:
+class Depth(TaskObjective):
     """The mean over all measured pixels of the reverse Huber loss of the standardised target.
 
     Its threshold c is a fifth of the largest error of the image; an image is never split. Laina et al. and MultiMAE's
@@ -163,10 +161,8 @@ class Depth:
         threshold: image or batch.
     """
 
-    tasks: tuple[str, ...] = (DEPTH,)
-    balanced: tuple[int, ...] = (0,)
-    regression: tuple[int, ...] = (0,)
-    in_a_graph = True
+    tasks: tuple[str, ...] = ("depth",)
+    regression = (0,)
 
     def __init__(self, space: DepthSpace, threshold: Literal["image", "batch"] = "image") -> None:
         self._space, self._per_image = space, threshold == "image"
@@ -175,10 +171,6 @@ class Depth:
     def count(self, batch: Batch) -> Tensor:
         """[1] float64, measured pixels."""
         return (batch["depth"] > 0).sum().double().reshape(1)
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
         """Sums over measured pixels; rows that are not there have none."""

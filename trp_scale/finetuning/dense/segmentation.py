@@ -16,10 +16,10 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.images.formats import Map
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.dense.maps import SegmentationMaps
+from trp_scale.finetuning.dense.batch import SegmentationMaps
 from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import DenseData, DenseTask, predict_whole
-from trp_scale.finetuning.task import distinct
+from trp_scale.finetuning.task import TaskObjective, distinct
 from trp_scale.models.patches import Pixels
 from trp_scale.reporting.results import CONSTANT
 
@@ -61,23 +61,18 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
         return {"classes": list(self.classes)}
 
 
-SEGMENTATION = "segmentation"
-
 VOID = 255
 """Class number of pixels that are not learned, in batches as in stored maps."""
 
 
-class Segmentation:
+class Segmentation(TaskObjective):
     """The mean over all pixels with a class of the cross-entropy; that of an auxiliary head is added with its weight.
 
     Args:
         auxiliary_weight: of the second prediction, where the model has one.
     """
 
-    tasks: tuple[str, ...] = (SEGMENTATION,)
-    balanced: tuple[int, ...] = (0,)
-    regression: tuple[int, ...] = ()
-    in_a_graph = True
+    tasks: tuple[str, ...] = ("segmentation",)
 
     def __init__(self, auxiliary_weight: float = 0.0) -> None:
         self._weights = (1.0, auxiliary_weight)
@@ -86,10 +81,6 @@ class Segmentation:
     def count(self, batch: Batch) -> Tensor:
         """[1] float64, pixels with a class."""
         return (batch["semseg"] != VOID).sum().double().reshape(1)
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
         """Sums over pixels. Rows that are not there are void."""

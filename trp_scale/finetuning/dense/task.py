@@ -28,11 +28,10 @@ from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
-from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
-from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.finetuning.dense.batch import DepthMaps, JitteredBatchBuilder, SegmentationMaps, WholeBatchBuilder
 from trp_scale.finetuning.dense.model import PixelModel
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
-from trp_scale.finetuning.task import ImageTask, image_names, open_task_sources
+from trp_scale.finetuning.task import ImageTask, image_names, open_task_sources, rows_from_images
 from trp_scale.models.flops import TRAINING_OVER_FORWARD, forward_flops
 from trp_scale.models.patches import Pixels
 
@@ -56,14 +55,7 @@ class DenseData:
     def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
         """Their rows, as jittered crops or as whole images."""
         kind = WholeBatchBuilder if whole else JitteredBatchBuilder
-        return Rows(
-            blocks=[dataset.blocks for dataset in self.datasets],
-            meta=self.meta,
-            limit=0,
-            builder=kind(config, self.datasets, self.meta, self.maps),
-            digests=[dataset.digest() for dataset in self.datasets],
-            stored=self.datasets,
-        )
+        return rows_from_images(self.datasets, self.meta, kind(config, self.datasets, self.meta, self.maps))
 
 
 def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[DenseMaps]) -> DenseData:
@@ -215,9 +207,7 @@ class DenseTask(ImageTask[DenseRun]):
         """
 
     def predictions(self, directory: Path, group: Group) -> PredictedMaps:
-        plan = self.sources.validation.plan
-        assert plan is not None, "measured rows have a plan"
-        return PredictedMaps(directory / self.name, self.numbers, plan, self._measured.datasets, group)
+        return PredictedMaps(directory / self.name, self.numbers, self.measured_plan, self._measured.datasets, group)
 
     @abstractmethod
     def numbers(self, predicted: Tensor, member: int) -> Map:

@@ -25,7 +25,7 @@ from trp_scale.finetuning.detection.files import read_coco, read_voc
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, PredictedObjects
 from trp_scale.finetuning.detection.model import Detector, Target, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
-from trp_scale.finetuning.task import ImageTask, open_task_sources, trained_on_is_there
+from trp_scale.finetuning.task import ImageTask, TaskObjective, open_task_sources, trained_on_is_there
 from trp_scale.models.patches import Pixels
 
 
@@ -150,7 +150,7 @@ LOSSES = {
 """torchvision's name of each task's loss."""
 
 
-class Detection:
+class Detection(TaskObjective):
     """Objectness and boxes of proposals; classes, boxes and masks of objects (He et al. 2017, section 3).
 
     torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
@@ -165,7 +165,7 @@ class Detection:
         masks: whether masks are learned.
     """
 
-    regression: tuple[int, ...] = (1, 3)
+    regression = (1, 3)
     in_a_graph = False  # the host waits for the choice of samples
 
     def __init__(self, *, masks: bool) -> None:
@@ -176,10 +176,6 @@ class Detection:
     def count(self, batch: Batch) -> Tensor:
         """[T] float64, images that are there, for each task."""
         return batch["row_weights"].double().sum().expand(len(self.tasks)).clone()
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def detections(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
         """Detections of each row, as finetuning/detection/model.py gives them."""

@@ -14,6 +14,7 @@ from transformers import BertModel
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
+from trp_scale.finetuning.task import TaskObjective
 from trp_scale.models.initialise import initialise
 from trp_scale.pretraining.pos_bert.model import LastLayer, bert_config
 
@@ -95,7 +96,7 @@ INPUTS = ("tokens", "token_types", "places", "owners", "first_places", "slots")
 """What the model reads of a batch, in its order."""
 
 
-class SentenceClassification:
+class SentenceClassification(TaskObjective):
     """The mean over rows of the cross-entropy of their label; with one class, of the square error of their score.
 
     Args:
@@ -103,21 +104,10 @@ class SentenceClassification:
         classes: C, width of the head.
     """
 
-    balanced: tuple[int, ...] = (0,)
-    in_a_graph = True
-
     def __init__(self, task: str, classes: int) -> None:
         self.tasks: tuple[str, ...] = (task,)
-        self.regression: tuple[int, ...] = (0,) if classes == 1 else ()
+        self.regression = (0,) if classes == 1 else ()
         self._errors = _square_errors if classes == 1 else _cross_entropies
-
-    def count(self, batch: Batch) -> Tensor:
-        """[1] float64, rows that are there."""
-        return batch["row_weights"].double().sum().reshape(1)
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
         """[R, C]."""

@@ -28,12 +28,12 @@ from trp_scale.data.rows import Rows
 from trp_scale.data.text.tokenizer import save_given
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.encoder_source import EncoderSource, open_encoder
+from trp_scale.finetuning.encoders import EncoderSource, open_encoder, take_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.model import BertClassifier, SentenceClassification
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, take_encoder, write_table
+from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, write_table
 from trp_scale.models.flops import bert_step_flops
 from trp_scale.pretraining.pos_bert.model import padded_vocabulary
 from trp_scale.reporting.results import CONSTANT

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.evaluation.figures.small_encoder import GRID, SIZE, small_config, with_large_weights
 from trp_scale.evaluation.figures.grad_cam import class_activation, grad_cam
-from trp_scale.finetuning.classification.model import ImageClassifier
+from trp_scale.finetuning.classification.task import ImageClassifier
 
 
 def test_the_formula_by_hand() -> None:

@@ -15,12 +15,11 @@ from tests.unit.evaluation.probe.small_encoder import striped_images
 from tests.unit.finetuning.glue.standard_files import write_glue
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
+from trp_scale.evaluation.encoders import set_shown_images
 from trp_scale.evaluation.online import probes
-from trp_scale.evaluation.online.labelled_images import first_blocks
-from trp_scale.evaluation.online.labelled_rows import require_two_classes
+from trp_scale.evaluation.online.labelled_rows import first_blocks, require_two_classes
 from trp_scale.evaluation.online.probes import OnlineProbes, rank_me
 from trp_scale.evaluation.online.settings import ProbesSettings
-from trp_scale.evaluation.probe.encoder import show
 from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
@@ -77,7 +76,7 @@ def test_the_training_does_not_notice(stripes: Path, tmp_path: Path) -> None:
 
 
 def test_measured_rows_are_those_that_the_run_holds_out(stripes: Path) -> None:
-    config = show(ClassificationTaskConfig(), size=224, batch=8)
+    config = set_shown_images(ClassificationTaskConfig(), size=224, batch=8)
     images = open_probed(config, str(stripes))
     held = images.held_blocks(0.25)
     learned = first_blocks(images, [~each for each in held], 20)

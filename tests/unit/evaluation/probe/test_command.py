@@ -21,9 +21,8 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 from trp_scale.evaluation.probe.arguments import parse_probe
 from trp_scale.evaluation.probe.features import LabelledFeatures
-from trp_scale.evaluation.probe.image_probe import few_of_each
+from trp_scale.evaluation.probe.image_probe import NAME, StageTwo, few_of_each, stage_two
 from trp_scale.evaluation.probe.images import open_probed
-from trp_scale.evaluation.probe.stage_two import NAME, StageTwo, stage_two
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.results import read_results
 from trp_scale.sharding.images.settings import ShardImagesConfig

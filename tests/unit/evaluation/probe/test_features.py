@@ -14,11 +14,11 @@ from tests.unit.data.images.stored import jpeg, sample, write_images
 from tests.unit.evaluation.probe.small_encoder import small_config, stripe_detector, striped_images
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 from trp_scale.evaluation.probe import features as module
 from trp_scale.evaluation.probe.arguments import ProbeArguments
 from trp_scale.evaluation.probe.classifiers import accuracy, classify
-from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.evaluation.probe.features import all_features, extract
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.models.patches import Pixels

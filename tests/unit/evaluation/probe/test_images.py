@@ -16,7 +16,7 @@ from trp_scale.config import RefusedError
 from trp_scale.data.images.leakage import check_test
 from trp_scale.data.index import read_json, write_json
 from trp_scale.distributed.groups import ALONE
-from trp_scale.evaluation.probe.encoder import FrozenEncoder
+from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.probe.features import extract
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig

@@ -11,7 +11,7 @@ import torch
 from tests.runs import flags, pretrain_here
 from tests.unit.finetuning.glue.small_data import sentences, write_cola
 from trp_scale.cli import main as cli
-from trp_scale.evaluation.loaded_encoder import TextEncoder, load_encoder
+from trp_scale.evaluation.encoders import TextEncoder, load_encoder
 from trp_scale.evaluation.probe import sentences as module
 from trp_scale.finetuning.glue.folders import Examples
 from trp_scale.reporting.results import read_results

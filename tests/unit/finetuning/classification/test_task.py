@@ -26,8 +26,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
 from trp_scale.exit_status import ExitStatus
-from trp_scale.finetuning.classification.model import ImageClassifier
-from trp_scale.finetuning.classification.task import Accuracy, ClassificationTask, places
+from trp_scale.finetuning.classification.task import Accuracy, ClassificationTask, ImageClassifier, places
 from trp_scale.models.flops import classifier_step_flops
 from trp_scale.reporting.results import read_results
 

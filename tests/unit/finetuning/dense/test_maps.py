@@ -18,8 +18,14 @@ from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.images.rows import DecodedSample
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
-from trp_scale.finetuning.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, WindowCutter, _join_windows
-from trp_scale.finetuning.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.finetuning.dense.batch import (
+    DepthMaps,
+    JitteredBatchBuilder,
+    SegmentationMaps,
+    WholeBatchBuilder,
+    WindowCutter,
+    _join_windows,
+)
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import DenseData, DenseMaps, join_windows, open_dense, predict_whole
 from trp_scale.pretraining.modalities.semseg import VOID

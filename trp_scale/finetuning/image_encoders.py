@@ -1,10 +1,9 @@
-"""Where a pre-trained encoder of images comes from; what an `EncoderSource` of images is made of."""
+"""Pre-trained encoders of images as `EncoderSource`: runs of ours, ViTMAE of transformers, and plain ViT of timm."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.schema import Fields
 from trp_scale.errors import error_text, quote, shorten
-from trp_scale.finetuning.encoder_source import EncoderSource, sizes_from_model
+from trp_scale.finetuning.encoders import EncoderSource, sizes_from_model, transformers_sizes
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.pretraining.mae.weights import (
@@ -40,14 +39,9 @@ HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
 """What a timm model has that is not its encoder's own."""
 
 
-def of_run(
-    config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None = None
+def image_encoder_from_run(
+    config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None
 ) -> EncoderSource:
-    """The encoder of a run of ours on images; as `encoder_source.encoder_from_run`.
-
-    Raises:
-        RefusedError: its encoder has no patches, or reads no images.
-    """
     if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
         raise RefusedError(f"--from {path}: a run whose encoder has no patches; allowed: a run on images, or on text")
     if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
@@ -60,21 +54,23 @@ def of_run(
         whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
         named = images_alone(whole) if isinstance(config, MmMaeConfig) else whole
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
-        return weights | _norm_of_mean(named)
+        # The last norm of an encoder under a head that normalises the mean of the tokens is that of the mean.
+        of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
+        return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
 
     settings = sizes_from_model(config.model) | {
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "position_order"): config.vision.position_order,
         ("vision", "positions"): "absolute",
-        **_positions_of_run(config),
+        **_run_positions(config),
     }
     if isinstance(config.vision, RelativeVisionConfig):
         settings["vision", "positions"] = config.vision.positions
-        settings["vision", "index"] = _index(config, config.vision)
+        settings["vision", "index"] = _relative_index(config, config.vision)
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
 
-def _positions_of_run(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tuple[str, str], Any]:
+def _run_positions(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tuple[str, str], Any]:
     """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
     grid, learned = config.crops.size // config.vision.patch_size, False
     if isinstance(config, ImageTaskConfig):
@@ -84,28 +80,16 @@ def _positions_of_run(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tup
     return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}
 
 
-def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The last norm of an encoder that learned under a head which normalises the mean of the tokens: that of the mean,
-    which is the only one there is."""
-    return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
-
-
-def _index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVisionConfig) -> str:
+def _relative_index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVisionConfig) -> str:
     """The reference that a coordinate adversary started from is its own index without a shift."""
     if isinstance(config, ImageTaskConfig) or config.adversary.kind != "relative_coordinate":
         return vision.index
     return "relaxed" if config.adversary.index == "relaxed" else "rounded"
 
 
-def of_vitmae(path: str, fields: Fields) -> EncoderSource:
-    """transformers' ViTMAE.
-
-    Raises:
-        RefusedError: it computes what `ImageEncoder` does not.
-    """
+def encoder_from_vitmae(path: str, fields: Fields) -> EncoderSource:
     image_size, patch_size = fields.whole("image_size", least=1), fields.whole("patch_size", least=1)
-    grid, layers = image_size // patch_size, fields.whole("num_hidden_layers", least=1)
-
+    layers = fields.whole("num_hidden_layers", least=1)
     if fields.text("hidden_act", "gelu") != "gelu" or not fields.take("qkv_bias", bool, True):
         raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
 
@@ -113,26 +97,20 @@ def of_vitmae(path: str, fields: Fields) -> EncoderSource:
         stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
         try:
             positions = stored[VITMAE_POSITIONS].squeeze(0)
-            return _with_positions(_by_our_names(stored, layers), positions, path)
+            return _fold_positions(_rename_vitmae(stored, layers), positions, path)
         except KeyError as error:
             raise RefusedError(
                 f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
                 "writes"
             ) from error
 
-    settings = _vit_settings(
-        layers=layers,
-        width=fields.whole("hidden_size", least=1),
-        heads=fields.whole("num_attention_heads", least=1),
-        intermediate=fields.whole("intermediate_size", least=1),
-        eps=fields.take("layer_norm_eps", float, 1e-12),
-        patch_size=patch_size,
-        grid=grid,
+    settings = _vision_settings(
+        transformers_sizes(fields), patch_size=patch_size, grid=image_size // patch_size, learned_positions=False
     )
     return EncoderSource(path=path, text=False, settings=settings, read=read)
 
 
-def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+def _rename_vitmae(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     # One by one: the number of blocks is a file's word, and the first that is not there ends it.
     of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
@@ -140,7 +118,7 @@ def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     return {name: VITMAE.to_ours(name, [stored[source] for source in VITMAE.sources(name)]) for name in names}
 
 
-def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
+def _fold_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
     """Fixed positions are not weights: the class token's, if there are any, go into the class token."""
     grid = round((len(positions) - 1) ** 0.5)
     if (positions[1:] - sine_cosine(grid, positions.shape[-1])).abs().max() > 1e-3:
@@ -149,24 +127,15 @@ def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) ->
     return weights
 
 
-def _vit_settings(
+def _vision_settings(
+    sizes: dict[tuple[str, str], Any],
     *,
-    layers: int,
-    width: int,
-    heads: int,
-    intermediate: int,
-    eps: float,
     patch_size: int,
     grid: int,
-    learned_positions: bool = False,
+    learned_positions: bool,
     position_order: PositionOrder = "column_row",
 ) -> dict[tuple[str, str], Any]:
-    return {
-        ("model", "layers"): layers,
-        ("model", "hidden_size"): width,
-        ("model", "heads"): heads,
-        ("model", "intermediate_size"): intermediate,
-        ("model", "layer_norm_eps"): eps,
+    return sizes | {
         ("vision", "patch_size"): patch_size,
         ("vision", "positions"): "absolute",
         ("vision", "position_order"): position_order,
@@ -175,15 +144,15 @@ def _vit_settings(
     }
 
 
-def of_timm(path: str, document: dict[str, Any], where: str) -> EncoderSource:
-    """timm's vision transformer, or ours with relative positions.
+def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> EncoderSource:
+    """timm's vision transformer, or ours with relative positions; reads its positions alone.
+
+    Fixed sine-cosine positions stay fixed, others are weights. Mean and deviation that the model wants of its pixels
+    are folded into the patch embedding, so that it computes the same of ours.
 
     Args:
-        document: its config.json.
-        where: what messages call that.
-
-    Raises:
-        RefusedError: it computes what `ImageEncoder` does not.
+        document: config.json.
+        where: its name in messages.
     """
     index = ""
     if document["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
@@ -191,43 +160,49 @@ def of_timm(path: str, document: dict[str, Any], where: str) -> EncoderSource:
         if index not in ("relaxed", "rounded"):
             raise RefusedError(f"{where}: relative_index is {quote(index)}, allowed: relaxed, rounded")
         document = {**document, "architecture": TIMM_ARCHITECTURE}
-    timm_vit = open_timm(path, document)
-    settings = _vit_settings(**timm_vit.sizes)
+    statistics = _pixel_statistics(Fields(document, where))
+    model = _build_timm(path, Fields(document, where))
+    block, grid, patch_size = model.blocks[0], model.patch_embed.grid_size[0], model.patch_embed.patch_size[0]
+    positions = _read_positions(path)
+    order = order_of(positions[1:]) if len(positions) == 1 + grid**2 else None
+
+    def read() -> dict[str, Tensor]:
+        stored = stored_weights(path)
+        with reading(path, FILE):
+            weights = _weights_from_timm(path, stored, patch_size, statistics)
+        if order is not None:
+            del weights["pos_embed"]
+        return weights
+
+    sizes = {
+        ("model", "layers"): len(model.blocks),
+        ("model", "hidden_size"): model.embed_dim,
+        ("model", "heads"): block.attn.num_heads,
+        ("model", "intermediate_size"): block.mlp.fc1.out_features,
+        ("model", "layer_norm_eps"): block.norm1.eps,
+    }
+    settings = _vision_settings(
+        sizes,
+        patch_size=patch_size,
+        grid=grid,
+        learned_positions=order is None,
+        position_order=order or "column_row",
+    )
     if index:
         settings |= {("vision", "positions"): "relative", ("vision", "index"): index}
-    return EncoderSource(path=path, text=False, settings=settings, read=timm_vit.read)
+    return EncoderSource(path=path, text=False, settings=settings, read=read)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimmEncoder:
-    """Attributes:
-    sizes: by the names of our settings.
-    read: the weights, by the names of `ImageEncoder`.
-    """
-
-    sizes: dict[str, Any]
-    read: Callable[[], dict[str, Tensor]]
-
-
-def open_timm(path: str, document: dict[str, Any]) -> TimmEncoder:
-    """Look at a directory of timm; reads its positions alone.
-
-    Fixed sine-cosine positions stay fixed, others are weights. Mean and deviation that the model wants of its pixels
-    are folded into the patch embedding, so that it computes the same of ours.
-
-    Args:
-        path: the directory.
-        document: its config.json.
+def _build_timm(path: str, fields: Fields) -> Any:
+    """timm's model without memory.
 
     Raises:
         RefusedError: timm does not know the architecture, or it computes what `ImageEncoder` does not.
     """
     import timm
 
-    fields = Fields(document, f"--from {path}: config.json")
     architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
-    arguments = _arguments(fields)
-    statistics = _statistics(fields)
+    arguments = _model_arguments(fields)
     try:
         if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
             raise RuntimeError(f"Unknown model ({shorten(architecture)})")
@@ -238,44 +213,19 @@ def open_timm(path: str, document: dict[str, Any]) -> TimmEncoder:
         raise RefusedError(
             f"--from {path}: timm cannot make {shorten(architecture)} {quote(arguments)}: {error_text(error)}"
         ) from error
-    if differences := list(_differences(model)):
+    if differences := _list_differences(model):
         raise RefusedError(
             f"--from {path}: {architecture} has {', '.join(differences)}; allowed: a plain vision transformer "
             "with a class token, such as vit_base_patch16_224"
         )
-    block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
-    patch_size = model.patch_embed.patch_size[0]
-    positions = _positions(path)
-    order = order_of(positions[1:]) if len(positions) == 1 + grid**2 else None
-    learned = order is None
-
-    def read() -> dict[str, Tensor]:
-        stored = stored_weights(path)
-        with reading(path, FILE):
-            weights = _encoder(path, stored, patch_size, statistics)
-        if not learned:
-            del weights["pos_embed"]
-        return weights
-
-    sizes = {
-        "layers": len(model.blocks),
-        "width": model.embed_dim,
-        "heads": block.attn.num_heads,
-        "intermediate": block.mlp.fc1.out_features,
-        "eps": block.norm1.eps,
-        "patch_size": patch_size,
-        "grid": grid,
-        "learned_positions": learned,
-        "position_order": order or "column_row",
-    }
-    return TimmEncoder(sizes=sizes, read=read)
+    return model
 
 
-MOST_BLOCKS, LARGEST_SIZE = 1_000, 1 << 16
-"""Of a model that timm is to make: its blocks, and any other size."""
+MAX_TIMM_BLOCKS, MAX_TIMM_SIZE = 1_000, 1 << 16
+"""Largest number of blocks, and largest other size, of a model that timm builds."""
 
 
-def _arguments(fields: Fields) -> dict[str, Any]:
+def _model_arguments(fields: Fields) -> dict[str, Any]:
     """Read the arguments of timm's model. Its function takes others too, such as a checkpoint that it would unpickle.
 
     Raises:
@@ -289,13 +239,13 @@ def _arguments(fields: Fields) -> dict[str, Any]:
         if name not in known:
             raise section.refusal(f"{quote(name)} found, an argument of timm's VisionTransformer expected")
         sizes = value if isinstance(value, list) else [value]
-        most = MOST_BLOCKS if name == "depth" else LARGEST_SIZE
+        most = MAX_TIMM_BLOCKS if name == "depth" else MAX_TIMM_SIZE
         if any(type(size) in (int, float) and not -1 <= size <= most for size in sizes):
             raise section.refusal(f"{name} {quote(value)} found, at most {most} allowed")
     return dict(section.document)
 
 
-def _differences(model: nn.Module) -> list[str]:
+def _list_differences(model: nn.Module) -> list[str]:
     """Describe what the model has and `ImageEncoder` lacks."""
     if type(model).__name__ != "VisionTransformer":
         return [f"class {type(model).__name__}"]
@@ -322,7 +272,7 @@ def _differences(model: nn.Module) -> list[str]:
     return [words for words, differs in odd.items() if differs]
 
 
-def _positions(path: str) -> Tensor:
+def _read_positions(path: str) -> Tensor:
     """[1 + N, D] as stored."""
     with reading(path, FILE), safe_open(Path(path) / FILE, framework="pt") as file:
         if TIMM_POSITIONS not in file.keys():  # noqa: SIM118 - not a mapping
@@ -331,7 +281,7 @@ def _positions(path: str) -> Tensor:
     return positions.float().squeeze(0)
 
 
-def _statistics(fields: Fields) -> tuple[Tensor, Tensor]:
+def _pixel_statistics(fields: Fields) -> tuple[Tensor, Tensor]:
     """[3] mean and deviation that the model wants taken out of pixels in [0, 1]."""
     described = fields.section("pretrained_cfg") if fields.document.get("pretrained_cfg") else fields
     three = tuple[float, float, float]
@@ -339,7 +289,7 @@ def _statistics(fields: Fields) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean), torch.tensor(deviation)
 
 
-def _encoder(
+def _weights_from_timm(
     path: str, stored: dict[str, Tensor], patch_size: int, statistics: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     """Weights by our names; learned positions under pos_embed, the class token's own in the class token."""

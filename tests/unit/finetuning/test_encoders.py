@@ -27,10 +27,9 @@ from trp_scale.checkpoint.export import export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import to_dict
 from trp_scale.engines.optimizer import decay_groups
-from trp_scale.finetuning.classification.model import ImageClassifier
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoder_source import open_encoder
-from trp_scale.finetuning.task import take_encoder
+from trp_scale.finetuning.classification.task import ImageClassifier
+from trp_scale.finetuning.encoders import open_encoder, take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.models.positions import PositionOrder, sine_cosine

@@ -1,4 +1,4 @@
-"""A frozen encoder that gives one vector for each image."""
+"""Pre-trained encoders as torch modules: `trp_scale.load` gives tokens, a frozen encoder one vector for each image."""
 
 from __future__ import annotations
 
@@ -8,20 +8,106 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trp_scale.config import RefusedError
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
+from trp_scale.data.text.tokenizer import open_given
 from trp_scale.evaluation.probe.arguments import FrozenPositions
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoder_source import open_encoder
-from trp_scale.finetuning.task import take_encoder
-from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.finetuning.encoders import EncoderSource, open_encoder, take_encoder
+from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import Pixels
+
+
+class Encoder(nn.Module):
+    """Gives the token features of the last block.
+
+    Attributes:
+        backbone: transformers' `BertModel`; of images our `ImageEncoder` (models/image_encoder.py).
+        settings: sizes of the encoder, under `model` and `vision`.
+        tokenizer: of text: transformers' tokenizer, as the pre-training had it; None for images.
+        image_size: of images: their side in pixels; 0 for text.
+    """
+
+    backbone: nn.Module
+    settings: Config
+    tokenizer: Any = None
+    image_size: int = 0
+
+
+class TextEncoder(Encoder):
+    """BERT without heads, over the pieces of its tokenizer."""
+
+    def __init__(self, source: EncoderSource, config: GlueTaskConfig) -> None:
+        super().__init__()
+        from transformers import BertModel
+
+        from trp_scale.pretraining.pos_bert.model import bert_config
+
+        assert source.tokenizer is not None
+        self.settings, self.tokenizer = config, open_given(source.tokenizer, flag="--run")
+        weights = source.read()
+        rows, pieces = weights["embeddings.word_embeddings.weight"], len(self.tokenizer)
+        if len(rows) < pieces:
+            raise RefusedError(f"{source.path}: embeddings of {len(rows)} pieces, the tokenizer has {pieces}")
+        weights["embeddings.word_embeddings.weight"] = rows[:pieces]  # the rest only fills the hardware's tiles
+        pooled = any(name.startswith("pooler.") for name in weights)
+        self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
+        take_encoder(self.backbone, weights, source.path)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """[B, L] pieces, as `tokenizer(texts, padding=True, return_tensors="pt")` gives them -> [B, L, D]."""
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+
+class VisionEncoder(Encoder):
+    """A vision transformer on whole images."""
+
+    backbone: nn.Module
+
+    def __init__(self, config: ClassificationTaskConfig) -> None:
+        super().__init__()
+        self.settings, self.image_size = config, config.crops.size
+        self.backbone = FrozenEncoder(config, pooling="mean").module.requires_grad_()
+        self._pixels = Pixels()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, S, S] uint8 with S = image_size, normalised here -> [B, 1 + N, D], the class token first."""
+        if images.dtype != torch.uint8 or images.shape[1:] != (3, self.image_size, self.image_size):
+            raise RefusedError(
+                f"images of {images.dtype} and shape {list(images.shape)}; allowed: torch.uint8, [B, 3, "
+                f"{self.image_size}, {self.image_size}]; trp_scale.load(..., image_size=S) takes other sizes"
+            )
+        tokens: Tensor = self.backbone(self._pixels(images))[0]
+        return tokens
+
+
+def load_encoder(path: str, image_size: int = 0) -> Encoder:
+    """The encoder that --from names (finetuning/encoders.py), in evaluation mode.
+
+    Args:
+        image_size: images: side in pixels; 0 = that of the pre-training.
+
+    Raises:
+        RefusedError: there is none, or a size that its patches do not fill.
+    """
+    source = open_encoder(path)
+    if not source.text:
+        return VisionEncoder(encoder_config(path, size=image_size)).eval()
+    if image_size:
+        raise RefusedError(f"image_size is {image_size}, but {path} is an encoder of text")
+    config = GlueTaskConfig()
+    source.adopt(config)
+    return TextEncoder(source, config).eval()
+
 
 BATCH = 64
 """Images of one forward pass."""
@@ -51,16 +137,16 @@ def encoder_config(
         loaded = load_recipe(recipe)
         if not isinstance(loaded, (ImagePretrainConfig, ImageTaskConfig)):
             raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
-        _take(config.model, loaded.model)
-        _take(config.vision, loaded.vision)
+        _copy_settings(config.model, loaded.model)
+        _copy_settings(config.vision, loaded.vision)
         config.model.weights = ""
         config.downstream.pretraining_grid = loaded.crops.size // loaded.vision.patch_size
     else:
         open_encoder(path).adopt(config)
-    return show(config, size=size, batch=batch)
+    return set_shown_images(config, size=size, batch=batch)
 
 
-def show(config: ClassificationTaskConfig, *, size: int, batch: int) -> ClassificationTaskConfig:
+def set_shown_images(config: ClassificationTaskConfig, *, size: int, batch: int) -> ClassificationTaskConfig:
     """Fill in, in place, which images an encoder of these settings is shown.
 
     Args:
@@ -81,8 +167,8 @@ def show(config: ClassificationTaskConfig, *, size: int, batch: int) -> Classifi
     return config
 
 
-def _take(target: object, source: Any) -> None:
-    """Every setting of a section that the other has too."""
+def _copy_settings(target: object, source: Any) -> None:
+    """Copy every setting of a section that the other has too."""
     for field in fields(source):
         if hasattr(target, field.name):
             setattr(target, field.name, getattr(source, field.name))
@@ -113,6 +199,8 @@ class FrozenEncoder:
         seed: int = 0,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
+        from trp_scale.models.image_encoder import ImageEncoder  # with timm, which text goes without
+
         self.pooling, self.precision = pooling, precision
         self.device = device or torch.device("cpu")
         path = config.model.weights

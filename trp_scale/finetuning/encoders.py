@@ -1,4 +1,4 @@
-"""Where a pre-trained encoder comes from: a run of ours, a directory of transformers, or one of timm."""
+"""Open a pre-trained encoder: a run of ours, a directory of transformers (BERT, ViTMAE), or one of timm (ViT)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
@@ -22,6 +23,7 @@ from trp_scale.config.schema import Fields
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
+from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
 from trp_scale.models.positions import interpolated
 
 POSITION_NUMBERS = "embeddings.position_ids"
@@ -92,7 +94,10 @@ def open_encoder(path: str) -> EncoderSource:
     named, state = named_weights(path)
     directory = Path(named)
     if (directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file():
-        return _of_run(path, find_checkpoint(directory), state)
+        checkpoint = find_checkpoint(directory)
+        config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
+        tokenizer = checkpoint.parent.parent / "tokenizer"
+        return encoder_from_run(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
     if named != path:
         raise RefusedError(f"--weights average: {named} is no run of trp-scale; allowed: --weights last")
     description = directory / "config.json"
@@ -105,25 +110,36 @@ def open_encoder(path: str) -> EncoderSource:
     where = f"--from {path}: config.json"
     document = read_object(description, source=where)
     if document.get("model_type") == "bert":
-        return _of_bert(path, Fields(document, where))
+        return _encoder_from_bert(path, Fields(document, where))
     if document.get("model_type") == "vit_mae":
-        from trp_scale.finetuning.image_sources import of_vitmae
+        from trp_scale.finetuning.image_encoders import encoder_from_vitmae
 
-        return of_vitmae(path, Fields(document, where))
+        return encoder_from_vitmae(path, Fields(document, where))
     if "architecture" in document:
-        from trp_scale.finetuning.image_sources import of_timm
+        from trp_scale.finetuning.image_encoders import encoder_from_timm
 
-        return of_timm(path, document, where)
+        return encoder_from_timm(path, document, where)
     raise RefusedError(
         f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, vit_mae, or "
         "timm's config.json (with architecture)"
     )
 
 
-def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
-    config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
-    tokenizer = checkpoint.parent.parent / "tokenizer"
-    return encoder_from_run(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
+@torch.no_grad()
+def take_encoder(encoder: nn.Module, weights: dict[str, Tensor], path: str) -> None:
+    """Copy pre-trained weights into an encoder, by name.
+
+    Raises:
+        RefusedError: names that are missing, left over, or of another shape.
+    """
+    parameters = dict(encoder.named_parameters())
+    try:
+        check_names(parameters, weights)
+        check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    except OtherTensorsError as error:
+        raise RefusedError(f"--from {path}: not the weights of this encoder ({error})") from error
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 def encoder_from_run(
@@ -156,9 +172,9 @@ def encoder_from_run(
             tokenizer=tokenizer,
             checkpoint=checkpoint,
         )
-    from trp_scale.finetuning.image_sources import of_run
+    from trp_scale.finetuning.image_encoders import image_encoder_from_run
 
-    return of_run(config, path, stored, checkpoint)
+    return image_encoder_from_run(config, path, stored, checkpoint)
 
 
 def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
@@ -170,7 +186,7 @@ def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
     return sizes
 
 
-def _of_bert(path: str, fields: Fields) -> EncoderSource:
+def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
     kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
         raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, {quote(kinds)} found")
@@ -181,15 +197,21 @@ def _of_bert(path: str, fields: Fields) -> EncoderSource:
         parts = ("embeddings.", "encoder.", "pooler.")
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
-    settings = {
+    settings = transformers_sizes(fields) | {
+        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1)
+    }
+    return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
+
+
+def transformers_sizes(fields: Fields) -> dict[tuple[str, str], Any]:
+    """Sizes that transformers' config.json names alike for BERT and ViTMAE."""
+    return {
         ("model", "layers"): fields.whole("num_hidden_layers", least=1),
         ("model", "hidden_size"): fields.whole("hidden_size", least=1),
         ("model", "heads"): fields.whole("num_attention_heads", least=1),
         ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
-        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
         ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, 1e-12),
     }
-    return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
 
 
 def _present_name(name: str) -> str:

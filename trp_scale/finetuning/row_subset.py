@@ -53,9 +53,9 @@ class ChosenRowsBuilder:
         return self.builder.build(replace(addresses, block=block, row=row), start)
 
 
-def few_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
+def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
     """`count` rows of the data sets, each label's share as in all of them, drawn by the seed. Of two counts the larger
-    one holds the smaller one's rows, but for rounding of the shares.
+    one holds the smaller one's rows, but for rounding.
 
     Args:
         whole: the data sets; `labels` of each row, or None: of one kind.
@@ -77,7 +77,7 @@ def few_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -
     usable = usable[np.lexsort((drawn, labels[usable]))]  # label by label, each in the order drawn
     _, sizes = np.unique(labels[usable], return_counts=True)
     rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row among its label's
-    picked = np.sort(usable[rank < np.repeat(shares(sizes, count), sizes)])
+    picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
     chosen = [
         ChosenRows(identities=identities[rows], block=block[rows], row=row[rows])
         for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
@@ -90,7 +90,7 @@ def few_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -
     return replace(whole, blocks=chosen, builder=builder, labels=None, stored=())
 
 
-def shares(sizes: Integers, count: int) -> Integers:
+def label_counts(sizes: Integers, count: int) -> Integers:
     """[C] rows of each label -> [C] of `count` rows, in proportion; what rounding leaves goes to the largest
     remainders."""
     exact = count * sizes / sizes.sum()

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.unit.models.encoder_peers import CLASSES, drawn_anew, finetune_config, take_timm, timm_vit
 from tests.unit.models.test_image_encoder import images
-from trp_scale.finetuning.classification.model import HEAD_DEVIATION, ImageClassifier
+from trp_scale.finetuning.classification.task import HEAD_DEVIATION, ImageClassifier
 
 POOL = {"mean": "avg", "class": "token"}
 
