@@ -237,11 +237,11 @@ def _check_data(
     elif isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
         train = run.config.data.path
 
-        def shared() -> int:
+        def count_shared() -> int:
             learned_from = image_datasets(train)
             return sum(len(shared_images(learned_from, dataset)) for dataset in image_datasets(arguments.data))
 
-        count = on_rank_zero(where.world, "comparing what is learned and measured", shared)
+        count = on_rank_zero(where.world, "comparing what is learned and measured", count_shared)
         if count and where.world.rank == 0:
             print(f"note: {count} images of {arguments.data} are among those that {run.directory} learned from")
 

@@ -14,7 +14,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Balancer, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.finetuning.dense.depth import LARGEST, Depth, DepthSpace, LargestError, reverse_huber
+from trp_scale.finetuning.dense.depth import LARGEST, DepthObjective, DepthSpace, LargestError, reverse_huber
 from trp_scale.finetuning.dense.segmentation import Segmentation
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -59,7 +59,7 @@ def depth_case(inverse: bool = False) -> tuple[Any, Batch, list[Tensor]]:
     depth = drawn(4, 6, 6, seed=2).abs() + 0.5
     depth[0, :3], depth[3] = 0, 0
     space = DepthSpace(inverse=inverse, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))
-    return Depth(space), batch_of("depth", depth), [drawn(4, 1, 6, 6)]
+    return DepthObjective(space), batch_of("depth", depth), [drawn(4, 1, 6, 6)]
 
 
 def test_segmentation_is_the_sum_of_cross_entropies_of_pixels_with_a_class() -> None:
@@ -118,7 +118,7 @@ def test_the_threshold_is_a_constant_to_the_gradient() -> None:
 def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[slice]) -> None:
     """That of the largest error of all rows, which a hook finds before the step; several ranks: tests/distributed."""
     _, batch, (outputs,) = depth_case()
-    objective = Depth(SPACE, "batch")
+    objective = DepthObjective(SPACE, "batch")
     window = [replace(part(batch, rows), start=rows.start) for rows in parts]
     shown = torch.cat([outputs, outputs])  # for the pass beforehand, and for that of the losses
     engine = Fixed(shown[4 if len(parts) == 1 else 0 :])
@@ -131,7 +131,7 @@ def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[
     c = 0.2 * float(errors.abs().max())
     by_hand = [abs(e) if abs(e) <= c else (e * e + c * c) / (2 * c) for e in errors.tolist()]
     assert found == pytest.approx(sum(by_hand), rel=1e-6)
-    per_image = float(Depth(SPACE)(Fixed(outputs), batch).sums)
+    per_image = float(DepthObjective(SPACE)(Fixed(outputs), batch).sums)
     assert abs(per_image - found) > 0.01 * found
 
 
@@ -142,7 +142,7 @@ def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None
         def __call__(self, images: Tensor) -> list[Tensor]:
             return [torch.nn.functional.dropout(each) for each in super().__call__(images)]
 
-    objective = Depth(SPACE, "batch")
+    objective = DepthObjective(SPACE, "batch")
     window = [replace(part(batch, rows), start=rows.start) for rows in (slice(0, 2), slice(2, 4))]
     run = RunContext(config=PosBertConfig(), objective=objective, engine=Dropping(torch.cat([outputs, outputs])))
     hooks = Hooks(Balancer(), [LargestError(objective)])
@@ -164,4 +164,4 @@ def test_depth_is_learned_standardised_or_as_its_inverse() -> None:
     assert inverse.target(true).tolist() == [[[1.0, 0.25], [0.0, 0.5]]]
     assert inverse.depth(torch.tensor([0.5, 0.0, -1.0, 100.0])).tolist() == pytest.approx([2.0, 10.0, 10.0, 0.1])
     right = ((true - 3.0) / 2.0).unsqueeze(1)
-    assert float(Depth(SPACE)(Fixed(right), batch_of("depth", true)).sums) == 0.0
+    assert float(DepthObjective(SPACE)(Fixed(right), batch_of("depth", true)).sums) == 0.0

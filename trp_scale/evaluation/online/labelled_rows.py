@@ -19,7 +19,7 @@ from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.evaluation.encoders import BATCH, FrozenEncoder, TextEncoder, set_shown_images
 from trp_scale.evaluation.online.settings import ProbesSettings
 from trp_scale.evaluation.probe.features import LabelledFeatures, extract
-from trp_scale.evaluation.probe.sentences import BAD_LINES, few_of_all, pair_vectors
+from trp_scale.evaluation.probe.sentences import BAD_LINES, draw_rows_alike, pair_vectors
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import encoder_from_run
 from trp_scale.finetuning.glue.folders import Examples, read_glue
@@ -119,11 +119,11 @@ class ImageRows:
         (encoder,) = encoders
         for parameter in encoder.module.parameters():  # rank 0 alone has them
             parameter.copy_(world.sum(parameter if world.rank == 0 else torch.zeros_like(parameter)))
-        learned = self._of(encoder, self.train, self.learned, self.settings.rows)
-        measured = self._of(encoder, self.test, self.measured, self.settings.measured)
+        learned = self._extract(encoder, self.train, self.learned, self.settings.rows)
+        measured = self._extract(encoder, self.test, self.measured, self.settings.measured)
         return (learned, measured) if world.rank == 0 else None
 
-    def _of(self, encoder: FrozenEncoder, images: ProbedImages, blocks: BlockMasks, rows: int) -> LabelledFeatures:
+    def _extract(self, encoder: FrozenEncoder, images: ProbedImages, blocks: BlockMasks, rows: int) -> LabelledFeatures:
         features, labels = extract(encoder, images.once(blocks, self.run.world), self.run.world)
         return LabelledFeatures(features=features[:rows], labels=labels[:rows])
 
@@ -167,7 +167,7 @@ class SentenceRows:
         self.tokenizer = open_text_dataset(parse_paths(self.run.config.data.path)[0].path).meta.tokenizer_directories[0]
         data = read_glue(Path(settings.data), settings.task, split="dev", allowed_bad=BAD_LINES)
         self.train, self.test = data.train, next(iter(data.measured.values()))
-        self.learned, self.measured = drawn(self.train, settings.rows), drawn(self.test, settings.measured)
+        self.learned, self.measured = draw_alike(self.train, settings.rows), draw_alike(self.test, settings.measured)
         assert self.train.labels is not None
         require_two_classes(self.train.labels[self.learned], settings.data)
 
@@ -177,19 +177,19 @@ class SentenceRows:
         def read() -> None:
             source = encoder_from_run(self.run.config, NAME, lambda: weights, tokenizer=self.tokenizer)
             encoder = TextEncoder(source, self.config).eval().to(self.run.device)
-            learned, measured = self._of(encoder, self.train, self.learned), self._of(encoder, self.test, self.measured)
-            pairs.append((learned, measured))
+            learned = self._extract(encoder, self.train, self.learned)
+            pairs.append((learned, self._extract(encoder, self.test, self.measured)))
 
         on_rank_zero(self.run.world, "reading labelled sentences", read)
         return pairs[0] if pairs else None
 
-    def _of(self, encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64]) -> LabelledFeatures:
+    def _extract(self, encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64]) -> LabelledFeatures:
         assert examples.labels is not None
         vectors = pair_vectors(encoder, examples, rows, self.length)
         return LabelledFeatures(features=vectors, labels=examples.labels[rows].astype(np.int64))
 
 
-def drawn(examples: Examples, rows: int) -> npt.NDArray[np.int64]:
+def draw_alike(examples: Examples, rows: int) -> npt.NDArray[np.int64]:
     """Places of at most `rows` examples, each label's share as in all of them; always the same."""
     assert examples.labels is not None
-    return few_of_all(examples.labels, rows if rows < len(examples.labels) else 0, seed=0, alike=True)
+    return draw_rows_alike(examples.labels, rows if rows < len(examples.labels) else 0, seed=0, alike=True)

@@ -55,7 +55,7 @@ class OnlineProbes(Hook):
     Attributes:
         next: the step after which it is measured next, where `every` is 0.
         latest: what was found last; empty before the first measurement.
-        told: the step of the figures that metrics.jsonl has, on rank 0.
+        logged: the step of the figures that metrics.jsonl has, on rank 0.
 
     Raises:
         DataError, RefusedError: labelled rows that are missing or cannot be read.
@@ -71,7 +71,7 @@ class OnlineProbes(Hook):
         self.last = run.config.training.steps
         self.next = max(1, round(FIRST * self.last))
         self.latest: dict[str, Any] = {}
-        self.told = 0
+        self.logged = 0
         self._fresh = False
         self._began, self._spent = time.monotonic(), 0.0
         self._steps, self._paced = 0, 0.0  # those after the first, which may have compiled, and when it was made
@@ -91,13 +91,13 @@ class OnlineProbes(Hook):
         began = time.monotonic()
         features = self.rows.features(self.run.engine.full_weights())
 
-        def judged() -> tuple[dict[str, Any], int]:
+        def judge() -> tuple[dict[str, Any], int]:
             assert features is not None, "rank 0 has the features"
-            return self._judged(features, step, began)
+            return self._judge(features, step, began)
 
-        self.latest, self.next = on_rank_zero(self.run.world, "fitting the probes", judged)
+        self.latest, self.next = on_rank_zero(self.run.world, "fitting the probes", judge)
 
-    def _judged(self, features: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
+    def _judge(self, features: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
         """The figures, and the step of the next ones."""
         learned, measured = features
         neighbours = nearest_neighbours(learned, measured.features, KnnSettings(k=self.settings.neighbours))
@@ -128,9 +128,9 @@ class OnlineProbes(Hook):
         accuracies; rank_me: of features as wide as `width`; rows: learned from; measured: rows; seconds: of that
         measurement; share: of all of them in this start's time."""
         latest = self.latest
-        if not latest or latest["step"] == self.told:
+        if not latest or latest["step"] == self.logged:
             return {}
-        self.told = latest["step"]
+        self.logged = latest["step"]
         notice = (
             f"after step {latest['step']}: nearest neighbours {latest['knn']:.3f}, linear {latest['linear']:.3f} on "
             f"{latest['measured']:,} rows, RankMe {latest['rank_me']:.1f} of {latest['width']}; "

@@ -49,7 +49,7 @@ def probe_images(arguments: ProbeArguments, environment: Environment) -> tuple[l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ProbeFeatures:
     """Features and labels, on rank 0 alone.
 
     Attributes:
@@ -131,7 +131,7 @@ class Probe:
                 assert measured.train is not None
                 train = measured.train
                 if self.arguments.per_class:
-                    train = train.take(few_of_each(train.labels, self.arguments.per_class, seed))
+                    train = train.take(draw_of_each_class(train.labels, self.arguments.per_class, seed))
                 answers = classify(train, measured.test.features, self.arguments, seed)
             return SeedResult(
                 task=f"{self.name} ({self.arguments.method} probe{few})",
@@ -159,7 +159,7 @@ class Probe:
             **weights,  # type: ignore[arg-type]
         )
 
-    def features(self, encoder: FrozenEncoder) -> Measured | None:
+    def features(self, encoder: FrozenEncoder) -> ProbeFeatures | None:
         """Features of training images and of measured ones, on rank 0 alone. Collective."""
         cache, cached = self.arguments.cache, True
         train: LabelledFeatures | None = None
@@ -167,11 +167,11 @@ class Probe:
             train, cached = all_features(encoder, self.train, self.world, cache)
         if self.test is not None:
             test, test_cached = all_features(encoder, self.test, self.world, cache)
-            return None if test is None else Measured(train=train, test=test, cached=cached and test_cached)
+            return None if test is None else ProbeFeatures(train=train, test=test, cached=cached and test_cached)
         held = self.train.held_out(self.fraction)
-        return None if train is None else Measured(train=train.take(~held), test=train.take(held), cached=cached)
+        return None if train is None else ProbeFeatures(train=train.take(~held), test=train.take(held), cached=cached)
 
-    def learn_fresh(self, encoder: FrozenEncoder, measured: Measured | None, seed: int) -> Integers | None:
+    def learn_fresh(self, encoder: FrozenEncoder, measured: ProbeFeatures | None, seed: int) -> Integers | None:
         """Answers of a linear probe that learns from random crops, on rank 0 alone. Collective."""
         return fit_fresh(
             encoder,
@@ -219,7 +219,7 @@ class Probe:
         return on_rank_zero(self.world, "measuring the head of stage II", judge)
 
 
-def few_of_each(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
+def draw_of_each_class(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
     """[n] labels -> [n] which of them are drawn: `count` of each, uniformly.
 
     Raises:

@@ -78,7 +78,7 @@ class ProbedImages:
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
         """Yield the batches of the chosen blocks once."""
-        rows = self.opened.rows(self._measured())
+        rows = self.opened.rows(self._measured_builder())
         plan = HeldOutPlan(members=rows.members(self.opened.paths, chosen))
         source = ValidationSource(plan, rows.builder, self.config, rank=group.rank, world=group.size, pin_memory=False)
         try:
@@ -88,7 +88,7 @@ class ProbedImages:
 
     def in_order(self, group: Group, fraction: float) -> TrainSource:
         """The images that are not held out in the order of training, as they are measured, without end."""
-        return self._endless(self._measured(), self.config, group, fraction)
+        return self._endless(self._measured_builder(), self.config, group, fraction)
 
     def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
         """Return a source like `in_order` with random crops, mirrored half of the time, new in every epoch.
@@ -105,7 +105,7 @@ class ProbedImages:
         builder = TrainingImages(config, self.opened.datasets, self.opened.meta)
         return self._endless(builder, config, group, fraction)
 
-    def _measured(self) -> MeasuredImages:
+    def _measured_builder(self) -> MeasuredImages:
         config = copy.deepcopy(self.config)
         config.downstream.classes = len(self.classes)
         return MeasuredImages(config, self.opened.datasets, self.opened.meta)

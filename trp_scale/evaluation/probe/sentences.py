@@ -63,7 +63,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
         raise RefusedError(f"--rows is {arguments.rows}, but {task} has {len(data.train.labels)} training rows")
     scores = FORMATS[task].outputs == 1
     drawn = {
-        seed: few_of_all(data.train.labels, arguments.rows, seed, alike=not scores)
+        seed: draw_rows_alike(data.train.labels, arguments.rows, seed, alike=not scores)
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
     }
     needed = np.unique(np.concatenate(list(drawn.values())))  # no other row is read by the encoder
@@ -97,7 +97,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     return join(results)
 
 
-def few_of_all(labels: Values, count: int, seed: int, *, alike: bool) -> npt.NDArray[np.int64]:
+def draw_rows_alike(labels: Values, count: int, seed: int, *, alike: bool) -> npt.NDArray[np.int64]:
     """Places of `count` rows drawn by the seed, all of them for 0.
 
     Args:

@@ -28,7 +28,7 @@ from trp_scale.pretraining.modalities.semseg import VOID, Semseg, StoredClasses
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class ImageWindows:
     """The windows of one image.
 
     Attributes:
@@ -56,7 +56,7 @@ class WindowCutter:
         self._stride = max(1, int(crops.size * (1 - dense.overlap) + 1e-9))
         self._mode = InterpolationMode[crops.interpolation.upper()]
 
-    def cut(self, image: Tensor) -> Windows:
+    def cut(self, image: Tensor) -> ImageWindows:
         """The windows of an image [3, H, W] uint8."""
         size, (height, width) = self.size, image.shape[1:]
         shorter = min(height, width)
@@ -64,7 +64,7 @@ class WindowCutter:
         whole = functional.resize(image, list(scaled), interpolation=self._mode, antialias=True)
         corners = [(top, left) for top in self._places(scaled[0]) for left in self._places(scaled[1])]
         cut = [whole[:, top : top + size, left : left + size] for top, left in corners]
-        return Windows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
+        return ImageWindows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
 
     def _places(self, length: int) -> list[int]:
         """Starts of the windows along a side, a stride apart, and the last one at the end."""
@@ -159,7 +159,9 @@ class WholeBatchBuilder:
     def _show(self, sample: DecodedSample | None, member: int) -> _Shown:
         if sample is None:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
-            windows = Windows(images=grey[None], corners=np.zeros((1, 2), np.int64), scaled=(self._size, self._size))
+            windows = ImageWindows(
+                images=grey[None], corners=np.zeros((1, 2), np.int64), scaled=(self._size, self._size)
+            )
             return _Shown(squashed=grey, windows=windows, map=self._maps.empty((1, 1)))
         squashed = self._squash.cut(sample.image)
         windows = squashed if self._cutter is self._squash else self._cutter.cut(sample.image)
@@ -177,11 +179,11 @@ class WholeBatchBuilder:
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
     squashed: Tensor  # [3, S, S]
-    windows: Windows
+    windows: ImageWindows
     map: np.ndarray[Any, np.dtype[Any]]  # [H, W]
 
 
-def _join_windows(windows: list[Windows]) -> dict[str, Tensor]:
+def _join_windows(windows: list[ImageWindows]) -> dict[str, Tensor]:
     """The windows of all rows, filled up to the largest number of them with zeros."""
     most, first = max(len(cut.images) for cut in windows), windows[0].images
     images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)

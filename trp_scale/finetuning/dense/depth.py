@@ -52,7 +52,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
             low=dense.min_depth,
             high=dense.max_depth or math.inf,
         )
-        self.objective = Depth(self.space, dense.threshold)
+        self.objective = DepthObjective(self.space, dense.threshold)
 
     def hooks(self, run: RunContext) -> list[Hook]:
         return [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
@@ -149,7 +149,7 @@ class DepthSpace:
         return depth.clamp(self.low, self.high)
 
 
-class Depth(TaskObjective):
+class DepthObjective(TaskObjective):
     """The mean over all measured pixels of the reverse Huber loss of the standardised target.
 
     Its threshold c is a fifth of the largest error of the image; an image is never split. Laina et al. and MultiMAE's
@@ -212,7 +212,7 @@ class LargestError(Hook):
 
     name = "largest_error"
 
-    def __init__(self, objective: Depth) -> None:
+    def __init__(self, objective: DepthObjective) -> None:
         self.objective = objective
         self._added: dict[Extra, Tensor] = {}
 

@@ -1,6 +1,6 @@
-"""Where a GLUE task lies below the GLUE directory, and all of it that one run reads.
+"""Read a GLUE task from the GLUE directory.
 
-Files are GLUE's own (columns between tabs, nothing quote, most with a header), or a Hugging Face dataset directory
+Files are GLUE's own (columns between tabs, nothing quoted, most with a header), or a Hugging Face dataset directory
 (save_to_disk), for which `datasets` is imported when one is met.
 """
 
@@ -40,9 +40,7 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
         names = list(task.headerless)
     else:
         names, first = (lines[0].split("\t") if lines else []), 1
-    where = f"{path}:1"
-    chosen = [column(names, allowed, where) for allowed in task.sentences]
-    labelled = any(name in names for name in task.label)
+    columns = find_columns(names, task, f"{path}:1")
     rows, places, left_out = [], [], []
     for number, line in enumerate(lines[first:], start=first + 1):
         cells = line.split("\t")
@@ -59,16 +57,14 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
     if not rows:
         raise DataError(f"{path}: no examples found")
     labels = None
-    if labelled:
-        column_number = column(names, task.label, where)
-        labels = number_labels([cells[column_number] for cells in rows], task, places, str(path))
-    numbered = next((names.index(name) for name in INDEX if name in names), None)
+    if columns.label is not None:
+        labels = number_labels([cells[columns.label] for cells in rows], task, places, str(path))
     return Examples(
         name=path.stem,
-        sentences=tuple([cells[column_number] for cells in rows] for column_number in chosen),
+        sentences=tuple([cells[number] for cells in rows] for number in columns.sentences),
         labels=labels,
         places=places,
-        indices=[] if numbered is None else [cells[numbered] for cells in rows],
+        indices=[] if columns.index is None else [cells[columns.index] for cells in rows],
         left_out=left_out,
     )
 
@@ -80,7 +76,7 @@ def _is_header(line: str, task: GlueFormat) -> bool:
 
 def _lines(path: Path) -> list[str]:
     """Split at line feeds alone: `splitlines` would also do so at characters that occur within sentences."""
-    content = read_content(path, DataError, largest=LARGEST)
+    content = read_content(path, DataError, largest=MAX_TSV_BYTES)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -92,7 +88,7 @@ def _lines(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-LARGEST = 4 << 30
+MAX_TSV_BYTES = 4 << 30
 """Bytes of a file; GLUE's largest, MNLI's, has 80 MB."""
 
 DICT_FILE = "dataset_dict.json"
@@ -142,7 +138,8 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
 
 def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
     names = rows.column_names
-    sentences = tuple(list(rows[names[column(names, allowed, where)]]) for allowed in task.sentences)
+    columns = find_columns(names, task, where)
+    sentences = tuple(list(rows[names[number]]) for number in columns.sentences)
     if not len(rows):
         raise DataError(f"{where}: no examples found")
     for texts in sentences:
@@ -150,16 +147,15 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number}: {type(text).__name__} found, a sentence expected")
     labels = None
-    if any(name in names for name in task.label):
-        name = names[column(names, task.label, where)]
+    if columns.label is not None:
+        name = names[columns.label]
         labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
-    numbered = next((name for name in INDEX if name in names), None)
     return Examples(
         name=stem,
         sentences=sentences,
         labels=labels,
         places=list(range(len(rows))),
-        indices=[] if numbered is None else [str(index) for index in rows[numbered]],
+        indices=[] if columns.index is None else [str(index) for index in rows[names[columns.index]]],
     )
 
 
@@ -236,19 +232,16 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
     Raises:
         DataError: naming each that is not, and those that are.
     """
-    problems = {task: _problem(root, task) for task in tasks}
-    wrong = dict.fromkeys(problem for problem in problems.values() if problem)
-    if wrong:
-        complete = ",".join(task for task, problem in problems.items() if not problem)
-        raise DataError("\n".join(wrong) + (f"\nallowed with this data: --task {complete}" if complete else ""))
-
-
-def _problem(root: Path, task: str) -> str:
-    try:
-        find_folder(root, task)
-    except DataError as error:
-        return str(error)
-    return ""
+    problems: dict[str, str] = {}
+    for task in tasks:
+        try:
+            find_folder(root, task)
+        except DataError as error:
+            problems[task] = str(error)
+    if problems:
+        complete = ",".join(task for task in tasks if task not in problems)
+        wrong = "\n".join(dict.fromkeys(problems.values()))
+        raise DataError(wrong + (f"\nallowed with this data: --task {complete}" if complete else ""))
 
 
 def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueData:
@@ -427,18 +420,33 @@ UNKNOWN = ("", "-1", "-1.0")
 """What stands for a label that is kept back."""
 
 
-def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
-    """Place of a column that has one of the allowed names.
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Positions of a task's columns in a table: sentences, label and index; `None` if the table lacks one."""
+
+    sentences: list[int]
+    label: int | None
+    index: int | None
+
+
+def find_columns(names: Sequence[str], task: GlueFormat, where: str) -> Columns:
+    """Find the columns of a task among the names of a table's columns.
 
     Raises:
-        DataError: there is none.
+        DataError: a sentence's column is missing.
     """
-    for name in allowed:
-        if name in names:
-            return list(names).index(name)
-    raise DataError(
-        f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shorten(', '.join(map(repr, names)))}"
-    )
+
+    def find(allowed: Sequence[str]) -> int | None:
+        return next((list(names).index(name) for name in allowed if name in names), None)
+
+    sentences = []
+    for allowed in task.sentences:
+        if (number := find(allowed)) is None:
+            raise DataError(
+                f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shorten(', '.join(map(repr, names)))}"
+            )
+        sentences.append(number)
+    return Columns(sentences=sentences, label=find(task.label), index=find(INDEX))
 
 
 def number_labels(

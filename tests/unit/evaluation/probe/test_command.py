@@ -21,7 +21,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 from trp_scale.evaluation.probe.arguments import parse_probe
 from trp_scale.evaluation.probe.features import LabelledFeatures
-from trp_scale.evaluation.probe.image_probe import NAME, StageTwo, few_of_each, stage_two
+from trp_scale.evaluation.probe.image_probe import NAME, StageTwo, draw_of_each_class, stage_two
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.results import read_results
@@ -249,8 +249,8 @@ def test_pre_training_on_real_images_beats_random_features(tmp_path: Path) -> No
 
 def test_few_images_of_each_class_are_drawn_by_the_seed() -> None:
     labels = np.repeat([0, 1, 2], [5, 9, 4])
-    first, again, other = (few_of_each(labels, 4, seed) for seed in (0, 0, 1))
+    first, again, other = (draw_of_each_class(labels, 4, seed) for seed in (0, 0, 1))
     assert np.bincount(labels[first]).tolist() == [4, 4, 4]
     assert first.tolist() == again.tolist() != other.tolist()
     with pytest.raises(RefusedError, match="--per_class is 5, but class 2 has 4 training images"):
-        few_of_each(labels, 5, 0)
+        draw_of_each_class(labels, 5, 0)

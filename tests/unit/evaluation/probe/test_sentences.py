@@ -48,11 +48,11 @@ def test_a_pair_is_both_their_distance_and_their_product(run: Path) -> None:
 
 def test_rows_are_drawn_by_the_seed_each_label_alike() -> None:
     labels = np.repeat([0.0, 1.0, 2.0], [60, 30, 10])
-    first, again, other = (module.few_of_all(labels, 20, seed, alike=True) for seed in (0, 0, 1))
+    first, again, other = (module.draw_rows_alike(labels, 20, seed, alike=True) for seed in (0, 0, 1))
     assert np.bincount(labels[first].astype(int)).tolist() == [12, 6, 2]
     assert first.tolist() == again.tolist() != other.tolist()
-    assert module.few_of_all(labels, 0, 0, alike=True).tolist() == list(range(100))
-    assert len(set(module.few_of_all(labels, 20, 3, alike=False).tolist())) == 20
+    assert module.draw_rows_alike(labels, 0, 0, alike=True).tolist() == list(range(100))
+    assert len(set(module.draw_rows_alike(labels, 20, 3, alike=False).tolist())) == 20
 
 
 def test_vectors_that_hold_the_label_give_all_of_it(
