@@ -100,7 +100,7 @@ def test_the_average_of_the_weights_is_measured_in_their_place(
     (last,), (average,) = (read_results(run / "evaluations" / name).tasks for name in ("own", "own-average"))
     assert average.metrics == read_results(run).tasks[0].metrics and average.mean < last.mean
     assert cli.main(["evaluate", "--run", str(tuned), "--weights", "average"]) == 2
-    assert "holds no average of the weights, its run had no hook weight_average" in capsys.readouterr().err
+    assert "weight_average" in capsys.readouterr().err
 
 
 def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
     try:
         for data in (renamed, fewer):
             assert cli.main(["evaluate", *run, "--data", str(data)]) == 2
-            assert "the model's are 3 (ant, bee, cat)" in capsys.readouterr().err
+            assert "3 (ant, bee, cat)" in capsys.readouterr().err
     finally:
         (tmp_path / "away").rename(tuned.parent / "data")
 
@@ -192,7 +192,7 @@ def test_images_that_were_learned_from_are_noted(
 ) -> None:
     seen = images(tmp_path / "seen", range(80, 100))
     assert cli.main(["evaluate", "--run", str(tuned), "--data", str(seen), "--output", str(tmp_path / "out")]) == 0
-    assert f"note: 10 images of {seen} are among those that" in capsys.readouterr().out
+    assert f"10 images of {seen}" in capsys.readouterr().out
 
 
 def test_a_seed_that_was_refused_is_passed_over(tuned: Path, tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys
     document.config["training"]["steps"] *= 10
     document.write(checkpoint)
     assert cli.main(["evaluate", "--run", str(one)]) == 2
-    assert "repeat the command that began it" in capsys.readouterr().err
+    assert "stopped after" in capsys.readouterr().err

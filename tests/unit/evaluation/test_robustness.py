@@ -76,14 +76,14 @@ def test_logits_are_restricted_to_the_classes_of_the_set(tuned: Path, tmp_path: 
 def test_columns_are_matched_by_name() -> None:
     model = ("ant", "bee", "cat")
     assert class_columns(model, ("cat", "ant"), Path("x")).tolist() == [2, 0]
-    with pytest.raises(RefusedError, match=r"x: 1 of its 2 classes \(dog\) are not among the model's 3 \(ant"):
+    with pytest.raises(RefusedError, match=r"x: 1 of its 2 classes \(dog\)"):
         class_columns(model, ("dog", "ant"), Path("x"))
-    with pytest.raises(RefusedError, match="names no classes, and they are matched"):
+    with pytest.raises(RefusedError, match=r"^x: .*--class_names"):
         class_columns(model, None, Path("x"))
     cranes = ("crane", "ant", "crane")  # ImageNet has a bird and a machine
     assert class_columns(cranes, cranes, Path("x")).tolist() == [0, 1, 2]
     assert class_columns(cranes, ("ant",), Path("x")).tolist() == [1]
-    with pytest.raises(RefusedError, match="two classes of the name crane"):
+    with pytest.raises(RefusedError, match=r"^x: .*crane"):
         class_columns(cranes, ("ant", "crane"), Path("x"))
 
 
@@ -155,7 +155,7 @@ def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureF
     document.write(checkpoint)
     data = of_classes(tmp_path / "set", ["bee"], 9)
     assert cli.main(["evaluate", "--run", str(several), "--robustness", f"a={data}"]) == 2
-    assert "holds 2 tasks (classification, second), --robustness measures one" in capsys.readouterr().err
+    assert "2 tasks (classification, second)" in capsys.readouterr().err
 
 
 PUBLISHED = {

@@ -86,46 +86,30 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
-        ({"task": "cola"}, "--task cola is for GLUE"),
+        ({"from": "nowhere"}, "--from nowhere"),
+        ({"task": "cola"}, "--task cola"),
         ({"seeds": 0}, "--seeds is 0"),
-        ({"seeds": 3, "only": 3}, "--only is 3, allowed: 0 ... 2 (1 tasks x 3 seeds)"),
-        ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
+        ({"seeds": 3, "only": 3}, "--only is 3"),
+        ({"downstream__task": "a/b"}, "--downstream.task is 'a/b'"),
         ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
-        ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
-        (
-            {"recipe": "mae_vit_b"},
-            "--recipe mae_vit_b is not one of trp-scale finetune's, it is for trp-scale pretrain; allowed here: class",
-        ),
+        ({"data__validation_fraction": 0.0}, "--data.validation_fraction"),
+        ({"recipe": "mae_vit_b"}, "--recipe mae_vit_b"),
+        ({"training__steps": 7}, "--training.steps 7"),
+        ({"optimizer__warmup_steps": 7, "downstream__warmup_share": 0.1}, "--optimizer.warmup_steps 7"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_is_refused_by_its_flag(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
 ) -> None:
     flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)
     if "recipe" in changes:
         flags = flags[2:]
     assert cli.main(["finetune", *flags]) == 2
-    assert message in capsys.readouterr().err
+    assert named in capsys.readouterr().err
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("metrics.jsonl"))
-
-
-def test_a_length_that_the_data_would_set_is_refused(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for changes, message in (
-        ({"training__steps": 7}, "--training.steps 7 is set by --downstream.epochs 1; allowed: --downstream.epochs 0"),
-        (
-            {"optimizer__warmup_steps": 7, "downstream__warmup_share": 0.1},
-            "--optimizer.warmup_steps 7 is set by --downstream.warmup_share 0.1",
-        ),
-    ):
-        assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_images_that_are_learned_from_are_no_test(
@@ -133,14 +117,13 @@ def test_images_that_are_learned_from_are_no_test(
 ) -> None:
     flags = tuning_flags(image_dataset, tmp_path / "run", "scratch", downstream__test_path=image_dataset)
     assert cli.main(["finetune", *flags]) == 2
-    said = capsys.readouterr().err
-    assert f"{image_dataset}: 96 of its 96 images are in the run's data" in said
+    assert f"{image_dataset}: 96 of its 96" in capsys.readouterr().err
 
 
 def test_a_data_set_is_no_run_directory(image_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(image_dataset.iterdir())
     assert cli.main(["finetune", *tuning_flags(image_dataset, image_dataset, "scratch")]) == 2
-    assert f"--run_dir {image_dataset} holds a data set; give another directory" in capsys.readouterr().err
+    assert f"--run_dir {image_dataset}" in capsys.readouterr().err
     assert sorted(image_dataset.iterdir()) == before
 
 
@@ -148,18 +131,14 @@ def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
     assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
 
 
-def test_one_run_of_several_needs_their_directory(image_dataset: Path, tmp_path: Path) -> None:
-    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", only=0)
-    place = flags.index("--run_dir")
-    with pytest.raises(RefusedError, match="--only needs --run_dir"):
-        parse_finetune(flags[:place] + flags[place + 2 :])
-
-
-def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:
-    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch")
-    place = flags.index("--from")
-    with pytest.raises(RefusedError, match="--from is missing"):
-        parse_finetune(flags[:place] + flags[place + 2 :])
+@pytest.mark.parametrize(("left_out", "changes"), [("run_dir", {"only": 0}), ("from", {})])
+def test_missing_flags_are_named(
+    image_dataset: Path, tmp_path: Path, left_out: str, changes: dict[str, object]
+) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)
+    number = flags.index(f"--{left_out}")
+    with pytest.raises(RefusedError, match=f"--{left_out}"):
+        parse_finetune(flags[:number] + flags[number + 2 :])
 
 
 def test_results_of_other_tasks_stay(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_features_that_are_not_finite_are_refused(images: ProbedImages) -> None:
     encoder = FrozenEncoder(small_config(), pooling="mean")
     with torch.no_grad():
         encoder.module.blocks[0].mlp.fc1.bias[0] = torch.nan  # type: ignore[union-attr, index]
-    with pytest.raises(RefusedError, match="gives 37 of 37 images features that are not finite"):
+    with pytest.raises(RefusedError, match="37 of 37"):
         extract(encoder, images.batches(ALONE))
 
 
@@ -151,7 +151,7 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_encoder_runs(
     (tmp_path / "file").touch()
     encoder = FrozenEncoder(small_config(), pooling="mean")
     for cache in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RefusedError, match=f"--cache {cache}: features cannot be kept there"):
+        with pytest.raises(RefusedError, match=f"--cache {cache}:"):
             all_features(encoder, images, ALONE, cache)
 
 

@@ -56,7 +56,7 @@ def test_an_unreadable_test_image_is_refused(tmp_path: Path) -> None:
     samples[4]["jpg"] = b"no image"
     path = write_images(tmp_path / "data", [samples])
     images = opened(path)
-    with pytest.raises(RefusedError, match=r"image-000000/n00004, cannot be read, .* of all images"):
+    with pytest.raises(RefusedError, match=r"image-000000/n00004"):
         extract(FrozenEncoder(small_encoder(), pooling="mean"), images.batches(ALONE))
 
 
@@ -86,7 +86,7 @@ def test_what_says_nothing_of_a_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=message):
             check_test(config, path)
     bare = [{name: value for name, value in sample(number, 8, 8).items() if name != "cls"} for number in range(50, 60)]
-    with pytest.raises(RefusedError, match="the images have no classes"):
+    with pytest.raises(RefusedError, match=r"\.cls"):
         check_test(config, write_images(tmp_path / "bare", [bare], changes={"suffixes": ["jpg"]}))
     mixture = config_for(f"a:0.5={images(tmp_path / 'more', range(60, 70))},b:0.5={train}")
     with pytest.raises(RefusedError, match="10 of its 10"):
@@ -97,7 +97,7 @@ def test_classes_without_names_are_compared_by_number(tmp_path: Path) -> None:
     config = config_for(images(tmp_path / "train", range(30), classes=None))
     check_test(config, images(tmp_path / "test", range(30, 40), classes=None))
     samples = [sample(number, 16, 16, cls=b"3") for number in range(50, 60)]
-    with pytest.raises(RefusedError, match=r"class 3 found, the highest of --data\.path is 2"):
+    with pytest.raises(RefusedError, match=r"class 3 .*--data\.path is 2"):
         check_test(config, write_images(tmp_path / "more", [samples], changes={"classes": None}))
 
 

@@ -208,14 +208,14 @@ def test_ranks_agree_on_what_is_measured_too(tmp_path: Path) -> None:
 def test_data_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     train = write(tmp_path / "train", ["0", "1"])
     other = write(tmp_path / "other", ["0"], classes=["ant", "bee"])
-    with pytest.raises(RefusedError, match=r"--downstream.test_path has 2 classes .ant, bee, .*the same names"):
+    with pytest.raises(RefusedError, match=r"--downstream.test_path has 2 classes .ant, bee"):
         task_on(train, other)
     few, many = (write(tmp_path / name, labels, classes=None) for name, labels in (("few", ["1"]), ("many", ["7"])))
-    with pytest.raises(RefusedError, match=r"--downstream.test_path has images of class 7, --data.path has 2 classes"):
+    with pytest.raises(RefusedError, match=r"--downstream.test_path .*class 7, --data.path has 2"):
         task_on(few, many)
     plain = {name: content for name, content in sample(0, 20, 20).items() if name != "cls"}
     blind = write_images(tmp_path / "blind", [[plain]], changes={"suffixes": ["jpg"], "classes": None})
-    with pytest.raises(RefusedError, match=r"the images have no classes .no .cls members."):
+    with pytest.raises(RefusedError, match=r"\.cls"):
         task_on(blind)
     odd = write(tmp_path / "odd", ["1"], classes=None)
     index = odd / "shards" / "image-000000.index.json"
@@ -240,5 +240,5 @@ def test_measured_images_that_cannot_be_read_give_no_figure(
         training__steps=1,
     )
     assert cli.main(["finetune", *flags]) == ExitStatus.FAILED
-    assert "1 of the measured samples cannot be read (image-000000/n00002)" in capsys.readouterr().err
+    assert "(image-000000/n00002)" in capsys.readouterr().err
     assert not (tmp_path / "run" / "results.json").exists()

@@ -77,7 +77,7 @@ def test_what_was_not_measured_counts_nowhere() -> None:
     predicted[:, 2] = 1e6
     assert measured(predicted, true) == first
     assert first["detail"]["pixels"] == 60
-    with pytest.raises(RefusedError, match="no measured pixel"):
+    with pytest.raises(RefusedError, match=r"--dense.min_depth"):
         measured(predicted, torch.zeros(2, 6, 6))
 
 

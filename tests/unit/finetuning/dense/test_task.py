@@ -184,9 +184,7 @@ def test_depth_is_standardised_by_training_maps_alone(image_dataset: Path, tmp_p
 
 
 def test_blocks_that_the_encoder_has_not_are_refused(image_dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        RefusedError, match=r"--dense.after is 0 1 2 3, allowed: 4 blocks in ascending order, from 0 to"
-    ):
+    with pytest.raises(RefusedError, match=r"--dense.after is 0 1 2 3"):
         parse_finetune([*flags("depth", image_dataset, tmp_path / "x"), "--dense.after", "0", "1", "2", "3"])
 
 

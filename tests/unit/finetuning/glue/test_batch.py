@@ -138,7 +138,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(RefusedError, match=r"(?s)nothing: .*--downstream\.tokenizer DIR"):
         load_tokenizer(tmp_path / "nothing", length=16)
-    with pytest.raises(RefusedError, match="nowhere: no such directory"):
+    with pytest.raises(RefusedError, match="nowhere"):
         load_tokenizer(tmp_path / "nowhere", length=16)
     bare = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2, "[CLS]": 3, "[SEP]": 4, "[PAD]": 5}))
     named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
