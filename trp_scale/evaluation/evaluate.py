@@ -150,20 +150,14 @@ def _robust(
     seeds: list[FinetunedRun], arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment
 ) -> list[TaskResult]:
     """Each set over the seeds of one classifier."""
-    from trp_scale.evaluation.robustness import measure_robustness
+    from trp_scale.evaluation.robustness import RobustClassifier
 
-    results = [
-        measure_robustness(
-            run,
-            sets,
-            environment,
-            classes_of=arguments.classes,
-            partial=arguments.partial,
-            micro_size=arguments.micro_size,
-        )
-        for run in seeds
-    ]
-    return [join(list(of_set)) for of_set in zip(*results, strict=True)]
+    results: list[list[SeedResult]] = [[] for _ in sets]
+    for run in seeds:
+        classifier = RobustClassifier(run, environment, classes_of=arguments.classes, micro_size=arguments.micro_size)
+        for images, of_set in zip(sets, results, strict=True):
+            of_set.append(classifier.measure(images, partial=arguments.partial))
+    return [join(of_set) for of_set in results]
 
 
 def measure_run(

@@ -108,6 +108,7 @@ ALEXNET_ERRORS = {
 digits of the authors' code."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
+ALL_ERRORS = len(ALEXNET_ERRORS) * len(SEVERITIES)
 
 Errors = Mapping[str, Mapping[int, float]]
 """Top-1 error by corruption and severity, shares of 1."""
@@ -118,14 +119,13 @@ class CorruptionError:
     """Corruption errors of a classifier.
 
     Attributes:
-        corruptions, severities: of how many of the 15, and at how many places of the 75, errors are known.
+        severities: known errors, of 75.
         relative: CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c} by corruption.
         errors: the mean over severities by corruption.
         mce: mean CE over corruptions; 1 is as bad as AlexNet.
         mean_error: mean error over corruptions, by no other classifier's.
     """
 
-    corruptions: int
     severities: int
     relative: dict[str, float]
     errors: dict[str, float]
@@ -135,7 +135,7 @@ class CorruptionError:
     @property
     def complete(self) -> bool:
         """Whether it is the figure that is published."""
-        return self.severities == len(ALEXNET_ERRORS) * len(SEVERITIES)
+        return self.severities == ALL_ERRORS
 
 
 def corruption_error(errors: Errors) -> CorruptionError:
@@ -150,7 +150,6 @@ def corruption_error(errors: Errors) -> CorruptionError:
     means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
     relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
     return CorruptionError(
-        corruptions=len(means),
         severities=sum(len(levels) for levels in errors.values()),
         relative=relative,
         errors=means,
@@ -176,14 +175,14 @@ def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, parti
         for severity in SEVERITIES
         if severity not in severities.get(name, ())
     ]
-    if len(missing) == len(ALEXNET_ERRORS) * len(SEVERITIES):
+    if len(missing) == ALL_ERRORS:
         raise RefusedError(
             f"{where}: no shards of a corruption are there; allowed: {where}/CORRUPTION/SEVERITY/dataset.json, for "
             f"example gaussian_noise/1 (trp-scale evaluate --help shows the command)"
         )
     if missing and not partial:
         raise RefusedError(
-            f"{where}: {len(missing)} of {len(ALEXNET_ERRORS) * len(SEVERITIES)} are missing ({', '.join(missing[:4])}"
+            f"{where}: {len(missing)} of {ALL_ERRORS} are missing ({', '.join(missing[:4])}"
             f"{', ...' if len(missing) > 4 else ''}), and the mean corruption error is over all; shard them too, or "
             "take the mean of the others with --partial"
         )
@@ -195,20 +194,21 @@ IMAGENET = 1000
 """Classes of the classifier that corruption errors are divided by."""
 
 
-@dataclass(frozen=True)
 class SubsetTask:
-    """Measured subset of the classes (see `Measured`). Attributes: columns: [k] the model's number of each class."""
+    """Measured subset of the classes (see `Measured`).
 
-    columns: Tensor
-    objective: ImageClassification
+    Args:
+        columns: [k] the model's number of each class.
+    """
+
+    def __init__(self, columns: Tensor) -> None:
+        self._columns, self._objective = columns, ImageClassification()
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        """[R, C] logits over all of the model's classes."""
-        return self.objective.logits(forward, batch)
+        return self._objective.logits(forward, batch)
 
     def metrics(self) -> SubsetAccuracy:
-        """An empty collection."""
-        return SubsetAccuracy(self.columns)
+        return SubsetAccuracy(self._columns)
 
 
 class RobustClassifier:
@@ -268,21 +268,24 @@ class RobustClassifier:
             config.augmentation.measured = "whole"
         images = open_probed(config, str(directory))
         columns = class_columns(self.classes, images.opened.meta.classes, directory)
-        return measure(self.engine, SubsetTask(columns, ImageClassification()), images.batches(self.environment.data))
+        return measure(self.engine, SubsetTask(columns), images.batches(self.environment.data))
 
-    def on_set(self, images: RobustnessSet) -> SeedResult:
-        """Accuracy on a set of images as they are."""
+    @torch.no_grad()
+    def measure(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
+        """Measure one set. Collective.
+
+        Args:
+            partial: whether ImageNet-C may be some of its corruptions and severities alone.
+        """
+        if images.name == "c":
+            return self.on_corruptions(images, partial=partial)
         accuracy = self.accuracy(images.directory)
         detail = accuracy.pop("detail")
         return self._result(images, "accuracy", accuracy, detail, lower_is_better=False)
 
     def on_corruptions(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
         """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
-        the errors that it is divided by, and published ones, are of the images as they are.
-
-        Args:
-            partial: whether it may be over some of the corruptions and severities alone.
-        """
+        the errors that it is divided by, and published ones, are of the images as they are."""
         present = {
             name: [level for level in SEVERITIES if (images.directory / name / str(level) / "dataset.json").is_file()]
             for name in ALEXNET_ERRORS
@@ -297,16 +300,15 @@ class RobustClassifier:
                 IMAGENET,
             )
         errors = {
-            name: {level: self._error(images.directory / name / str(level)) for level in levels}
+            name: {
+                level: 1.0 - self.accuracy(images.directory / name / str(level), whole=True)["accuracy"]
+                for level in levels
+            }
             for name, levels in present.items()
             if levels
         }
         corruption = corruption_error(errors)
-        label = (
-            ""
-            if corruption.complete
-            else f" (partial: {corruption.severities} of {len(ALEXNET_ERRORS) * len(SEVERITIES)})"
-        )
+        label = "" if corruption.complete else f" (partial: {corruption.severities} of {ALL_ERRORS})"
         metric = f"mean_corruption_error{label}"
         metrics = {metric: corruption.mce, f"mean_error{label}": corruption.mean_error}
         metrics |= {f"error_{name}": value for name, value in corruption.errors.items()}
@@ -315,9 +317,6 @@ class RobustClassifier:
             "corruption_errors": corruption.relative,
         }
         return self._result(images, metric, metrics, detail, lower_is_better=True)
-
-    def _error(self, directory: Path) -> float:
-        return 1.0 - float(self.accuracy(directory, whole=True)["accuracy"])
 
     def _result(
         self,
@@ -337,21 +336,3 @@ class RobustClassifier:
             metrics=metrics,
             detail=detail,
         )
-
-
-@torch.no_grad()
-def measure_robustness(
-    run: FinetunedRun,
-    sets: list[RobustnessSet],
-    environment: Environment,
-    *,
-    classes_of: str = "",
-    partial: bool = False,
-    micro_size: int = 0,
-) -> list[SeedResult]:
-    """One seed on each of the sets, in their order. Collective; arguments as for `RobustClassifier`."""
-    classifier = RobustClassifier(run, environment, classes_of=classes_of, micro_size=micro_size)
-    return [
-        classifier.on_corruptions(images, partial=partial) if images.name == "c" else classifier.on_set(images)
-        for images in sets
-    ]

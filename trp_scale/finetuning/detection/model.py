@@ -24,7 +24,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
 
-from trp_scale.finetuning.dense.model import as_map
+from trp_scale.finetuning.dense.model import as_map, quarters
 from trp_scale.finetuning.detection.settings import DetectionConfig, DetectionTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision, write
@@ -98,7 +98,7 @@ class BlockPyramid(nn.Module):
 
     def reads(self, blocks: int) -> list[int]:
         """Numbers of the blocks whose tokens it takes."""
-        return [blocks * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
+        return list(quarters(blocks))
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
         """Four of [B, 1 + G^2, D] -> maps [B, channels, H, W] by level, the finest first."""

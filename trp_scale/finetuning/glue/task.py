@@ -196,27 +196,28 @@ def matthews(predicted: Values, labels: Values) -> float:
     """Matthews' correlation coefficient."""
     from sklearn.metrics import matthews_corrcoef
 
-    if reason := _constant(predicted, labels):
-        return _warn_undefined("Matthews' correlation", reason)
-    return float(matthews_corrcoef(labels, predicted))
+    return _correlate("Matthews' correlation", lambda: matthews_corrcoef(labels, predicted), predicted, labels)
 
 
 def pearson(predicted: Values, scores: Values) -> float:
     """Pearson's correlation of scores."""
     from scipy.stats import pearsonr  # type: ignore[import-untyped]
 
-    if reason := _constant(predicted, scores):
-        return _warn_undefined("Pearson's correlation", reason)
-    return float(pearsonr(predicted, scores).statistic)
+    return _correlate("Pearson's correlation", lambda: pearsonr(predicted, scores).statistic, predicted, scores)
 
 
 def spearman(predicted: Values, scores: Values) -> float:
     """Spearman's correlation of scores: Pearson's of their ranks, equal ones sharing the mean of theirs."""
     from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-    if reason := _constant(predicted, scores):
-        return _warn_undefined("Spearman's correlation", reason)
-    return float(spearmanr(predicted, scores).statistic)
+    return _correlate("Spearman's correlation", lambda: spearmanr(predicted, scores).statistic, predicted, scores)
+
+
+def _correlate(figure: str, compute: Callable[[], float], predicted: Values, labels: Values) -> float:
+    """Compute a correlation, or return 0 with a warning if it is undefined."""
+    if reason := _constant(predicted, labels):
+        return _warn_undefined(figure, reason)
+    return float(compute())
 
 
 def _constant(predicted: Values, labels: Values) -> str:
@@ -317,8 +318,6 @@ def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
         for number, name in enumerate(FORMATS[task].names)
     }
 
-
-logger = logging.getLogger(__name__)
 
 LEAST_SCORE, LARGEST_SCORE = 0.0, 5.0
 """Of STS-B."""
