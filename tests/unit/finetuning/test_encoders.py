@@ -331,7 +331,7 @@ def test_timm_is_given_no_argument_that_loads_or_fetches(tmp_path: Path) -> None
     from safetensors.torch import save_file
     from torch import zeros
 
-    from trp_scale.finetuning.encoder_source import open_encoder
+    from trp_scale.finetuning.encoders import open_encoder
 
     save_file({"pos_embed": zeros(1, 5, 8)}, tmp_path / "model.safetensors")
     for settings, message in (
