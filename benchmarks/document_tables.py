@@ -26,8 +26,9 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.tables import GIB, curve, table
+from trp_scale.planning.tables import curve, table
 from trp_scale.pretraining.base import DataFacts
+from trp_scale.table import GIB
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 END = "<!-- end of the tables -->"

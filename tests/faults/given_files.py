@@ -23,7 +23,7 @@ from trp_scale.config import ModelConfig
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, special_tokens, train_word_piece
 from trp_scale.diagnostics import machine
 from trp_scale.errors import DataError, RefusedError
-from trp_scale.evaluation.figures.own_images import read_square
+from trp_scale.evaluation.figures.trained_images import read_square
 from trp_scale.finetuning.detection.annotations import check_images
 from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.finetuning.detection.files import read_coco, read_voc

@@ -31,8 +31,8 @@ from trp_scale.evaluation.probe.features import _read as read_features
 from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.mae.weights import stored_positions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.reporting.comparison import compare_results
 from trp_scale.reporting.document import page_text
-from trp_scale.reporting.paired_tests import compare_results
 from trp_scale.reporting.record import read_run
 from trp_scale.reporting.results import (
     RESULT_FILE,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("exit_status", "console"),
+    ("exit_status", "console", "table"),
     ("errors",),
     ("config",),
     ("distributed",),

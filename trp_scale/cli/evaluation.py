@@ -44,8 +44,8 @@ def report(argv: Sequence[str]) -> int:
     from trp_scale.reporting.record import read_run
     from trp_scale.reporting.run import write_page
     from trp_scale.training.metrics import newest_run
-    from trp_scale.training.picture_files import pictures_of
     from trp_scale.training.report import report as table
+    from trp_scale.training.sinks import list_pictures
 
     run_dir = arguments.run or newest_run(Path("runs"))
     run = read_run(run_dir)
@@ -58,7 +58,7 @@ def report(argv: Sequence[str]) -> int:
         drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
     print(table(run_dir, run.history), end="")
     print("".join(f"{line}\n" for line in drawn), end="")
-    print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))
+    print(write_page(run, [] if arguments.pictures is None else list_pictures(arguments.pictures)))
     return 0
 
 
@@ -137,11 +137,11 @@ def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
     if arguments.html is not None:
-        from trp_scale.reporting.comparison import compare_as_page
+        from trp_scale.reporting.comparison_page import compare_as_page
 
         compare_as_page(arguments.runs, arguments.html, markdown_file=arguments.markdown, csv_file=arguments.csv)
         return 0
-    from trp_scale.reporting.result_tables import compare as put_side_by_side
+    from trp_scale.reporting.comparison import compare as put_side_by_side
 
     put_side_by_side(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)
     return 0

@@ -164,7 +164,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"afterwards: trp-scale study report {shlex.quote(str(graph.directory))}")
         return 0
     cores = len(os.sched_getaffinity(0))
-    executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), said=_say)
+    executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), tell=_say)
     only = None if arguments.only is None else list(graph.nodes)[arguments.only]
     ended = executor.run(only)
     failed = [name for name, state in ended.items() if state is None or state.status != "finished"]
@@ -188,9 +188,9 @@ def _state(file: str) -> str:
 
 def _graph(study: Study, scale: Scale, directory: Path, flags: list[str]) -> Graph:
     from trp_scale.studies.graph import Graph
-    from trp_scale.studies.study import given_inputs
+    from trp_scale.studies.study import parse_inputs
 
-    return Graph(study, scale, directory.resolve(), given_inputs(study, scale, flags))
+    return Graph(study, scale, directory.resolve(), parse_inputs(study, scale, flags))
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, 
 from trp_scale.finetuning.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
 from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin
 from trp_scale.finetuning.task import Collector, DownstreamTask, build_task, predict, task_class, trained_on_is_there
-from trp_scale.reporting.result_tables import print_results
+from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,

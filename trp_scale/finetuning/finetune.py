@@ -21,7 +21,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.task import DownstreamTask, build_task, measure
-from trp_scale.reporting.result_tables import print_results
+from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,

@@ -139,7 +139,7 @@ class DownstreamTask(Measured, Upstream, Protocol):
         lower_is_better: of the metric.
         split: what the measured rows are: dev or test.
         unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
-        pictures: "module:class" of a `FinetunedPictures` (evaluation/figures/finetuned.py), which draws predictions;
+        pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns);
             "" if there is none.
     """
 

@@ -9,18 +9,12 @@ from trp_scale.config import RefusedError
 from trp_scale.planning import clusters, step
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import Plan
-
-GIB = 2**30
+from trp_scale.table import GIB, Table
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table with columns of one width."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return [line(head), "| " + " | ".join("-" * width for width in widths) + " |", *map(line, rows)]
+    return Table(head=head, rows=rows, words=len(head)).to_markdown(padded=True).splitlines()
 
 
 RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "GB sent", "collectives", "bound by")

@@ -1,249 +1,438 @@
-"""`trp-scale compare --html`: runs side by side, their curves over each other, end figures, settings, and results."""
+"""`trp-scale compare`: runs side by side. Decides which figures may share a row, which task is each run's worst, and
+what differs by more than the seeds do; prints it in the terminal, as Markdown and as CSV. All figures of runs are
+printed here."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import csv
+import io
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from trp_scale.checkpoint.run_directory import METRICS_FILE
-from trp_scale.config.loader import flat
-from trp_scale.errors import RefusedError, shorten
-from trp_scale.reporting.curves import Curve
-from trp_scale.reporting.document import (
-    Block,
-    Cell,
-    Page,
-    Section,
-    Sentences,
-    Table,
-    number_cell,
-    page_text,
-    plotly_source,
+from rich.console import Console
+from rich.text import Text
+
+from trp_scale.config import RefusedError
+from trp_scale.reporting.paired_tests import (
+    LEAST_SEEDS,
+    SIGNIFICANT,
+    Difference,
+    can_test,
+    correct,
+    paired_difference,
 )
-from trp_scale.reporting.figures import Colour, Line, Plot, colours
-from trp_scale.reporting.how_it_went import GIB
-from trp_scale.reporting.paired_tests import Comparison, compare_results, names
-from trp_scale.reporting.record import RunRecord, read_run
-from trp_scale.reporting.result_tables import Rows, compare, difference_rows, figure_rows, legend
-from trp_scale.reporting.results import RESULTS_FILE, read_results
-from trp_scale.reporting.tasks import words
-from trp_scale.storage.files import write_text
-from trp_scale.training.metrics import TaskHistory
+from trp_scale.reporting.results import Results, TaskResult, constant_figure, judged_together, read_results
+from trp_scale.table import Cell, Table, escape_markdown
+from trp_scale.training.metrics import FEWEST, worst_task
 
-LEFT = 3
-"""First columns of a table of results that are words."""
+BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
-MOST_TASKS = 24
-"""Tasks that have plots of their own."""
+WIDE = 160
+"""Columns of text where no terminal says how many it has, as in a log."""
+
+LEFT_COLUMNS = 3
+"""Columns of words; the rest are figures."""
+
+CSV_COLUMNS = (
+    *("task", "metric", "lower_is_better", "split", "run", "encoder", "recipe", "seeds", "values", "mean", "spread"),
+    *("worst", "difference", "paired_seeds", "test", "p", "p_holm", "count"),
+)
+
+
+class RowKey(NamedTuple):
+    """Figures of one row are of the same task, by the same metric, on the same rows."""
+
+    task: str
+    metric: str
+    split: str
+    lower_is_better: bool
+    rows: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.metric} on {self.split}{f': {self.rows}' if self.rows else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """Runs by name, in their order.
+class Summary:
+    """Average or worst over the tasks of one kind.
 
     Attributes:
-        runs: those with metrics.
-        results: of those with results.json, side by side; None where none has.
-        colour_of: of each run.
+        name: average or worst.
+        split: of all of them.
+        values: by run; None for a run that has not all of the tasks.
     """
 
-    runs: dict[str, RunRecord]
-    results: Comparison | None
-    colour_of: dict[str, Colour]
+    name: str
+    split: str
+    values: list[float | None]
 
 
-def compare_as_page(
-    directories: Sequence[Path], page: Path, *, markdown_file: Path | None = None, csv_file: Path | None = None
-) -> None:
-    """Print what `compare` prints of the runs with results.json, and write a page of all.
+@dataclass(kw_only=True)
+class Comparison:
+    """Tasks x runs; the first run is the baseline.
+
+    Attributes:
+        runs: their names, all different.
+        sources: encoder and recipe of each run.
+        rows: by key, each run's figure; None where it has none.
+        worst: (row, run) of each run's worst task.
+        summaries: average and worst of each run.
+        differences: by row, to the baseline, for each run after it; None where one of the two has no figure.
+    """
+
+    runs: list[str]
+    sources: list[tuple[str, str]]
+    rows: dict[RowKey, list[TaskResult | None]]
+    worst: set[tuple[RowKey, int]] = field(default_factory=set)
+    summaries: list[Summary] = field(default_factory=list)
+    differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
+
+    def constant(self, key: RowKey) -> float | None:
+        """Return the metric of the best constant prediction, of the first run that stores it, or `None`."""
+        values = (constant_figure(task) for task in self.rows[key] if task is not None)
+        return next((value for value in values if value is not None), None)
+
+    def count(self, key: RowKey) -> int | None:
+        """Return what was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
+        return min((task.count for task in self.rows[key] if task is not None and task.count is not None), default=None)
+
+    def runs_with(self, key: RowKey) -> list[str]:
+        """Return the names of the runs that have a figure in the row."""
+        return [run for run, task in zip(self.runs, self.rows[key], strict=True) if task is not None]
+
+    @property
+    def all_differences(self) -> list[Difference]:
+        """Differences that are known, row by row."""
+        return [difference for row in self.differences.values() for difference in row if difference is not None]
+
+    @property
+    def tests(self) -> int:
+        """p values in the comparison."""
+        return sum(difference.test is not None for difference in self.all_differences)
+
+
+def compare_results(named: Mapping[str, Results]) -> Comparison:
+    """Put results side by side.
+
+    Figures of one task by another metric, or on another split, get rows of their own and are named in a note: they are
+    never compared. A run's worst task is the one with the lowest mean of those that are judged together
+    (`judged_together`), if there are two or more. What is not `judged` is in the rows alone.
 
     Raises:
-        RefusedError: a directory with neither results.json nor metrics.jsonl, the same one twice, plotly is not
-            installed, or a file that cannot be written.
+        RefusedError: a run has one figure twice.
     """
-    plotly_source()  # refused before the runs are read
-    judged = [each for each in directories if (each / RESULTS_FILE).is_file()]
-    for each in directories:
-        if each not in judged and not (each / METRICS_FILE).is_file():
-            raise RefusedError(
-                f"{each} has neither {RESULTS_FILE} nor {METRICS_FILE}; allowed: directories of trp-scale pretrain, "
-                "finetune, evaluate or probe"
-            )
-    if judged or markdown_file is not None or csv_file is not None:
-        compare(judged, markdown_file=markdown_file, csv_file=csv_file)
-    found = dict(zip(names(directories), directories, strict=True))
-    results = {name: read_results(path) for name, path in found.items() if path in judged}
-    compared = Compared(
-        runs={name: read_run(path) for name, path in found.items() if (path / METRICS_FILE).is_file()},
-        results=compare_results(results) if results else None,
-        colour_of=colours(found),
+    rows = _rows(named)
+    comparison = Comparison(
+        runs=list(named),
+        sources=[(results.encoder or "scratch", results.recipe) for results in named.values()],
+        rows=rows,
+        differences=_differences(rows),
     )
-    text = page_text(comparison_page(compared))
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_text(page, text)
-    except OSError as error:
-        raise RefusedError(f"--html {page} cannot be written: {error.strerror}") from error
-    print(page)
+    for keys in _kinds(rows):
+        for run in range(len(named)):
+            tasks = {key: task for key in keys if (task := rows[key][run]) is not None and task.judged}
+            if len(tasks) > 1:
+                comparison.worst.add((find_worst(tasks), run))
+        if len(keys) > 1 and not keys[0].lower_is_better:
+            comparison.summaries += _summaries(keys, rows)
+    return comparison
 
 
-def comparison_page(compared: Compared) -> Page:
-    """One page of several runs."""
-    count = len(compared.colour_of)
-    sections = [*_results(compared), *_end_figures(compared), *_curves(compared), *_settings(compared)]
-    return Page(
-        kind="Comparison",
-        title=f"{count} run{'s' * (count > 1)} side by side",
-        lead=[shorten(", ".join(compared.colour_of), 1000)],
-        sections=sections,
-        made_of="Made by trp-scale compare.",
-    )
+def find_worst(tasks: Mapping[RowKey, TaskResult]) -> RowKey:
+    """The task that is worst, of those that are judged together (training/metrics.py: worst_task)."""
+    losses = {key: task.mean if key.lower_is_better else -task.mean for key, task in tasks.items()}
+    worst = worst_task(losses, {key: task.count for key, task in tasks.items()})
+    assert worst is not None, "there are tasks, and each has a mean"
+    return worst
 
 
-def _results(compared: Compared) -> Iterator[Section]:
-    comparison = compared.results
-    if comparison is None:
-        return
-    tables = [figure_rows(comparison)] + ([difference_rows(comparison)] if len(comparison.runs) > 1 else [])
-    blocks: list[Block] = [_table(rows) for rows in tables]
-    yield Section(
-        name="results",
-        title="Downstream results",
-        look_for="Whether a difference is larger than the seeds make: bold ones are, after correction for all tests.",
-        blocks=[*blocks, Sentences(sentences=legend(comparison))],
-    )
+def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
+    """Group results by row, in the order in which runs first have them; rows of one task are adjacent."""
+    rows: dict[RowKey, list[TaskResult | None]] = {}
+    for number, (name, results) in enumerate(named.items()):
+        for task in results.tasks:
+            key = RowKey(task.task, task.metric, task.split, task.lower_is_better, task.rows)
+            row = rows.setdefault(key, [None] * len(named))
+            if row[number] is not None:
+                raise RefusedError(f"{name}: {key.task}, {key.metric} on {key.split} is there twice; allowed: once")
+            row[number] = task
+    order = list(dict.fromkeys(key.task for key in rows))
+    return dict(sorted(rows.items(), key=lambda item: order.index(item[0].task)))
 
 
-def _table(rows: Rows) -> Table:
-    head, *body = rows
-    cells = [
-        [
-            Cell(text=cell.text, strong=cell.bold, order=_number_in(cell.text) if place >= LEFT else None)
-            for place, cell in enumerate(row)
-        ]
-        for row in body
+def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowKey]]:
+    kinds: dict[tuple[str, str], list[RowKey]] = {}
+    for key, row in rows.items():
+        judged = next((task for task in row if task is not None and task.judged), None)
+        if judged is not None:
+            kinds.setdefault(judged_together(judged), []).append(key)
+    return list(kinds.values())
+
+
+def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
+    columns = zip(*(rows[key] for key in keys), strict=True)
+    whole = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
+    kinds: list[tuple[str, Callable[[Mapping[RowKey, TaskResult]], float]]] = [
+        ("average", lambda tasks: statistics.fmean(task.mean for task in tasks.values())),
+        ("worst", lambda tasks: tasks[find_worst(tasks)].mean),
     ]
-    return Table(head=[cell.text for cell in head], rows=cells, words=LEFT)
+    return [
+        Summary(
+            name=name, split=keys[0].split, values=[take(tasks) if len(tasks) == len(keys) else None for tasks in whole]
+        )
+        for name, take in kinds
+    ]
 
 
-def _number_in(text: str) -> float | None:
-    """The figure that a cell begins with."""
-    try:
-        return float(text.split()[0])
-    except (ValueError, IndexError):
-        return None
+def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[RowKey, list[Difference | None]]:
+    """Means of all of a run's seeds less the baseline's, with tests over common seeds, corrected over the table."""
+    differences: dict[tuple[RowKey, int], Difference] = {}
+    for key, (baseline, *others) in rows.items():
+        for number, other in enumerate(others):
+            if baseline is not None and other is not None:
+                before, after = (dict(zip(task.seeds, task.values, strict=True)) for task in (baseline, other))
+                paired = paired_difference(before, after) or Difference(value=0.0)
+                differences[key, number] = replace(paired, value=other.mean - baseline.mean)
+    differences |= correct(differences)
+    return {key: [differences.get((key, number)) for number in range(len(row) - 1)] for key, row in rows.items()}
 
 
-def _end_figures(compared: Compared) -> Iterator[Section]:
-    """One table: a row for each run, a column for each task's loss at the end, and what it took."""
-    runs = compared.runs
+def compare_directories(runs: Sequence[Path]) -> Comparison:
+    """Read results.json of each and put them side by side."""
     if not runs:
-        return
-    tasks = _tasks(compared)
-    several = any(len(run.history.tasks) > 1 for run in runs.values())
-    columns: list[tuple[str, Callable[[RunRecord], float | None], bool]] = [
-        *([("worst task", lambda run: getattr(_worst_task(run), "end", None), True)] if several else []),
-        *([("its elements", lambda run: getattr(_worst_task(run), "count", None), False)] if several else []),
-        *((task, _end_of(task), True) for task in tasks),
-        ("held-out loss", lambda run: _last(run.curves.held_out.get("loss", {}).get("", Curve())), True),
-        ("steps", lambda run: run.history.last_step, False),
-        ("s a step", lambda run: run.history.step_seconds, False),
-        ("waiting for data %", lambda run: _percent(run.history.data_wait_share), False),
-        ("memory, GiB", lambda run: run.history.peak_memory_bytes / GIB, False),
+        raise RefusedError("no run is given; allowed: one or more directories with results.json")
+    return compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
+
+
+def names(runs: Sequence[Path]) -> list[str]:
+    """Last parts of the paths, as many as tell them apart.
+
+    Raises:
+        RefusedError: the same directory twice.
+    """
+    parts = [path.resolve().parts for path in runs]
+    twice = [str(path) for path, count in Counter(map(Path.resolve, runs)).items() if count > 1]
+    if twice:
+        raise RefusedError(f"{twice[0]} is given twice; allowed: directories that differ")
+    for kept in range(1, max(map(len, parts)) + 1):
+        shortest = ["/".join(part[-kept:]) for part in parts]
+        if len(set(shortest)) == len(shortest):
+            return shortest
+    raise AssertionError("different paths have different parts")
+
+
+def print_results(results: Results, baseline: Results | None = None, console: Console | None = None) -> None:
+    """The table of one run; against a baseline, both and what differs."""
+    named = {THIS_RUN: results} if baseline is None else {BASELINE: baseline, THIS_RUN: results}
+    print_comparison(compare_results(named), console)
+
+
+def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
+    """Print figures, differences from the first run, and notes."""
+    console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
+    for table in result_tables(comparison):
+        console.print(table.to_rich())
+    for line in legend(comparison):
+        console.print(Text(line, style="dim"))
+
+
+def result_tables(comparison: Comparison) -> list[Table]:
+    """Return the table of figures and, of several runs, that of differences."""
+    return [_figures(comparison), *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Both tables and the notes."""
+    notes = "\n".join(f"- {escape_markdown(line)}" for line in legend(comparison))
+    return "\n\n".join([*(table.to_markdown() for table in result_tables(comparison)), notes]) + "\n"
+
+
+def to_csv(comparison: Comparison) -> str:
+    """One line for each figure, numbers in full; the baseline's have no difference."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for key, row in comparison.rows.items():
+        for number, task in enumerate(row):
+            if task is not None:
+                writer.writerow(_csv_line(comparison, key, number, task))
+    return file.getvalue()
+
+
+def _csv_line(comparison: Comparison, key: RowKey, number: int, task: TaskResult) -> list[object]:
+    difference = comparison.differences[key][number - 1] if number else None
+    test = None if difference is None else difference.test
+    return [
+        *(key.task, key.metric, str(key.lower_is_better).lower(), key.split, comparison.runs[number]),
+        *comparison.sources[number],
+        *(" ".join(map(str, task.seeds)), " ".join(map(repr, task.values)), repr(task.mean), repr(task.spread)),
+        str((key, number) in comparison.worst).lower(),
+        "" if difference is None else repr(difference.value),
+        *(("", "", "") if test is None else (test.seeds, test.test, repr(test.p))),
+        "" if difference is None or difference.corrected is None else repr(difference.corrected),
+        "" if task.count is None else task.count,
     ]
-    values = {name: [take(run) for _, take, _ in columns] for name, run in runs.items()}
-    known = [place for place in range(len(columns)) if any(own[place] is not None for own in values.values())]
-    best = {place: min(own[place] or 0.0 for own in values.values() if own[place] is not None) for place in known}
-    rows = []
-    for name, run in runs.items():
-        cells = [Cell(text=name, colour=compared.colour_of[name]), Cell(text=run.state.word)]
-        for place in known:
-            value, is_loss = values[name][place], columns[place][2]
-            cell = number_cell(value)
-            cells.append(
-                Cell(text=cell.text, order=cell.order, strong=is_loss and len(runs) > 1 and value == best[place])
-            )
-        rows.append(cells)
-    note = (
-        "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses of runs "
-        "with other masks, targets or tokens are not of one scale."
-    )
-    yield Section(
-        name="end",
-        title="End figures",
-        look_for="The run whose worst task ends lowest, and what it cost.",
-        blocks=[Table(head=["run", "end", *(columns[place][0] for place in known)], rows=rows, words=2, note=note)],
-    )
 
 
-def _tasks(compared: Compared) -> list[str]:
-    return list(dict.fromkeys(task for run in compared.runs.values() for task in run.history.tasks))
+def _figures(comparison: Comparison) -> Table:
+    """Tasks x runs: mean, spread and seeds; average and worst below them. Where they are known, the number of measured
+    elements and what a constant prediction reaches appear before the runs."""
+    constants = {key: comparison.constant(key) for key in comparison.rows}
+    known = {
+        "count": {key: f"{count:,}" for key in comparison.rows if (count := comparison.count(key)) is not None},
+        CONSTANT_COLUMN: {key: _number(value).text for key, value in constants.items() if value is not None},
+    }
+    before = {name: column for name, column in known.items() if column}
+    rows: list[list[str | Cell]] = []
+    for key, row in comparison.rows.items():
+        cells: list[str | Cell] = [column.get(key, "-") for column in before.values()]
+        for number, task in enumerate(row):
+            worst = (key, number) in comparison.worst
+            cells.append("-" if task is None else _figure(task, worst))
+        rows.append([*_row_head(key), *cells])
+    rows += [_summary_row(summary, [""] * len(before), summary.values) for summary in comparison.summaries]
+    return Table(head=["task", "metric", "on", *before, *comparison.runs], rows=rows, words=LEFT_COLUMNS)
 
 
-def _worst_task(run: RunRecord) -> TaskHistory | None:
-    return run.history.tasks.get(run.history.worst_task or "")
+def _figure(task: TaskResult, worst: bool) -> Cell:
+    """0.8123 ± 0.0045 (3): mean, sample standard deviation over seeds, number of seeds."""
+    spread = f" ± {task.spread:.4f}" if len(task.seeds) > 1 else ""
+    text = f"{task.mean:.4f}{spread} ({len(task.seeds)}){' worst' if worst else ''}"
+    return Cell(text=text, strong=worst, order=task.mean)
 
 
-def _end_of(task: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: run.history.tasks[task].end if task in run.history.tasks else None
+def _differences_table(comparison: Comparison) -> Table:
+    """Each later run's mean less the first's, and the p value."""
+    head = [f"{run} less {comparison.runs[0]}" for run in comparison.runs[1:]]
+    rows = [[*_row_head(key), *map(_difference, row)] for key, row in comparison.differences.items()]
+    for summary in comparison.summaries:
+        first, *others = summary.values
+        changes = [None if first is None or value is None else value - first for value in others]
+        rows.append(_summary_row(summary, [], changes, sign=True))
+    return Table(head=["task", "metric", "on", *head], rows=rows, words=LEFT_COLUMNS)
 
 
-def _last(curve: Curve) -> float | None:
-    return curve.values[-1] if len(curve) else None
+def _difference(difference: Difference | None) -> Cell:
+    if difference is None:
+        return Cell(text="-")
+    text = _number(difference.value, sign=True).text
+    if difference.test is not None:
+        assert difference.corrected is not None
+        p = "< 0.0001" if difference.corrected < 0.0001 else f"{difference.corrected:.4f}"
+        name = "sign, " if difference.test.test == "sign" else ""
+        text += f" (p {p}, {name}n {difference.test.seeds})"
+    return Cell(text=text, strong=difference.is_significant, order=difference.value)
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
+def _number(value: float | None, sign: bool = False) -> Cell:
+    text = "-" if value is None else f"{value:+.4f}" if sign else f"{value:.4f}"
+    return Cell(text=text, order=value)
 
 
-def _curves(compared: Compared) -> Iterator[Section]:
-    """A plot for each figure, a line for each run that has it."""
-    plots = []
-    for task in _tasks(compared)[:MOST_TASKS]:
-        plots.append(_plot(compared, f"{task}: training loss", lambda run, task=task: run.curves.losses.get(task)))  # type: ignore[misc]
-        for figure in dict.fromkeys(name for run in compared.runs.values() for name in run.curves.held_out):
-            take = lambda run, task=task, figure=figure: run.curves.held_out.get(figure, {}).get(task)  # noqa: E731
-            plots.append(_plot(compared, f"{task}: held-out {words(figure)}", take))
-    plots = [plot.shown() for plot in plots if plot.lines]
-    if plots:
-        yield Section(
-            name="curves",
-            title="Curves",
-            look_for=(
-                "Where runs part, and whether they stay apart. A run keeps its colour; a click on its name hides it."
-            ),
-            blocks=plots,
+def _row_head(key: RowKey) -> list[str | Cell]:
+    return [key.task, f"{key.metric} (lower is better)" if key.lower_is_better else key.metric, key.split]
+
+
+def _summary_row(
+    summary: Summary, before: list[str], values: Sequence[float | None], sign: bool = False
+) -> list[str | Cell]:
+    return [summary.name, "", summary.split, *before, *(_number(value, sign) for value in values)]
+
+
+def legend(comparison: Comparison) -> list[str]:
+    """Explain the figures, their source, and what cannot be compared."""
+    lines = [
+        f"{run}: {encoder}, {recipe}"
+        for run, (encoder, recipe) in zip(comparison.runs, comparison.sources, strict=True)
+    ]
+    lines.append("figures: mean ± sample standard deviation over seeds (seeds); all but errors are shares of 1")
+    if any(comparison.constant(key) is not None for key in comparison.rows):
+        lines.append(
+            f"{CONSTANT_COLUMN}: what the best constant prediction reaches, one label, score or depth for all rows; a "
+            "model that is not above it has learned nothing"
         )
-
-
-def _plot(compared: Compared, title: str, take: Callable[[RunRecord], Curve | None]) -> Plot:
-    lines = []
-    for name, run in compared.runs.items():
-        curve = take(run)
-        if curve is not None and len(curve):
-            lines.append(Line(name=name, points=curve.points(), colour=compared.colour_of[name]))
-    return Plot(title=title, lines=lines)
-
-
-def _settings(compared: Compared) -> Iterator[Section]:
-    """Settings in which the runs differ."""
-    found = {name: flat(run.settings) for name, run in compared.runs.items() if run.settings}
-    if len(found) < 2:
-        return
-    rows = []
-    for setting in dict.fromkeys(name for own in found.values() for name in own):
-        if any(setting not in own for own in found.values()):
-            continue  # of a kind or a hook that not all have: the settings `kind` and `hooks` say so
-        values = [json.dumps(own[setting]) for own in found.values()]
-        if len(set(values)) > 1:
-            cells = [Cell(text=shorten(value.strip('"'), 300), code=True) for value in values]
-            rows.append([Cell(text=setting, code=True), *cells])
-    if rows:
-        yield Section(
-            name="settings",
-            title="Settings that differ",
-            look_for="A difference between the runs that is not in this table is one of data, version or chance.",
-            blocks=[Table(head=["setting", *found], rows=rows, words=1 + len(found))],
+    if comparison.worst:
+        lines.append(
+            f"worst: the run's lowest mean of those where more is better, on one split, of {FEWEST} elements or more "
+            "where any has as many; an error is worst only among tasks of the same metric"
         )
+    not_judged = [key.task for key, row in comparison.rows.items() if not any(task and task.judged for task in row)]
+    if not_judged:
+        lines.append(f"never worst: {', '.join(not_judged)}, which are not among the tasks that are judged")
+    lines += dict.fromkeys(f"on {key.split}: {key.rows}" for key in comparison.rows if key.rows)
+    if comparison.tests:
+        several = f"Holm-corrected for {comparison.tests} tests" if comparison.tests > 1 else "one test, uncorrected"
+        lines.append(
+            f"p: paired t-test over the n seeds that both runs have, two-sided, {several}; bold: below {SIGNIFICANT}"
+        )
+    return [*lines, *_notes_on_rows(comparison), *_notes_on_tests(comparison)]
+
+
+def _notes_on_rows(comparison: Comparison) -> list[str]:
+    """Tasks that cannot be compared, and runs without some tasks."""
+    notes = []
+    for task in dict.fromkeys(key.task for key in comparison.rows):
+        keys = [key for key in comparison.rows if key.task == task]
+        partial = [key for key in keys if len(comparison.runs_with(key)) < len(comparison.runs)]
+        if len(keys) > 1 and partial:
+            ways = "; ".join(f"{key} ({', '.join(comparison.runs_with(key))})" for key in partial)
+            notes.append(f"{task} is not compared between these rows: {ways}")
+    for number, run in enumerate(comparison.runs):
+        missing = [key.task for key, row in comparison.rows.items() if row[number] is None]
+        if missing and any(run_number == number for _, run_number in comparison.worst):
+            notes.append(f"the worst task of {run} is that of its own tasks; it lacks {', '.join(missing)}")
+    return notes
+
+
+def _notes_on_tests(comparison: Comparison) -> list[str]:
+    if len(comparison.runs) < 2:
+        return []
+    notes = []
+    tests = [difference.test for difference in comparison.all_differences]
+    if not can_test():
+        notes.append("no p values: they need scipy, pip install 'trp-scale[evaluation]'")
+    elif None in tests:
+        notes.append(f"no p value with fewer than {LEAST_SEEDS} seeds that both runs have, or without finite figures")
+    if any(test is not None and test.test == "sign" for test in tests):
+        notes.append("sign: the differences are the same on all n seeds, so p is the sign test's")
+    uneven = [
+        key.task
+        for key, (first, *others) in comparison.rows.items()
+        if any(first and task and set(task.seeds) != set(first.seeds) for task in others)
+    ]
+    if uneven:
+        tasks = ", ".join(dict.fromkeys(uneven))
+        notes.append(f"seeds differ between runs ({tasks}): means are over all of a run's, p over the n that both have")
+    return notes
+
+
+def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> None:
+    """Print what the runs reached, and write it as Markdown and as CSV where a file is given.
+
+    Raises:
+        RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
+    """
+    comparison = compare_directories(runs)
+    print_comparison(comparison)
+    for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)):
+        if path is not None:
+            write_output(path, text(comparison))
+            print(path)
+
+
+def write_output(path: Path, text: str, flag: str = "") -> None:
+    """Write a file of the user's choice, with its directory.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"{flag}{path} cannot be written: {error.strerror}") from error

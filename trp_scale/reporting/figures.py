@@ -13,6 +13,7 @@ from math import log10
 from typing import Any
 
 from trp_scale.reporting.curves import Points
+from trp_scale.table import Colour
 
 LIGHT = ("#0664b2", "#e67204", "#08a673", "#bf609d", "#a96600", "#4e88c1", "#665c14", "#4b5566")
 DARK = ("#468ff4", "#e57c53", "#38d88a", "#ce88d1", "#edb141", "#aee7f3", "#f9f036", "#b59ea9")
@@ -27,20 +28,6 @@ MOST_LINES = len(LIGHT) * len(DASHES)
 
 FEW_POINTS = 40
 """Up to so many points a curve has markers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Colour:
-    """Colour of a line.
-
-    Attributes:
-        light, dark: CSS colours.
-        dash: as plotly names it.
-    """
-
-    light: str
-    dark: str
-    dash: str = "solid"
 
 
 def colours(names: Iterable[str]) -> dict[str, Colour]:
@@ -101,7 +88,7 @@ class Plot:
         """One line needs none: the title says what it is."""
         return len(self.lines) > 1
 
-    def shown(self) -> Plot:
+    def limit_lines(self) -> Plot:
         """Return the plot with the emphasised lines and the first others, so that all can be told apart."""
         if len(self.lines) <= MOST_LINES:
             return self

@@ -111,7 +111,7 @@ class Results:
     tasks: list[TaskResult]
 
 
-def constant_of(task: TaskResult) -> float | None:
+def constant_figure(task: TaskResult) -> float | None:
     """Return the task metric of the best constant prediction; `None` if unknown."""
     found = task.metrics.get(CONSTANT + task.metric)
     return None if found is None else statistics.fmean(found)
@@ -136,7 +136,7 @@ def join(found: list[SeedResult]) -> TaskResult:
         seeds=[one.seed for one in found],
         values=values,
         mean=statistics.fmean(values),
-        spread=spread_of(values),
+        spread=seed_spread(values),
         metrics={
             name: [one.metrics[name] for one in found]
             for name in first.metrics
@@ -148,7 +148,7 @@ def join(found: list[SeedResult]) -> TaskResult:
     )
 
 
-def spread_of(values: Sequence[float]) -> float:
+def seed_spread(values: Sequence[float]) -> float:
     """Sample standard deviation; 0 for one seed, NaN where a figure is no finite number."""
     if not all(math.isfinite(value) for value in values):
         return math.nan

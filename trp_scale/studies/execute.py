@@ -46,7 +46,7 @@ LAST_LINES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class NodeState:
     """How a node ended.
 
     Attributes:
@@ -66,19 +66,19 @@ class State:
     at: str = ""
 
 
-def flat(node: str) -> str:
+def file_name(node: str) -> str:
     """A node's name as that of a file."""
     return node.replace("/", "+")
 
 
-def read_state(directory: Path, node: str) -> State | None:
+def read_state(directory: Path, node: str) -> NodeState | None:
     """Return how a node ended; `None` if it was not started, or its process was killed.
 
     Raises:
         RefusedError: the record is not one of ours.
     """
-    path = directory / "state" / f"{flat(node)}.json"
-    return record(State, read_object(path), str(path), RefusedError) if path.is_file() else None
+    path = directory / "state" / f"{file_name(node)}.json"
+    return record(NodeState, read_object(path), str(path), RefusedError) if path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +109,11 @@ def claim(directory: Path, asked: Claim) -> None:
         RefusedError: it holds another study, or this one at another scale or with other inputs.
     """
     if (directory / STUDY_FILE).is_file():
-        found = read_claim(directory)
+        stored = read_claim(directory)
         for field in fields(Claim):
-            if (there := getattr(found, field.name)) != (wanted := getattr(asked, field.name)):
+            if (value := getattr(stored, field.name)) != (wanted := getattr(asked, field.name)):
                 raise RefusedError(
-                    f"--run_dir {directory} holds a study with {field.name} {there!r}, {wanted!r} is asked for; "
+                    f"--run_dir {directory} holds a study with {field.name} {value!r}, {wanted!r} is asked for; "
                     "give another --run_dir"
                 )
         return
@@ -129,7 +129,7 @@ class Executor:
     Args:
         graph: the graph.
         jobs: at a time; each has its share of the cores.
-        said: told of each node that ends.
+        tell: called with a line for each node that ends.
         program: that has the commands.
     """
 
@@ -138,14 +138,14 @@ class Executor:
         graph: Graph,
         *,
         jobs: int,
-        said: Callable[[str], None] = print,
+        tell: Callable[[str], None] = print,
         program: Sequence[str] = (sys.executable, "-m", "trp_scale"),
     ) -> None:
-        self.graph, self.jobs, self.said, self.program = graph, jobs, said, program
+        self.graph, self.jobs, self.tell, self.program = graph, jobs, tell, program
         self.stopping = threading.Event()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def run(self, only: str | None = None) -> dict[str, State | None]:
+    def run(self, only: str | None = None) -> dict[str, NodeState | None]:
         """Run all nodes, or one whose needs have finished; gives how each ended.
 
         Raises:
@@ -154,7 +154,7 @@ class Executor:
         for part in ("state", "logs"):
             (self.graph.directory / part).mkdir(parents=True, exist_ok=True)
         names = list(self.graph.nodes) if only is None else [only]
-        ended: dict[str, State | None] = {name: self._finished(name) for name in self.graph.nodes}
+        ended: dict[str, NodeState | None] = {name: self._read_finished(name) for name in self.graph.nodes}
         ended = {name: state for name, state in ended.items() if state is not None}
         waiting = [name for name in names if name not in ended]
         before = handle_signals(NOTICES, lambda *_: self.stop())
@@ -175,8 +175,8 @@ class Executor:
         for process in list(self._running.values()):
             _ask_to_stop(process.pid)
 
-    def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, State | None]) -> None:
-        under_way: dict[Future[State], str] = {}
+    def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, NodeState | None]) -> None:
+        under_way: dict[Future[NodeState], str] = {}
         try:
             while True:
                 for name in list(self._ready(waiting, ended)):
@@ -193,30 +193,30 @@ class Executor:
             self.stop()
             raise
 
-    def _ready(self, waiting: list[str], ended: Mapping[str, State | None]) -> Iterator[str]:
+    def _ready(self, waiting: list[str], ended: Mapping[str, NodeState | None]) -> Iterator[str]:
         for name in waiting:
             needs = [ended.get(need) for need in self.graph.nodes[name].needs]
             if all(need is not None and need.status == "finished" for need in needs):
                 yield name
 
-    def _tell(self, state: State, left: int) -> None:
+    def _tell(self, state: NodeState, left: int) -> None:
         reason = f": {state.reason}" if state.reason else ""
-        self.said(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
+        self.tell(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
 
-    def _finished(self, name: str) -> State | None:
+    def _read_finished(self, name: str) -> NodeState | None:
         """A node's state, if it has finished and its command is still the same."""
         state = read_state(self.graph.directory, name)
         if state is None or state.status != "finished":
             return None
         if state.command != (words := self.graph.words(name)):
-            one, two = (shlex.join(each) for each in (state.command, words))
+            before, now = shlex.join(state.command), shlex.join(words)
             raise RefusedError(
-                f"{self.graph.path(name)} has finished with another command than the study now has:\n  then: {one}\n"
-                f"  now:  {two}\ngive another --run_dir, or remove {flat(name)}.json from its state/ and the directory"
+                f"{self.graph.path(name)} has finished with another command than the study now has:\n  then: {before}\n"
+                f"  now:  {now}\ngive another --run_dir, or remove state/{file_name(name)}.json and the directory"
             )
         return state
 
-    def _execute(self, name: str) -> State:
+    def _execute(self, name: str) -> NodeState:
         directory, before = self.graph.directory, read_state(self.graph.directory, name)
         began = time.monotonic()
         used = 0.0
@@ -225,7 +225,7 @@ class Executor:
             status, reason, used = self._process(name, words) if words else ("finished", "", 0.0)
         except (RefusedError, OSError) as error:
             words, status, reason = [], "failed", str(error)
-        state = State(
+        state = NodeState(
             node=name,
             command=words,
             status=status,
@@ -234,12 +234,12 @@ class Executor:
             processor_seconds=round(used + (before.processor_seconds if before else 0.0), 3),
             at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        write_json(directory / "state" / f"{flat(name)}.json", asdict(state))
+        write_json(directory / "state" / f"{file_name(name)}.json", asdict(state))
         return state
 
     def _process(self, name: str, words: list[str]) -> tuple[Status, str, float]:
         """Run a command to its end; gives status, reason and processor seconds."""
-        log = self.graph.directory / "logs" / f"{flat(name)}.log"
+        log = self.graph.directory / "logs" / f"{file_name(name)}.log"
         launcher = [] if name.startswith("data/") else shlex.split(self.graph.scale.launcher)
         command = [*launcher, *(self.program[1:] if launcher else self.program), *words]
         environment = {
@@ -249,7 +249,12 @@ class Executor:
         }
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_end_with_parent,
             )
             self._running[name] = process
             if self.stopping.is_set():
@@ -262,7 +267,7 @@ class Executor:
             return "finished", "", seconds
         if self.stopping.is_set():
             return "stopped", "", seconds
-        return "failed", f"exit status {process.returncode}; {last_words(log)}", seconds
+        return "failed", f"exit status {process.returncode}; {_last_lines(log)}", seconds
 
     def _whole(self, name: str) -> bool:
         """Whether a command that ended well has done all: a run that was stopped ends well too."""
@@ -283,28 +288,28 @@ def _ask_to_stop(process: int) -> None:
         os.kill(process, signal.SIGTERM)
 
 
-def _die_with() -> None:
+def _end_with_parent() -> None:
     """End the child when the study's process ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def last_words(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     """The last lines of a command's output."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[-600:]
 
 
-def states(graph: Graph) -> dict[str, State | None]:
+def read_states(graph: Graph) -> dict[str, NodeState | None]:
     """Return how each node ended."""
     return {name: read_state(graph.directory, name) for name in graph.nodes}
 
 
-def blocked(graph: Graph, found: Mapping[str, State | None]) -> dict[str, str]:
+def find_blocked(graph: Graph, states: Mapping[str, NodeState | None]) -> dict[str, str]:
     """Map nodes that cannot run to the failed node that they need."""
     causes: dict[str, str] = {}
     for name, node in graph.nodes.items():  # needs come first
         for need in node.needs:
-            state = found.get(need)
+            state = states.get(need)
             if need in causes or (state is not None and state.status == "failed"):
                 causes.setdefault(name, causes.get(need, need))
     return causes
@@ -321,33 +326,32 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
     Raises:
         RefusedError: SLURM refuses the jobs, or there is none.
     """
-    numbers = {name: number for number, name in enumerate(graph.nodes)}
-    found, level = states(graph), dict[str, int]()
+    indices = {name: index for index, name in enumerate(graph.nodes)}
+    states, level = read_states(graph), dict[str, int]()
     for name, node in graph.nodes.items():
         level[name] = 1 + max((level[need] for need in node.needs), default=-1)
     jobs: list[str] = []
-    for each in sorted(set(level.values())):
-        waiting = [name for name in graph.nodes if level[name] == each and not _has_finished(found[name])]
+    for number in sorted(set(level.values())):
+        waiting = [name for name in graph.nodes if level[name] == number and not _has_finished(states[name])]
         if not waiting:
             continue
         after = f"--dependency=afterany:{jobs[-1]}" if jobs else ""
-        array = ",".join(str(numbers[name]) for name in waiting)
+        array = ",".join(str(indices[name]) for name in waiting)
         script = f'exec {shlex.join(words)} --only "$SLURM_ARRAY_TASK_ID"'
-        own = f"--requeue --array={array} {after}"
-        jobs.append(submit_job(own, sbatch, script))
+        jobs.append(submit_job(f"--requeue --array={array} {after}", sbatch, script))
     return jobs
 
 
-def _has_finished(state: State | None) -> bool:
+def _has_finished(state: NodeState | None) -> bool:
     return state is not None and state.status == "finished"
 
 
-def totals(found: Mapping[str, State | None]) -> dict[str, Any]:
+def totals(states: Mapping[str, NodeState | None]) -> dict[str, Any]:
     """Hours of all nodes and how many ended in which way."""
-    known = [state for state in found.values() if state is not None]
+    known = [state for state in states.values() if state is not None]
     return {
         "hours": sum(state.seconds for state in known) / 3600,
         "processor_hours": sum(state.processor_seconds for state in known) / 3600,
-        "nodes": len(found),
+        "nodes": len(states),
         **{status: sum(state.status == status for state in known) for status in ("finished", "failed", "stopped")},
     }

@@ -11,15 +11,14 @@ needs has ended, since a tuned rate and the steps of equal time follow from othe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trp_scale.errors import RefusedError
-from trp_scale.reporting.results import TaskResult, read_results
-from trp_scale.studies.rows import rows_of
-from trp_scale.studies.study import Flags, Judge, Scale, Study, Tuning, filled, words_of
-from trp_scale.training.metrics import read_history
+from trp_scale.reporting.results import TaskResult, judged_together, read_results
+from trp_scale.studies.study import AVERAGE, WORST, Flags, Judge, Scale, Study, Tuning, fill_placeholders, to_arguments
+from trp_scale.training.metrics import read_history, worst_task
 
 UNTRAINED: Flags = {"training.steps": 1, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
 """A run that leaves the encoder as its seed drew it: a step of 1e-30 is less than fp32 can add."""
@@ -34,6 +33,72 @@ SAME_STEPS = 0.03
 """Where a variant's step takes the baseline's time within this share, equal time is equal steps: no run is made."""
 
 TIME = "@time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of one run.
+
+    Attributes:
+        metric: its name.
+        split: of the measured rows.
+        lower_is_better: of the metric.
+        values: by seed of the judging; of average and worst, one: over the tasks' means.
+        judged: False: a second measurement of a task, beside its own row; in no average and never the worst.
+        count: measured rows; None: not known.
+    """
+
+    metric: str
+    split: str
+    lower_is_better: bool
+    values: Sequence[float]
+    judged: bool = True
+    count: int | None = None
+
+    @property
+    def sign(self) -> float:
+        """1 where more is better, else -1."""
+        return -1.0 if self.lower_is_better else 1.0
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+
+def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, Row]:
+    """Return the rows by task, in order; then average and worst, if all judged tasks are judged together: of
+    accuracies, F1 and correlations the lowest is worst, of errors of one metric the highest."""
+    rows = {
+        task.task: Row(
+            metric=task.metric,
+            split=task.split,
+            lower_is_better=task.lower_is_better,
+            values=list(task.values),
+            judged=task.judged,
+            count=task.count,
+        )
+        for task in tasks
+    }
+    judged = [task for task in tasks if task.judged]
+    if len(set(map(judged_together, judged))) == 1:
+        rows |= summaries({task.task: rows[task.task] for task in judged})
+    return rows
+
+
+def summaries(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Average and worst of rows that are judged together."""
+    first = next(iter(rows.values()))
+    counts = {name: row.count for name, row in rows.items()}
+    worst = worst_task({name: -row.sign * row.mean for name, row in rows.items()}, counts)
+    assert worst is not None, "there are rows, and each has a mean"
+    metric = first.metric if len({row.metric for row in rows.values()}) == 1 else "of the tasks' own"
+    return {
+        name: Row(metric=metric, split=first.split, lower_is_better=first.lower_is_better, values=[value])
+        for name, value in (
+            (AVERAGE, statistics.fmean(row.mean for row in rows.values())),
+            (WORST, rows[worst].mean),
+        )
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +121,7 @@ class Graph:
 
     def __init__(self, study: Study, scale: Scale, directory: Path, inputs: Mapping[str, str]) -> None:
         self.study, self.scale, self.directory = study, scale, directory
-        self.variants = study.variants_at(scale)
+        self.variants = study.participants(scale)
         self.inputs = dict(inputs)
         self.places = dict(inputs) | {name: str(directory / "data" / name) for name in scale.data}
         self.nodes = {node.name: node for node in self._nodes()}
@@ -72,22 +137,24 @@ class Graph:
             for name in self.variants:
                 run = Node(name=f"runs/{name}/seed_{seed}", needs=needs[name])
                 yield run
-                yield from self._judged(run, name, seed)
+                yield from self._judge_nodes(run, name, seed)
         if "time" in self.scale.budgets:
-            steps = tuple(f"runs/{name}/seed_{seed}" for name in self.timed() for seed in range(self.scale.seeds))
+            steps = tuple(
+                f"runs/{name}/seed_{seed}" for name in self.trained_variants() for seed in range(self.scale.seeds)
+            )
             for seed in range(self.scale.seeds):
-                for name in self.timed():
+                for name in self.trained_variants():
                     if name != self.study.baseline:
                         run = Node(name=f"runs/{name}{TIME}/seed_{seed}", needs=steps)
                         yield run
-                        yield from self._judged(run, name, seed)
+                        yield from self._judge_nodes(run, name, seed)
 
-    def timed(self) -> list[str]:
+    def trained_variants(self) -> list[str]:
         """Variants that train."""
         return [name for name, variant in self.variants.items() if variant.trained]
 
-    def _judged(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
-        for name, judge in sorted(self.scale.judges.items(), key=lambda each: bool(each[1].of)):
+    def _judge_nodes(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
+        for name, judge in sorted(self.scale.judges.items(), key=lambda item: bool(item[1].of)):
             before = (f"judged/{judge.of}/{run.name}",) if judge.of else ()
             tries: list[Node] = []
             if judge.tuning is not None:
@@ -121,94 +188,93 @@ class Graph:
         """
         kind, *rest = node.split("/")
         if kind == "data":
-            made = self.scale.data[rest[0]]
-            return [made.command, *words_of(self._filled(made.flags, node)), "--output", str(self.path(node))]
+            data = self.scale.data[rest[0]]
+            return [data.command, *to_arguments(self._fill(data.flags, node)), "--output", str(self.path(node))]
         if kind == "runs":
             return self._run(node, rest[0], int(rest[1].removeprefix("seed_")))
         if kind == "tuning":
             assert self.scale.tuning is not None
-            own = {self.scale.tuning.setting: float(rest[1]), **self.scale.tuning.flags}
-            return self._pretrain(node, rest[0], TUNING_SEED, own)
+            tried = {self.scale.tuning.setting: float(rest[1]), **self.scale.tuning.flags}
+            return self._pretrain(node, rest[0], TUNING_SEED, tried)
         name = rest[0]
         judge = self.scale.judges[name]
         if kind == "judge_tuning":
             assert judge.tuning is not None
-            own = {**judge.tuning.flags, judge.tuning.setting: float(rest[2])}
-            return self._judge(node, judge, f"runs/{rest[1]}/seed_0", TUNING_SEED, 1, own)
+            tried = {**judge.tuning.flags, judge.tuning.setting: float(rest[2])}
+            return self._judge(node, judge, f"runs/{rest[1]}/seed_0", TUNING_SEED, 1, tried)
         run = "/".join(rest[1:])
         if run.startswith("tuning/"):
             return self._judge(node, judge, run, TUNING_SEED * SEEDS_APART, 1, judge.validation)
         variant, seed = rest[2], int(rest[3].removeprefix("seed_"))
         if TIME in variant and self.steps_of_time(variant.removesuffix(TIME)) is None:
             return []
-        own = {}
+        tuned: Flags = {}
         if judge.tuning is not None:
-            under = f"judge_tuning/{name}/{variant.removesuffix(TIME)}"
-            chosen = self.chosen(judge.tuning, under, judge.tuning.row)
-            own = {judge.tuning.setting: chosen}
-        return self._judge(node, judge, run, seed * SEEDS_APART, judge.seeds, own)
+            tuned[judge.tuning.setting] = self.choose_value(
+                judge.tuning, f"judge_tuning/{name}/{variant.removesuffix(TIME)}"
+            )
+        return self._judge(node, judge, run, seed * SEEDS_APART, judge.seeds, tuned)
 
     def _run(self, node: str, named: str, seed: int) -> list[str]:
         name = named.removesuffix(TIME)
-        own: Flags = {}
+        changes: Flags = {}
         if not self.variants[name].trained:
             return self._pretrain(node, name, seed, UNTRAINED)
         if self.scale.tuning is not None:
-            own[self.scale.tuning.setting] = self.tuned(name)
+            under = f"judged/{self.scale.tuning.judge}/tuning/{name}"
+            changes[self.scale.tuning.setting] = self.choose_value(self.scale.tuning, under)
         if named.endswith(TIME):
             steps = self.steps_of_time(name)
             if steps is None:
                 return []
-            own |= {"training.steps": steps}
-        return self._pretrain(node, name, seed, own)
+            changes["training.steps"] = steps
+        return self._pretrain(node, name, seed, changes)
 
     def settings(self, variant: str) -> Flags:
         """Return the settings of a variant's run that differ from the recipe."""
-        own = {**self.scale.settings, **self.variants[variant].settings, **self.scale.variant_settings.get(variant, {})}
-        return self._filled(own, variant)
+        changes = self.scale.variant_settings.get(variant, {})
+        return self._fill({**self.scale.settings, **self.variants[variant].settings, **changes}, variant)
 
-    def _pretrain(self, node: str, variant: str, seed: int, own: Flags) -> list[str]:
-        flags = {**self.settings(variant), **own, "training.seed": seed}
+    def _pretrain(self, node: str, variant: str, seed: int, changes: Flags) -> list[str]:
+        flags = {**self.settings(variant), **changes, "training.seed": seed}
         recipe = str(flags.pop("recipe", self.scale.recipe))
-        return ["pretrain", "--recipe", recipe, "--run_dir", str(self.path(node)), *words_of(flags)]
+        return ["pretrain", "--recipe", recipe, "--run_dir", str(self.path(node)), *to_arguments(flags)]
 
-    def _judge(self, node: str, judge: Judge, run: str, seed: int, seeds: int, own: Flags) -> list[str]:
-        flags = self._filled({**judge.flags, **own}, node)
+    def _judge(self, node: str, judge: Judge, run: str, seed: int, seeds: int, changes: Flags) -> list[str]:
+        flags = self._fill({**judge.flags, **changes}, node)
         output, of = str(self.path(node)), str(self.path(run))
         if judge.command == "evaluate":
             measured = str(self.path(f"judged/{judge.of}/{run}")) if judge.of else of
-            return ["evaluate", "--finetuned", measured, "--output", output, *words_of(flags)]
+            return ["evaluate", "--finetuned", measured, "--output", output, *to_arguments(flags)]
         if judge.of:
             task = self.scale.judges[judge.of].flags["downstream.task"]
             of = str(self.path(f"judged/{judge.of}/{run}/{task}/seed_{seed}"))
         numbered = {"training.seed": seed} if judge.command == "finetune" else {"seed": seed}
         cache = {"cache": str(self.path(node) / "features")} if judge.command == "probe" else {}
-        words = words_of({"seeds": seeds, **numbered, **cache, **flags})
+        words = to_arguments({"seeds": seeds, **numbered, **cache, **flags})
         return [judge.command, "--from", of, "--run_dir", output, *words]
 
-    def _filled(self, flags: Flags, where: str) -> Flags:
-        return filled(flags, self.places, where)
+    def _fill(self, flags: Flags, where: str) -> Flags:
+        return fill_placeholders(flags, self.places, where)
 
-    def tuned(self, variant: str) -> float:
-        """The value of the tuned setting that a variant's runs have."""
-        tuning = self.scale.tuning
-        assert tuning is not None
-        return self.chosen(tuning, f"judged/{tuning.judge}/tuning/{variant}", tuning.row)
-
-    def chosen(self, tuning: Tuning, under: str, row: str) -> float:
-        """The best of the tried values; the first of equal ones.
+    def choose_value(self, tuning: Tuning, under: str) -> float:
+        """Return the best of the tried values; the first of equal ones.
 
         Args:
             under: the tries' directory, one a value.
-            row: of their results.
         """
-        found = {}
+        scores = {}
         for value in tuning.values:
-            rows = rows_of(self.results(under.split("/")[1], f"{under}/{value:g}"))
-            if row not in rows:
-                raise RefusedError(f"{under}: no row {row!r}; allowed: {', '.join(rows)}")
-            found[value] = rows[row].sign * statistics.fmean(rows[row].values)
-        return max(found, key=lambda value: found[value])
+            rows = collect_rows(self.results(under.split("/")[1], f"{under}/{value:g}"))
+            if tuning.row not in rows:
+                raise RefusedError(f"{under}: no row {tuning.row!r}; allowed: {', '.join(rows)}")
+            scores[value] = rows[tuning.row].sign * rows[tuning.row].mean
+        return max(scores, key=lambda value: scores[value])
+
+    def title(self, name: str) -> str:
+        """A variant's title; that of equal time is named so."""
+        variant = self.variants[name.removesuffix(TIME)]
+        return f"{variant.title}, equal time" if name.endswith(TIME) else variant.title
 
     def results(self, judge: str, node: str) -> list[TaskResult]:
         """Return a judge's results; rows outside of average and worst are marked as not judged."""

@@ -16,9 +16,9 @@ from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import fitting, make_plans, refusal
 from trp_scale.planning.step import extra_passes, prepass
-from trp_scale.studies.execute import State, states
+from trp_scale.studies.execute import NodeState, read_states
 from trp_scale.studies.graph import Graph
-from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, words_of
+from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, to_arguments
 
 START_SECONDS = 8.0
 """Of a command's imports on a core."""
@@ -50,7 +50,7 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     yield f"{study.title}: {len(graph.nodes)} commands, {scale.seeds} pre-training seeds, on {where}"
     total = 0.0
     runs = {name: sum(node.startswith(f"runs/{name}/") for node in graph.nodes) for name in graph.variants}
-    costs = {name: cost_of(graph, name, speed) for name in graph.timed()}
+    costs = {name: run_cost(graph, name, speed) for name in graph.trained_variants()}
     for name, cost in costs.items():
         hours = runs[name] * cost.steps * cost.seconds / 3600
         total += hours
@@ -62,8 +62,8 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
             yield f"  {name}, equal time: as long as the baseline's: {hours:.2f} hours"
     if scale.tuning is not None:
         tries = len(scale.tuning.values)
-        for name in graph.timed():
-            cost = cost_of(graph, name, speed, scale.tuning.flags)
+        for name in graph.trained_variants():
+            cost = run_cost(graph, name, speed, scale.tuning.flags)
             total += tries * cost.steps * cost.seconds / 3600
         yield f"  {tries} values of {scale.tuning.setting} for each variant are in the total"
     commands = 0.0 if scale.gpus else len(graph.nodes) * START_SECONDS / 3600
@@ -82,8 +82,8 @@ def hours_left(graph: Graph) -> Iterator[str]:
     Raises:
         RefusedError: a record that is not one of ours.
     """
-    kinds: dict[str, list[State | None]] = {}
-    for node, state in states(graph).items():
+    kinds: dict[str, list[NodeState | None]] = {}
+    for node, state in read_states(graph).items():
         kind = "/".join(node.split("/")[:2])
         kinds.setdefault(kind, []).append(state if state is not None and state.status == "finished" else None)
     finished = sum(state is not None for ended in kinds.values() for state in ended)
@@ -102,40 +102,43 @@ def hours_left(graph: Graph) -> Iterator[str]:
     yield f"left: {total:.2f} hours of commands, to be divided by --jobs"
 
 
-def cost_of(graph: Graph, variant: str, speed: float, own: Flags | None = None) -> Cost:
+def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = None) -> Cost:
     """A variant's run, by the planner's counts.
 
     Args:
         speed: FLOPs a second of a core; used where the scale has no GPUs.
-        own: further settings.
+        changes: further settings.
     """
-    arguments = _arguments(graph, variant, own or {})
+    arguments = _arguments(graph, variant, changes or {})
     counted = Counted(arguments.config, read_data_facts(arguments)[0])
     config: Config = arguments.config
     if graph.scale.gpus:
         cluster = Cluster(gpu=find_gpu(graph.scale.gpu), gpus=graph.scale.gpus)
-        given = fixed_layout(arguments)
-        found = make_plans(counted, cluster, given)
-        if not (plans := fitting(found)):
-            raise refusal(counted, found, given)
-        return Cost(steps=config.training.steps, seconds=plans[0].seconds)
+        layout = fixed_layout(arguments)
+        plans = make_plans(counted, cluster, layout)
+        if not (plans_that_fit := fitting(plans)):
+            raise refusal(counted, plans, layout)
+        return Cost(steps=config.training.steps, seconds=plans_that_fit[0].seconds)
     micro = config.batch.micro_rows
     accumulation = max(1, config.batch.global_size // micro)
-    forward, backward = (each.total_flops(micro) for each in counted.passes("none", False, False).values())
+    forward, backward = (part.total_flops(micro) for part in counted.passes("none", False, False).values())
     times = extra_passes(counted, accumulation, 1)
     flops = accumulation * (times * (forward + backward) + prepass(config, accumulation) * forward)
     return Cost(steps=config.training.steps, seconds=flops / (EFFICIENCY * speed))
 
 
-def _arguments(graph: Graph, variant: str, own: Flags) -> PlanArguments:
-    flags = {**graph.settings(variant), **own}
+def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:
+    flags = {**graph.settings(variant), **changes}
     recipe = flags.pop("recipe", graph.scale.recipe)
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
         flags["data.path"] = NO_DATA  # not the recipe's own, which may lie where the command is given
     length = flags.get("model.max_positions", 0)
-    made = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
-    known: Flags = {**({"length": length} if length else {}), **({"vocabulary": made[0]} if made else {})}
-    return parse_plan(["--recipe", str(recipe), *words_of(flags), *words_of(known)])
+    vocabularies = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
+    known: Flags = {
+        **({"length": length} if length else {}),
+        **({"vocabulary": vocabularies[0]} if vocabularies else {}),
+    }
+    return parse_plan(["--recipe", str(recipe), *to_arguments(flags), *to_arguments(known)])
 
 
 def measured_speed() -> float:
@@ -146,11 +149,11 @@ def measured_speed() -> float:
     torch.set_num_threads(1)
     try:
         side, best = 512, float("inf")
-        one = torch.randn(side, side)
+        matrix = torch.randn(side, side)
         until = time.perf_counter() + 0.3
         while time.perf_counter() < until:
             began = time.perf_counter()
-            one @ one
+            matrix @ matrix
             best = min(best, time.perf_counter() - began)
     finally:
         torch.set_num_threads(before)

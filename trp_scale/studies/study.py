@@ -29,7 +29,7 @@ AVERAGE, WORST = "average", "worst"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class PaperSource:
     """Where the paper has it. Attributes: paper: short name; arxiv: identifier; place: "Table 1"."""
 
     paper: str
@@ -115,7 +115,7 @@ class DataSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class OutcomeRow:
     """The row that the sentence is about. Attributes: judges: whose tasks it is over; row: a task, average or worst."""
 
     judges: list[str]
@@ -149,7 +149,7 @@ class Scale:
     variant_settings: dict[str, Flags] = field(default_factory=dict)
     data: dict[str, DataSet] = field(default_factory=dict)
     judges: dict[str, Judge]
-    outcome: Outcome | None = None
+    outcome: OutcomeRow | None = None
     seeds: Positive
     tuning: Tuning | None = None
     budgets: list[Literal["steps", "time"]] = field(default_factory=lambda: ["steps"])
@@ -172,11 +172,11 @@ class Study:
     """
 
     title: str
-    source: Source
+    source: PaperSource
     question: str
     baseline: str
     ground: str = ""
-    outcome: Outcome
+    outcome: OutcomeRow
     inputs: dict[str, str] = field(default_factory=dict)
     axis: str = ""
     variants: dict[str, Variant]
@@ -200,16 +200,18 @@ class Study:
             RefusedError: no variant of that name is trained at this scale.
         """
         here = self.scale(scale)
-        allowed = [name for name, each in self.variants_at(here).items() if each.trained]
+        allowed = [name for name, variant in self.participants(here).items() if variant.trained]
         if baseline not in allowed:
             raise RefusedError(f"--baseline {baseline}: allowed: {', '.join(allowed)}")
         return replace(self, baseline=baseline, scales={**self.scales, scale: replace(here, budgets=["steps"])})
 
-    def variants_at(self, scale: Scale) -> dict[str, Variant]:
+    def participants(self, scale: Scale) -> dict[str, Variant]:
         """Return the participating variants, in the order of the file."""
-        return {name: each for name, each in self.variants.items() if not scale.variants or name in scale.variants}
+        return {
+            name: variant for name, variant in self.variants.items() if not scale.variants or name in scale.variants
+        }
 
-    def outcome_at(self, scale: Scale) -> Outcome:
+    def outcome_row(self, scale: Scale) -> OutcomeRow:
         """The scale's own, or the study's."""
         return scale.outcome or self.outcome
 
@@ -217,15 +219,15 @@ class Study:
         """Yield inconsistencies, one line each."""
         for name, scale in self.scales.items():
             where = f"scales.{name}"
-            here = self.variants_at(scale)
-            for each in (*scale.variants, *scale.variant_settings):
-                if each not in self.variants:
-                    yield f"{where}: the variant {each!r} is not among {', '.join(self.variants)}"
+            here = self.participants(scale)
+            for variant in (*scale.variants, *scale.variant_settings):
+                if variant not in self.variants:
+                    yield f"{where}: the variant {variant!r} is not among {', '.join(self.variants)}"
             if self.baseline not in here:
                 yield f"{where}: the baseline {self.baseline!r} does not take part"
             elif "time" in scale.budgets and not here[self.baseline].trained:
                 yield f"{where}: budgets has time, and the baseline {self.baseline!r} is not trained; allowed: steps"
-            for judge in self.outcome_at(scale).judges or ["none"]:
+            for judge in self.outcome_row(scale).judges or ["none"]:
                 if judge not in scale.judges:
                     yield f"{where}: the outcome's judge {judge!r} is not among {', '.join(scale.judges)}"
             if scale.tuning is not None and scale.tuning.judge not in scale.judges:
@@ -283,7 +285,7 @@ def known_studies() -> list[str]:
     return sorted(path.stem for path in FILES.glob("*.yaml") if not path.name.startswith("_"))
 
 
-def _extended(name: str, by: Path) -> Path:
+def _find_parent(name: str, by: Path) -> Path:
     """The file that `extends` names: of the package, or beside the one that extends it."""
     for path in (FILES / f"{name}.yaml", by.parent / name):
         if path.is_file() and path.suffix in (".yaml", ".yml"):  # a message may quote what a file holds
@@ -298,21 +300,21 @@ def load_study(name: str) -> Study:
         RefusedError: no such file, a field that is missing, unknown or of a wrong type, or parts that do not fit.
     """
     path = study_path(name)
-    document = inherit(path, _extended).document
+    document = inherit(path, _find_parent).document
     study = record(Study, document, str(path), RefusedError)
     if problems := list(study.problems()):
         raise RefusedError("\n".join(f"{path}: {problem}" for problem in problems))
     return study
 
 
-def given_inputs(study: Study, scale: Scale, given: list[str]) -> dict[str, str]:
+def parse_inputs(study: Study, scale: Scale, flags: list[str]) -> dict[str, str]:
     """{name: path} of --input NAME=PATH, which must be those that the scale's flags name.
 
     Raises:
         RefusedError: one is missing or unknown, or its path is not there.
     """
-    found = {}
-    for words in given:
+    inputs = {}
+    for words in flags:
         name, equals, path = words.partition("=")
         if not equals or name not in study.inputs:
             raise RefusedError(
@@ -320,11 +322,11 @@ def given_inputs(study: Study, scale: Scale, given: list[str]) -> dict[str, str]
             )
         if not Path(path).exists():
             raise RefusedError(f"--input {words}: there is no {path}; allowed: {study.inputs[name]}")
-        found[name] = str(Path(path).resolve())
-    if missing := [name for name in needed_inputs(study, scale) if name not in found]:
+        inputs[name] = str(Path(path).resolve())
+    if missing := [name for name in needed_inputs(study, scale) if name not in inputs]:
         wanted = "\n".join(f"  --input {name}=PATH  {study.inputs[name]}" for name in missing)
         raise RefusedError(f"inputs are missing:\n{wanted}")
-    return found
+    return inputs
 
 
 def needed_inputs(study: Study, scale: Scale) -> list[str]:
@@ -333,35 +335,35 @@ def needed_inputs(study: Study, scale: Scale) -> list[str]:
     return [name for name in study.inputs if f"{{{name}}}" in texts]
 
 
-def filled(flags: Mapping[str, Any], places: Mapping[str, str], where: str) -> Flags:
+def fill_placeholders(flags: Mapping[str, Any], directories: Mapping[str, str], where: str) -> Flags:
     """The flags with directories in place of {NAME}.
 
     Raises:
-        RefusedError: a name that is none of `places`.
+        RefusedError: a name that is none of `directories`.
     """
 
     def fill(value: Any) -> Any:
         if isinstance(value, list):
-            return [fill(each) for each in value]
+            return [fill(item) for item in value]
         if not isinstance(value, str):
             return value
         try:
-            return value.format_map(places)
+            return value.format_map(directories)
         except (KeyError, ValueError, IndexError) as error:
             raise RefusedError(
-                f"{where}: {value!r} names {error}; allowed: {', '.join(f'{{{name}}}' for name in places)}"
+                f"{where}: {value!r} names {error}; allowed: {', '.join(f'{{{name}}}' for name in directories)}"
             ) from None
 
     return {name: fill(value) for name, value in flags.items()}
 
 
-def words_of(flags: Mapping[str, Any]) -> list[str]:
+def to_arguments(flags: Mapping[str, Any]) -> list[str]:
     """{"optimizer.lr": 0.001, "inputs": ["a", "b"], "embedded": True} -> ["--optimizer.lr", "0.001", "--inputs", "a",
     "b", "--embedded"]: switches take no value in every command, so that what is true is said by the flag alone."""
     words: list[str] = []
     for name, value in flags.items():
-        each_of = value if isinstance(value, list) else [] if value is True else [value]
-        texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in each_of]
+        items = value if isinstance(value, list) else [] if value is True else [value]
+        texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
         if name in REPEATED:
             words += chain.from_iterable((f"--{name}", text) for text in texts)
         else:

@@ -264,7 +264,7 @@ class RunHistory:
     sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those whose weights the
     balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the start. end_lines:
     logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the last line, by their
-    names. lesson: of learned masks, in the last line."""
+    names. lesson: of learned masks, in the last line. held_out: held-out losses by step."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -287,6 +287,7 @@ class RunHistory:
     cache: dict[str, int] = field(default_factory=dict)
     validation_step: int | None = None
     validation: Mapping[str, Any] | None = None
+    held_out: dict[int, float] = field(default_factory=dict)
     notices: dict[str, str] = field(default_factory=dict)
     lesson: LastLesson | None = None
 
@@ -366,6 +367,9 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
         also(line)
         if line.get("validation") is not None:
             history.validation_step, history.validation = line["step"], line["validation"]
+            history.held_out = {step: loss for step, loss in history.held_out.items() if step < line["step"]}
+            if (loss := line["validation"].get("loss")) is not None:
+                history.held_out[line["step"]] = loss
         if "tasks" not in line:
             continue
         history.first_step = history.first_step or line["step"]

@@ -1,4 +1,5 @@
-"""The table at the end of a run, made from its run directory alone."""
+"""The report at the end of a run, made from its run directory alone; reporting/ makes the page with the same table and
+sentences."""
 
 from __future__ import annotations
 
@@ -8,31 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from trp_scale.config.json_files import read_object
 from trp_scale.config.schema import Fields, PartOf, Whole, record
 from trp_scale.config.yaml_files import read_yaml
-from trp_scale.errors import RefusedError
+from trp_scale.errors import RefusedError, shorten
+from trp_scale.table import Cell, Colour, Table, figure_text, number_cell
 from trp_scale.training.metrics import FEWEST, LastLesson, RunHistory, TaskHistory, end_begins, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
 REPORT_WIDTH = 100
 
+DIGITS = 5
+"""Digits of losses in the table and the text."""
 
 RANDOM_MASKS = "random masks, no weights"
 """Of the held-out loss where masks are learned: it is not what the training loss measures."""
 
 
-def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
-    """A number for the table, "-" where there is none."""
-    if value is None:
-        return "-"
-    return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+def to_words(name: str) -> str:
+    """A metric's name as words."""
+    return name.replace("_", " ")
 
 
 def read_summary(run_dir: Path) -> Mapping[str, Any]:
@@ -81,61 +81,129 @@ class _Summary(PartOf):
     best: _Best | None = None
 
 
-def task_table(history: RunHistory) -> Table:
-    """One row a task, the worst marked."""
-    first, last = end_begins(history.last_step), history.last_step
-    steps = f"step {last}" if first == last else f"steps {first} to {last}, of which {history.end_lines} are logged"
-    caption = (
-        f"start: first logged step with the task; end and weight: mean over the run's last tenth, {steps}, where the "
-        "task was there (losses weighted by counts); elements: in those steps"
-    )
-    validation = (history.validation or {}).get("tasks", {})
-    held_out = {"held\nout": "loss"} if validation else {}
-    held_out |= {"right": "accuracy"} if any("accuracy" in task for task in validation.values()) else {}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
-    table.add_column("task", no_wrap=True)
-    for name in ("start", "end", "change", "weight", "elements", *held_out):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=5)
+def marked_task(history: RunHistory) -> str | None:
+    """The worst of several tasks; None where there is one."""
+    return history.worst_task if len(history.tasks) > 1 else None
+
+
+def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = None) -> Table:
+    """A row a task: start, end, change, weight, elements, and what was measured on held-out rows.
+
+    Args:
+        colour_of: of each task, on a page, which has room for changes in per cent, too.
+    """
+    worst, is_page = marked_task(history), colour_of is not None
+    measured: Mapping[str, Any] = (history.validation or {}).get("tasks", {})
+    figures = [name for name in dict.fromkeys(name for task in measured.values() for name in task) if name != "count"]
+    loss = "held\nout"  # all columns within 80 characters
+    if is_page:
+        loss = f"held out ({RANDOM_MASKS})" if history.lesson is not None else "held out"
+    head = ["task", "start", "end", "change", *["in %"] * is_page, "weight", "elements"]
+    rows = []
     for name, task in history.tasks.items():
-        is_worst = name == history.worst_task and len(history.tasks) > 1
-        cells = [name, _loss(task.start), _loss(task.end), number(task.change, sign=True)]
-        # Within 80 columns, whatever was counted.
-        cells += [number(task.weight), f"{task.count:,}" if task.count < 10**6 else f"{task.count / 1e6:,.1f}M"]
-        measured = validation.get(name, {})
-        shares = measured.get("accuracy")
-        percent = {"accuracy": "-" if shares is None else f"{shares:.1%}"}
-        cells += [percent.get(figure) or _loss(measured.get(figure)) for figure in held_out.values()]
-        table.add_row(*cells, "worst" if is_worst else "", style="bold red" if is_worst else None)
-    return table
+        mark = " · not balanced" if is_page and name in history.outside_tasks else ""
+        if name == worst:
+            mark = " · worst" if is_page else " worst"
+        cells = [Cell(text=f"{name}{mark}", colour=(colour_of or {}).get(name))]
+        cells += [number_cell(value, DIGITS) for value in (task.start, task.end)]
+        cells.append(number_cell(task.change, DIGITS, sign=True))
+        if is_page:
+            share = task.change / task.start if task.change is not None and task.start else None
+            cells.append(number_cell(share, sign=True, unit="share"))
+        cells += [number_cell(task.weight), _count_cell(task.count)]
+        for figure in figures:
+            unit = "share" if figure == "accuracy" else ""
+            cells.append(number_cell(measured.get(name, {}).get(figure), DIGITS, unit=unit))
+        rows.append(cells)
+    return Table(
+        head=[*head, *(loss if name == "loss" else to_words(name) for name in figures)],
+        rows=rows,
+        marked=tuple(number for number, name in enumerate(history.tasks) if name == worst),
+        notes=[_describe_columns(history)],
+    )
 
 
-def _loss(value: float | None) -> str:
-    return number(value, 4 if value is None or abs(value) < 10 else 3)
+def _count_cell(count: int) -> Cell:
+    return Cell(text=f"{count:,}" if count < 10**6 else f"{count / 1e6:,.1f}M", order=count)
+
+
+def _describe_columns(history: RunHistory) -> str:
+    first, last = end_begins(history.last_step), history.last_step
+    steps = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
+    note = (
+        "Start: the first logged step that had the task. End and weight: means over the logged ones of the run's last "
+        f"tenth, {steps}, losses weighted by their elements, which are counted there."
+    )
+    if history.validation_step is not None:
+        note += f" On held-out rows: after step {history.validation_step:,}."
+    if history.outside_tasks:
+        note += f" Not balanced: {', '.join(sorted(history.outside_tasks))}; their weights are fixed."
+    return note
+
+
+def describe_outcome(history: RunHistory) -> list[str]:
+    """Return sentences on what the run's losses did, and what its hooks had to say."""
+    sentences = []
+    if history.loss_start is not None and history.loss_end is not None:
+        change = _describe_change(history.loss_start, history.loss_end)
+        sentences.append(f"The loss {change} in {history.last_step:,} steps.")
+    if (worst := marked_task(history)) is not None:
+        task, first = history.tasks[worst], history.first_worst_task
+        assert task.start is not None and task.end is not None, "the worst task has losses"
+        before = (
+            f"; at the start it was {first}, {figure_text(history.tasks[first].start)}"
+            if first not in (None, worst)
+            else ""
+        )
+        sentences.append(f"The worst task, {worst}, {_describe_change(task.start, task.end)}{before}.")
+    sentences += map(_to_sentence, describe_changes(history))
+    if history.held_out:
+        sentences.append(_describe_held_out(history))
+    if history.lesson is not None:
+        sentences.append(_to_sentence(describe_lesson(history.lesson)))
+    if history.skipped_steps:
+        sentences.append(
+            f"{history.skipped_steps:,} steps were skipped: their loss or gradient was not finite, or a spike."
+        )
+    return sentences + [_to_sentence(f"{hook}: {shorten(notice, 1000)}") for hook, notice in history.notices.items()]
+
+
+def _to_sentence(line: str) -> str:
+    return f"{line[:1].upper()}{line[1:]}{'.' * (not line.endswith('.'))}"
+
+
+def _describe_change(start: float, end: float) -> str:
+    change = (end - start) / abs(start) if start else 0.0
+    if abs(change) < 0.005:
+        return f"stayed at {figure_text(end)}"
+    return f"{'fell' if end < start else 'rose'} from {figure_text(start)} to {figure_text(end)} ({change:+.0%})"
+
+
+def _describe_held_out(history: RunHistory) -> str:
+    """Describe the first and last held-out loss, and the minimum if it is earlier."""
+    name, (steps, losses) = held_out_name(history), zip(*history.held_out.items(), strict=True)
+    if len(steps) == 1:
+        return f"The {name} is {figure_text(losses[0])} after step {steps[0]:,}."
+    text = f"The {name} {_describe_change(losses[0], losses[-1])} from step {steps[0]:,} to {steps[-1]:,}"
+    best = min(history.held_out, key=lambda step: history.held_out[step])
+    if history.held_out[best] < losses[-1] - 0.005 * abs(losses[-1]):
+        text += f", and was lowest, {figure_text(history.held_out[best])}, at step {best:,}"
+    return f"{text}."
 
 
 def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
-    """The sentences under the table."""
-    ended = summary.get("exit_reason", "no summary.json: still running, or killed")
-    asked = summary.get("steps_asked", history.last_step)
-    lines = [f"steps {history.last_step}{f' of {asked}' if asked > history.last_step else ''} ({ended})"]
+    """The lines under the table: how the run ended, its outcome, and what it took."""
+    reason = summary.get("exit_reason", "no summary.json: still running, or killed")
+    steps = summary.get("steps_asked", history.last_step)
+    lines = [f"steps {history.last_step}{f' of {steps}' if steps > history.last_step else ''} ({reason})"]
     if goes_on := summary.get("goes_on"):
         lines.append(f"newest checkpoint: {goes_on}")
     if rows := summary.get("rows"):
         lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
-    lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}{_in_per_cent(history)}")
-    if history.validation is not None:
-        loss = number(history.validation.get("loss"))
-        lines.append(f"{held_out_name(history)}: {loss} at step {history.validation_step}")
+    lines += describe_outcome(history)
     if (best := summary.get("best")) and best["step"]:
-        place = run_dir / "checkpoints" / f"step_{best['step']:08d}"
-        lines.append(f"best {best['figure']} {number(best['value'])} at step {best['step']}: {place}")
-    if history.worst_task is not None and len(history.tasks) > 1:
-        task = history.tasks[history.worst_task]
-        first = history.first_worst_task
-        before = f"; at the start {first}: {number(history.tasks[first].start)}" if first is not None else ""
-        lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}{before}")
-    lines += changes_in_words(history)
+        checkpoint = run_dir / "checkpoints" / f"step_{best['step']:08d}"
+        lines.append(f"best {best['figure']} {figure_text(best['value'], DIGITS)} at step {best['step']}: {checkpoint}")
     if history.tokens_per_second is not None:
         speed = f"{history.tokens_per_second:,.0f} tokens/s over all ranks (median; padding included)"
         if history.images_per_second is not None:
@@ -145,21 +213,12 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(speed)
     if history.data_wait_share is not None:
         lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0{_workers(summary)})")
-    if history.cache:
-        lines.append(cache_line(history.cache))
-    lines += start_lines(summary)
+    lines += describe_start(history, summary)
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
-    if history.skipped_steps:
-        lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
-    if (lesson := history.lesson) is not None:
-        lines.append(lesson_line(lesson))
-    lines += [str(line) for line in summary.get("hooks", [])]
-    lines += [f"note: {notice}" for notice in history.notices.values()]
-    lines.append(f"run directory: {run_dir}")
-    return lines
+    return [*lines, *map(str, summary.get("hooks", [])), f"run directory: {run_dir}"]
 
 
-def changes_in_words(history: RunHistory) -> list[str]:
+def describe_changes(history: RunHistory) -> list[str]:
     """Describe which balanced tasks improved from start to end, and which did not; empty for a single task."""
     known = {
         name: task
@@ -173,14 +232,14 @@ def changes_in_words(history: RunHistory) -> list[str]:
     inside = [name for name, task in history.tasks.items() if task.change is not None]
     all_of = sum(name not in history.outside_tasks for name in inside)
     enough = f" with {FEWEST} elements or more" if all_of > len(known) else ""
-    lines = [f"better: {len(better)} of {len(known)} tasks{enough}{_named(better, 3)}"]
+    lines = [f"better: {len(better)} of {len(known)} tasks{enough}{_list_changes(better, 3)}"]
     if worse:
         weights = [task.weight or 0.0 for name, task in history.tasks.items() if name not in history.outside_tasks]
         even = sum(weights) / len(weights) * (1 - 1e-6)  # equal weights differ by rounding
         light = sum((task.weight or 0.0) < even for task in worse.values())
         which = "they have" if light == len(worse) > 1 else "it has" if light == len(worse) else f"{light} of them have"
         why = f"; {which} less than an even share of the weight" if light else ""
-        lines.append(f"worse: {len(worse)}{_named(worse, 3)}{why}")
+        lines.append(f"worse: {len(worse)}{_list_changes(worse, 3)}{why}")
     return lines
 
 
@@ -190,34 +249,25 @@ def held_out_name(history: RunHistory) -> str:
     return f"held-out loss ({'; '.join(parts)})" if parts else "held-out loss"
 
 
-def _in_per_cent(history: RunHistory) -> str:
-    """Describe the change of the loss of a single task; "" with several tasks or learned masks, whose loss at the end
-    is that of other patches."""
-    start, end = history.loss_start, history.loss_end
-    if len(history.tasks) != 1 or history.lesson is not None or not start or end is None or end == start:
-        return ""
-    return f": {'better' if end < start else 'worse'} by {abs(end - start) / abs(start):.0%}"
-
-
-def _named(tasks: Mapping[str, TaskHistory], most: int) -> str:
+def _list_changes(tasks: Mapping[str, TaskHistory], most: int) -> str:
     """Name the tasks that changed most, with their change."""
     order = sorted(tasks, key=lambda name: -abs(tasks[name].change or 0.0))
-    named = ", ".join(f"{name} {number(tasks[name].change, sign=True)}" for name in order[:most])
-    return f": {named}{', ...' if len(order) > most else ''}" if order else ""
+    changes = ", ".join(f"{name} {figure_text(tasks[name].change, DIGITS, sign=True)}" for name in order[:most])
+    return f": {changes}{', ...' if len(order) > most else ''}" if order else ""
 
 
-def cache_line(cache: Mapping[str, int]) -> str:
+def describe_cache(cache: Mapping[str, int]) -> str:
     """Describe the use of the cache of remote tars by rank 0's loader."""
     opened, fetched = cache["found"] + cache["fetched"], cache["fetched"] + cache["ahead"]
-    there = f"{cache['found'] / opened:.1%}" if opened else "none"
+    local = f"{cache['found'] / opened:.1%}" if opened else "none"
     size = (cache["fetched_bytes"] + cache["ahead_bytes"]) / 1e9
     return (
-        f"cache: {there} of {opened:,} tars or blocks opened were there; {fetched:,} fetched, "
+        f"cache: {local} of {opened:,} tars or blocks opened were there; {fetched:,} fetched, "
         f"{cache['ahead']:,} of them ahead, {size:,.3f} GB (rank 0)"
     )
 
 
-def lesson_line(lesson: LastLesson) -> str:
+def describe_lesson(lesson: LastLesson) -> str:
     """Describe the overlap with the untrained network's masks and with those before the last update."""
     if lesson.overlap_untrained is None or lesson.overlap_last is None:
         return f"learned masks: {lesson.lessons:,} lessons; whose masks they are is compared at the next one"
@@ -231,22 +281,24 @@ def _workers(summary: Mapping[str, Any]) -> str:
     """Return the number of loader workers in words; "" for an unfinished run."""
     if "loader_workers" not in summary:
         return ""
-    found = summary["loader_workers"]
-    asked = summary.get("loader_workers_asked", found)
-    return f", loader workers: {found}" + (f" of {asked}, capped by its CPUs" if found < asked else "")
+    workers = summary["loader_workers"]
+    wished = summary.get("loader_workers_asked", workers)
+    return f", loader workers: {workers}" + (f" of {wished}, capped by its CPUs" if workers < wished else "")
 
 
-def start_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the last start: its duration, and the graphs of torch.compile."""
-    lines = []
+def describe_start(history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines on the cache of remote tars, the duration of the last start, and the graphs of torch.compile."""
+    lines = [describe_cache(history.cache)] if history.cache else []
     graphs = summary.get("graphs")
     if (seconds := summary.get("start_seconds")) is not None:
         compiling = f", {summary.get('start_compile_seconds') or 0.0:.1f} s of them for compiling" if graphs else ""
         lines.append(f"start: the first step was made after {seconds:.1f} s{compiling}")
     if graphs:
         surplus = f"; {graphs['surplus']} that no mode of the run needed" if graphs["surplus"] else ""
-        made, found, took = graphs["made"], graphs["found"], graphs["seconds"]
-        lines.append(f"graphs compiled: {made} in {took:.1f} s, {found} found in the cache{surplus}")
+        lines.append(
+            f"graphs compiled: {graphs['made']} in {graphs['seconds']:.1f} s, {graphs['found']} found in the "
+            f"cache{surplus}"
+        )
     return lines
 
 
@@ -267,7 +319,7 @@ def report_table(run_dir: Path, history: RunHistory | None = None) -> Renderable
     head = ": ".join(part for part in (title, str(summary.get("description", ""))) if part)
     # Text, not markup: a path or a task name may hold square brackets.
     lines = [Text(line) for line in report_lines(Path(run_dir), history, summary)]
-    return Group(Text(head, style="bold"), task_table(history), *lines)
+    return Group(Text(head, style="bold"), task_table(history).to_rich(), *lines)
 
 
 def report(run_dir: Path, history: RunHistory | None = None) -> str:

@@ -1,11 +1,13 @@
-"""Weights & Biases and TensorBoard: imported only when asked for; metrics.jsonl stays the truth."""
+"""Weights & Biases and TensorBoard, imported only when asked for, and the pictures that they get; metrics.jsonl stays
+the truth."""
 
 from __future__ import annotations
 
 import html
+import re
 import secrets
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +16,50 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from trp_scale.checkpoint.run_directory import PICTURES, SET_ASIDE
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.json_files import read_lines
 from trp_scale.errors import error_text
-from trp_scale.training.picture_files import NewPictures
 from trp_scale.training.records import RunInfo
 from trp_scale.training.report import REPORT_FILE
 
 WANDB_ID_FILE = "wandb_id.txt"
+
+LARGEST_PICTURE = 4 << 20
+"""Bytes of the largest picture that is sent or shown."""
+
+
+class NewPictures:
+    """The PNG files of RUN/pictures that were not there before, or were drawn again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / PICTURES
+        self._known = {_version(path) for path in list_pictures(self._folder)}
+
+    def take(self) -> Iterator[tuple[str, int, Path]]:
+        """(what it shows, step, file) of each that has come since the last call; one whose turn ends in an error comes
+        again."""
+        for path in list_pictures(self._folder):
+            if (version := _version(path)) not in self._known and path.stat().st_size <= LARGEST_PICTURE:
+                yield f"{PICTURES}/{re.sub('_?[0-9]+$', '', path.stem)}", _step(self._folder, path), path
+                self._known.add(version)
+
+
+def _version(path: Path) -> tuple[Path, int]:
+    return path, path.stat().st_mtime_ns
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """The PNG files in a folder and the folders in it, in the order of the last numbers in their names; not those of
+    steps that the run went back behind."""
+    paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern) if path.is_file()]
+    paths = [path for path in paths if not path.parent.name.startswith(SET_ASIDE)]
+    return sorted(paths, key=lambda path: (_step(folder, path), str(path)))
+
+
+def _step(folder: Path, path: Path) -> int:
+    """The last number in the path of a picture; 0 without one."""
+    return int((re.findall(r"\d+", str(path.relative_to(folder))) or ["0"])[-1])
 
 
 class Sink(Protocol):
@@ -95,7 +133,7 @@ class WandbSink:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._send_pictures()
-        if report := report_of(self._run_dir):
+        if report := read_report(self._run_dir):
             self._run.log({"report": self._wandb.Html(f"<pre>{html.escape(report)}</pre>")})
         self._run.summary.update(flatten(summary, "summary/"))
         self._run.finish()
@@ -128,12 +166,12 @@ class TensorBoardSink:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._send_pictures()
-        if report := report_of(self._run_dir):
+        if report := read_report(self._run_dir):
             self._writer.add_text("report", textwrap.indent(report, "    "), global_step=summary.get("steps"))
         self._writer.close()
 
 
-def report_of(run_dir: Path) -> str:
+def read_report(run_dir: Path) -> str:
     """The table at the end of a run; empty where it was not written."""
     path = run_dir / REPORT_FILE
     return "\n".join(read_lines(path)) if path.is_file() else ""

@@ -25,7 +25,7 @@ from trp_scale.config.loader import to_dict
 from trp_scale.config.registry import registered_components
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
-from trp_scale.training.picture_files import pictures_of
+from trp_scale.training.sinks import list_pictures
 
 PRESENT = to_dict(PosBertConfig())
 ALLOWED = {
@@ -310,9 +310,9 @@ def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
     for picture in drawn:
         picture.parent.mkdir(parents=True)
         picture.touch()
-    assert pictures_of(tmp_path / "pictures") == drawn
+    assert list_pictures(tmp_path / "pictures") == drawn
     notices = take_back(tmp_path, 1)
-    assert pictures_of(tmp_path / "pictures") == drawn[:1]
+    assert list_pictures(tmp_path / "pictures") == drawn[:1]
     assert (tmp_path / "pictures" / "set_aside_step_00000002" / "masks.png").exists()
     assert len(notices) == 4
     assert "set_aside_step_00000002" in notices[0]

@@ -31,8 +31,7 @@ from trp_scale.data.images.rows import RowReader
 from trp_scale.data.rows import Rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.finetuning.finetuned_run import predicting_engine
-from trp_scale.evaluation.figures.pictures import (Picture, figure_class)
-from trp_scale.evaluation.figures.finetuned import FinetunedPictures
+from trp_scale.evaluation.figures.drawing import (Picture, figure_class)
 from trp_scale.finetuning.task import (GatheredRows, ImageTask, open_task_sources)
 from trp_scale.models.image_encoder import (ImageEncoder, OnImageEncoder)
 from trp_scale.models.initialise import initialise_vision
@@ -108,17 +107,15 @@ class MeanError:
         return {"error": float(self.rows.gather(group)["errors"].mean())}
 
 
-class Pictures(FinetunedPictures):
-    @staticmethod
-    def draw(runs, shown, output, environment):
-        figure = figure_class()()
-        axes = figure.subplots()
-        for name, run in runs.items():
-            engine = predicting_engine(Model(run.config), run, environment)
-            with torch.no_grad():
-                axes.plot(engine(shown.images).cpu(), label=name)
-        figure.savefig(output / "brightness.png")
-        return [Picture(output / "brightness.png", "how bright each image is to each run")]
+def draw(runs, shown, output, environment):
+    figure = figure_class()()
+    axes = figure.subplots()
+    for name, run in runs.items():
+        engine = predicting_engine(Model(run.config), run, environment)
+        with torch.no_grad():
+            axes.plot(engine(shown.images).cpu(), label=name)
+    figure.savefig(output / "brightness.png")
+    return [Picture(output / "brightness.png", "how bright each image is to each run")]
 
 
 @trp.component("task", "brightness")
@@ -126,7 +123,7 @@ class Brightness(ImageTask[BrightnessConfig]):
     """How bright an image is."""
 
     Settings = BrightnessConfig
-    metric, lower_is_better, pictures = "error", True, "brightness:Pictures"
+    metric, lower_is_better, pictures = "error", True, "brightness:draw"
 
     def __init__(self, config, environment):
         paths = parse_paths(config.data.path)

@@ -1,99 +1,274 @@
-"""compare --html: runs of pre-training and of downstream tasks on one page, and what is refused."""
+"""Runs side by side: which figures may share a row, and three forms of the table."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tests.unit.reporting.small_runs import FINISHED, HOSTILE, image_lines, line, task, text_lines, write
-from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
 from trp_scale.cli import main as cli
-from trp_scale.reporting.figures import data_of
+from trp_scale.config import RefusedError
+from trp_scale.reporting.comparison import (
+    RowKey,
+    compare_results,
+    names,
+    print_comparison,
+    print_results,
+    to_csv,
+    to_markdown,
+)
+from trp_scale.reporting.paired_tests import holm, paired_test
+from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_json
 
 
-def results(run: Path, values: list[float]) -> Path:
-    run.mkdir(parents=True, exist_ok=True)
-    one = {
-        "task": "classification",
-        "metric": "accuracy",
-        "split": "test",
-        "lower_is_better": False,
-        "seeds": list(range(len(values))),
-        "values": values,
-        "mean": sum(values) / len(values),
-        "spread": 0.01,
-        "metrics": {"accuracy": values},
-    }
-    content = {"recipe": "classification_tiny", "encoder": HOSTILE, "tasks": [one]}
-    (run / "results.json").write_text(json.dumps(content), encoding="utf-8")
-    return run
+def task(name: str, values: list[float], *, metric: str = "accuracy", split: str = "dev", **more: Any) -> TaskResult:
+    seeds = more.pop("seeds", range(len(values)))
+    lower = more.pop("lower_is_better", False)
+    return join(
+        [
+            SeedResult(task=name, metric=metric, split=split, lower_is_better=lower, seed=seed, metrics={metric: value})
+            for seed, value in zip(seeds, values, strict=True)
+        ]
+    )
 
 
-def compared(capsys: pytest.CaptureFixture[str], page: Path, *words: object) -> str:
-    assert cli.main(["compare", *map(str, words), "--html", str(page)]) == 0
+def run(*tasks: TaskResult, encoder: str = "encoder") -> Results:
+    return Results(recipe="recipe", encoder=encoder, tasks=list(tasks))
+
+
+def key(name: str, metric: str = "accuracy", split: str = "dev", lower: bool = False) -> RowKey:
+    return RowKey(name, metric, split, lower)
+
+
+def text_of(*arguments: Any, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        print_comparison(*arguments, console)
+    return capture.get()
+
+
+def test_one_seed_is_not_tested() -> None:
+    with pytest.raises(ValueError, match="1 seeds that both runs have, at least 2"):
+        paired_test([0.1], [0.2])
+    found = compare_results({"a": run(task("cola", [0.1])), "b": run(task("cola", [0.4]))})
+    (one,) = found.differences[key("cola")]
+    assert one is not None and one.test is None and one.corrected is None
+    assert one.value == pytest.approx(0.3)
+    assert "no p value with fewer than 2 seeds" in text_of(found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_figures_that_are_not_finite_are_not_tested(value: float) -> None:
+    found = compare_results({"a": run(task("x", [0.1, 0.2, 0.4])), "b": run(task("x", [value, value, 0.3]))})
+    (one,) = found.differences[key("x")]
+    assert one is not None and one.test is None and not one.is_significant
+    assert "or without finite figures" in text_of(found)
+
+
+def test_p_values_are_corrected_over_all_tests_of_the_table() -> None:
+    a = run(task("cola", [0.50, 0.52, 0.49]), task("rte", [0.60, 0.61, 0.66]))
+    b = run(task("cola", [0.58, 0.61, 0.56]), task("rte", [0.62, 0.60, 0.69]))
+    found = compare_results({"a": a, "b": b, "c": a})
+    cola, rte = found.differences[key("cola")], found.differences[key("rte")]
+    raw = [one.test.p for one in (*cola, *rte) if one is not None and one.test is not None]
+    assert len(raw) == found.tests == 4
+    assert [one.corrected for one in (*cola, *rte) if one is not None] == pytest.approx(holm(raw))
+    assert cola[0] is not None and cola[0].corrected == pytest.approx(4 * min(raw))
+    assert "Holm-corrected for 4 tests" in text_of(found)
+    alone = compare_results({"a": run(a.tasks[0]), "b": run(b.tasks[0])})
+    assert "one test, uncorrected" in text_of(alone)
+    (one,) = alone.differences[key("cola")]
+    assert one is not None and one.test is not None and one.corrected == one.test.p
+
+
+def test_only_seeds_that_both_have_are_paired() -> None:
+    a = run(task("cola", [0.5, 0.6, 0.9], seeds=[0, 1, 7]))
+    b = run(task("cola", [0.66, 0.51, 0.1], seeds=[1, 0, 8]))
+    found = compare_results({"a": a, "b": b})
+    (one,) = found.differences[key("cola")]
+    assert one is not None and one.test is not None
+    assert one.test == paired_test([0.5, 0.6], [0.51, 0.66])
+    assert one.value == pytest.approx((0.66 + 0.51 + 0.1) / 3 - 2 / 3)
+    assert "seeds differ between runs (cola)" in text_of(found)
+
+
+def test_another_split_or_metric_is_never_in_the_same_row() -> None:
+    a = run(task("cola", [0.5, 0.6], metric="matthews"), task("sst2", [0.9, 0.8]))
+    b = run(task("cola", [0.7, 0.6], metric="accuracy"), task("sst2", [0.7, 0.8], split="test"))
+    found = compare_results({"a": a, "b": b})
+    assert list(found.rows) == [key("cola", "matthews"), key("cola"), key("sst2"), key("sst2", split="test")]
+    assert all(None in row for row in found.rows.values())
+    assert all(row == [None] for row in found.differences.values())
+    assert found.tests == 0
+    printed = text_of(found)
+    assert "cola is not compared between these rows: matthews on dev (a); accuracy on dev (b)" in printed
+    assert "sst2 is not compared between these rows: accuracy on dev (a); accuracy on test (b)" in printed
+
+
+def test_the_worst_is_named_among_figures_of_one_kind() -> None:
+    tasks = [
+        task("sst2", [0.9]),
+        task("cola", [0.4], metric="matthews"),
+        task("photos", [0.2], split="test"),
+        task("near", [0.1], metric="rmse", lower_is_better=True),
+        task("far", [3.5], metric="rmse", lower_is_better=True),
+        task("corrupted", [77.0], metric="mce", lower_is_better=True),
+    ]
+    found = compare_results({"a": run(*tasks)})
+    assert found.worst == {(key("cola", "matthews"), 0), (key("far", "rmse", lower=True), 0)}
+    assert [(one.name, one.split, one.values) for one in found.summaries] == [
+        ("average", "dev", [pytest.approx(0.65)]),
+        ("worst", "dev", [0.4]),
+    ]
+    printed = text_of(found)
+    assert "0.4000 (1) worst" in printed and "3.5000 (1) worst" in printed and "77.0000 (1) worst" not in printed
+    assert "rmse (lower is better)" in printed
+
+
+def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
+    def with_constant(name: str, value: float, constant: float) -> TaskResult:
+        metrics = {"accuracy": value, "constant_accuracy": constant}
+        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics=metrics)
+        return join([one])
+
+    both = run(with_constant("x", 0.9, 0.625), task("y", [0.5]))
+    lines = to_markdown(compare_results({"old": run(task("x", [0.7])), "new": both})).splitlines()
+    assert lines[0] == "| task | metric | on | constant | old | new |"
+    assert lines[2].startswith("| x | accuracy | dev | 0.6250 | 0.7000 (1) |")
+    assert lines[3].startswith("| y | accuracy | dev | - | - |") and lines[4].startswith("| average |  | dev |  | - |")
+    assert "constant" not in to_markdown(compare_results({"old": run(task("x", [0.7]))}))
+    older = SeedResult(task="x", metric="a", split="dev", lower_is_better=False, seed=1, metrics={"a": 0.5})
+    newer = SeedResult(
+        task="x", metric="a", split="dev", lower_is_better=False, seed=0, metrics={"a": 0.5, "constant_a": 0.1}
+    )
+    assert join([newer, older]).metrics == {"a": [0.5, 0.5]}
+
+
+def test_a_run_without_a_task_has_no_average() -> None:
+    found = compare_results({"a": run(task("x", [0.5]), task("y", [0.7])), "b": run(task("y", [0.6]))})
+    assert [one.values for one in found.summaries] == [[pytest.approx(0.6), None], [0.5, None]]
+    assert found.worst == {(key("x"), 0)}
+    more = compare_results(
+        {"a": run(task("x", [0.5]), task("y", [0.7]), task("z", [0.9])), "b": run(task("y", [0.6]), task("z", [0.9]))}
+    )
+    assert "the worst task of b is that of its own tasks; it lacks x" in text_of(more)
+
+
+def test_a_figure_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(RefusedError, match="b: cola, accuracy on dev is there twice"):
+        compare_results({"b": run(task("cola", [0.5]), task("cola", [0.6]))})
+
+
+def test_markdown_and_csv_say_what_the_table_says() -> None:
+    a = run(task("cola", [0.50, 0.52, 0.51]), task("my_task", [0.9, 0.91, 0.92]), encoder="here|there")
+    b = run(task("cola", [0.601, 0.629, 0.611]), task("my_task", [0.9, 0.91, 0.92]))
+    found = compare_results({"a": a, "b": b})
+    lines = to_markdown(found).splitlines()
+    assert lines[0] == "| task | metric | on | a | b |"
+    assert lines[1] == "| --- | --- | --- | ---: | ---: |"
+    assert lines[2].startswith(
+        "| cola | accuracy | dev | **0.5100 ± 0.0100 (3) worst** | **0.6137 ± 0.0142 (3) worst** |"
+    )
+    assert "| my\\_task | accuracy | dev | 0.9100 ± 0.0100 (3) |" in lines[3]
+    assert lines[4:6] == ["| average |  | dev | 0.7100 | 0.7618 |", "| worst |  | dev | 0.5100 | 0.6137 |"]
+    corrected = [one.corrected for row in found.differences.values() for one in row if one is not None]
+    assert corrected[0] is not None and corrected[0] < 0.05
+    assert f"| cola | accuracy | dev | **+0.1037 (p {corrected[0]:.4f}, n 3)** |" in lines
+    assert "| my\\_task | accuracy | dev | +0.0000 (p 1.0000, n 3) |" in lines
+    assert any("here\\|there" in line for line in lines)
+
+    rows = list(csv.DictReader(io.StringIO(to_csv(found))))
+    assert [(row["task"], row["run"], row["worst"]) for row in rows] == [
+        ("cola", "a", "true"),
+        ("cola", "b", "true"),
+        ("my_task", "a", "false"),
+        ("my_task", "b", "false"),
+    ]
+    assert [float(value) for value in rows[1]["values"].split()] == [0.601, 0.629, 0.611]
+    assert float(rows[1]["p_holm"]) == corrected[0] and rows[1]["paired_seeds"] == "3"
+    assert rows[0]["difference"] == rows[0]["p"] == "" and rows[0]["split"] == "dev"
+    assert float(rows[1]["difference"]) == pytest.approx(0.10366666666666666)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, values in (("a", [0.5, 0.52]), ("b", [0.6, 0.61])):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / RESULTS_FILE, run(task("cola", values)))
+    files = ["--markdown", str(tmp_path / "out" / "table.md"), "--csv", str(tmp_path / "out" / "table.csv")]
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), *files]) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == str(page)
-    return printed
+    assert "0.5100 ± 0.0141 (2)" in printed and "b less a" in printed
+    assert (tmp_path / "out" / "table.md").read_text().startswith("| task |")
+    assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 3
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
+    assert f"{tmp_path / RESULTS_FILE}: missing" in capsys.readouterr().err
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / ".." / "a")]) == 2
+    assert "is given twice" in capsys.readouterr().err
 
 
-def test_curves_of_pre_training_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write(tmp_path / "one", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
-    other = write(tmp_path / "other", text_lines(12), recipe="pos_bert_tiny")
-    page = tmp_path / "pages" / "compared.html"
-    printed = compared(capsys, page, one, other)
-    assert len(printed.splitlines()) == 1  # no results: no table of them
-    text = page.read_text(encoding="utf-8")
-    check_plots(text)
-    read = Read(text)
-    assert read.sections == ["end", "curves", "settings"]
-    noun = figures_of(text)[titles_of(text).index("noun: training loss")]
-    assert [(trace["name"], len(trace["x"])) for trace in data_of(noun)] == [("one", 20), ("other", 12)]
-    assert "its elements" in read.words, "the worst task's loss stands beside what it is the mean of"
-    assert "training.steps" in read.words and "model.layers" not in read.words
-    assert "finished" in read.words and "end not known" in read.words
+def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / RESULTS_FILE, run(task("cola", [float("nan"), 0.5])))
+    assert "NaN" in (tmp_path / RESULTS_FILE).read_text()
+    assert cli.main(["compare", str(tmp_path)]) == 2
 
 
-def test_results_and_curves_where_there_are_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run", image_lines())
-    judged, better = results(tmp_path / "judged", [0.5, 0.6, 0.55]), results(tmp_path / "better", [0.7, 0.82, 0.76])
-    page = tmp_path / "compared.html"
-    printed = compared(capsys, page, judged, better, run)
-    assert cli.main(["compare", str(judged), str(better)]) == 0
-    assert printed == capsys.readouterr().out + f"{page}\n"
-    text = page.read_text(encoding="utf-8")
-    read = Read(text)
-    assert read.sections == ["results", "end", "curves"] and "better less judged" in read.words
-    assert HOSTILE not in text and HOSTILE in read.words
+def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uneven, words = run(task("x", [0.5, 0.6])), run(task("x", [0.5, 0.6]))
+    uneven.tasks[0].seeds, words.tasks[0].values = [0, 0], ["0.5", "0.6"]  # type: ignore[list-item]
+    for content in ({"tasks": [{"name": "x"}]}, {"tasks": 3}, [1], asdict(uneven), asdict(words)):
+        (tmp_path / RESULTS_FILE).write_text(json.dumps(content))
+        assert cli.main(["compare", str(tmp_path)]) == 2
+        assert "is not written by trp-scale" in capsys.readouterr().err
+    (tmp_path / RESULTS_FILE).unlink()
+    (tmp_path / "result.json").write_text("{}")
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert "result.json is that of one seed" in capsys.readouterr().err
+    with pytest.raises(RefusedError, match="not written by this version of trp-scale finetune"):
+        read_seed(tmp_path / "result.json")
 
 
-def test_a_run_has_one_name_on_the_whole_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = results(tmp_path / "a" / "x", [0.5, 0.6, 0.55]), results(tmp_path / "c" / "y", [0.7, 0.82, 0.76])
-    write(tmp_path / "b" / "x", image_lines())
-    page = tmp_path / "compared.html"
-    compared(capsys, page, first, tmp_path / "b" / "x", second)
-    assert "c/y less a/x" in Read(page.read_text(encoding="utf-8")).words
+def test_files_in_place_of_directories_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(tmp_path / RESULTS_FILE, run(task("cola", [0.5])))
+    assert cli.main(["compare", str(tmp_path / RESULTS_FILE)]) == 2
+    assert f"{tmp_path / RESULTS_FILE} is a file; allowed: the directory" in capsys.readouterr().err
+    for flag, path in (("--markdown", tmp_path), ("--csv", tmp_path / RESULTS_FILE / "x.csv")):
+        assert cli.main(["compare", str(tmp_path), flag, str(path)]) == 2
+        assert f"{path} cannot be written" in capsys.readouterr().err
 
 
-def test_a_task_that_one_run_lacks_has_a_line_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write(tmp_path / "one", (line(step, {"a": task(1.0), "b": task(2.0)}) for step in (1, 2)))
-    other = write(tmp_path / "other", (line(step, {"a": task(1.0)}) for step in (1, 2)))
-    compared(capsys, tmp_path / "page.html", one, other)
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert [len(figure["data"]) for figure in figures_of(text)] == [2, 1]
+def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
+    paths = [tmp_path / "x" / "mae" / "run", tmp_path / "y" / "mae" / "run"]
+    assert names(paths) == ["x/mae/run", "y/mae/run"]
+    assert names(paths[:1]) == ["run"]
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run", image_lines(2))
-    (tmp_path / "empty").mkdir()
-    for words, said in (
-        ([run, tmp_path / "empty"], "empty has neither results.json nor metrics.jsonl"),
-        ([run, run], "run is given twice"),
-    ):
-        assert cli.main(["compare", *map(str, words), "--html", str(tmp_path / "page.html")]) == 2
-        assert said in capsys.readouterr().err
-    assert cli.main(["compare", str(run), "--html", str(run)]) == 2
-    assert f"--html {run} cannot be written" in capsys.readouterr().err
-    assert cli.main(["compare", str(run)]) == 2
-    assert "results.json" in capsys.readouterr().err
+def test_results_against_a_baseline_are_a_comparison() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    with console.capture() as capture:
+        print_results(run(task("cola", [0.6, 0.7])), run(task("cola", [0.5, 0.5])), console)
+    printed = capture.get()
+    assert "this run less baseline" in printed and "+0.1500 (p " in printed
+
+
+def test_a_task_of_few_elements_is_not_the_worst() -> None:
+    def counted(name: str, value: float, detail: dict[str, Any]) -> TaskResult:
+        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics={})
+        return join([replace(one, metrics={"accuracy": value}, detail=detail)])
+
+    parts = {"matched": {"rows": 30}, "mismatched": {"rows": 40}}
+    both = run(counted("few", 0.1, {"images": 12}), counted("many", 0.5, parts), counted("more", 0.9, {"elements": 99}))
+    found = compare_results({"a": both})
+    assert found.worst == {(key("many"), 0)} and found.summaries[1].values == [0.5]
+    assert to_markdown(found).splitlines()[2:4] == [
+        "| few | accuracy | dev | 12 | 0.1000 (1) |",
+        "| many | accuracy | dev | 70 | **0.5000 (1) worst** |",
+    ]
+    assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(found)))] == ["12", "70", "99"]
+    rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
+    assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"

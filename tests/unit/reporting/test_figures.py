@@ -50,7 +50,7 @@ def test_names_are_no_markup_to_plotly() -> None:
 
 def test_as_many_lines_as_can_be_told_apart() -> None:
     names = [f"task {number}" for number in range(MOST_LINES + 6)]
-    shown = plot_of(*names, worst=names[-1]).shown()
+    shown = plot_of(*names, worst=names[-1]).limit_lines()
     assert len(shown.lines) == MOST_LINES and shown.lines[0].name == names[-1]
     assert "6 more are not drawn" in shown.note
     found = colours(names[:MOST_LINES]).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -30,11 +31,9 @@ from trp_scale.errors import RefusedError
 from trp_scale.reporting import document
 from trp_scale.reporting.document import page_text
 from trp_scale.reporting.figures import Plot, data_of
-from trp_scale.reporting.next_commands import exported_to
-from trp_scale.reporting.picture_files import pictures_section
+from trp_scale.reporting.metric_sections import optimizer_section
 from trp_scale.reporting.record import read_run
-from trp_scale.reporting.run import run_page
-from trp_scale.reporting.tasks import optimizer_section
+from trp_scale.reporting.run import export_format, pictures_section, run_page
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 
@@ -74,7 +73,7 @@ def figures_of(text: str) -> list[dict[str, Any]]:
 
 
 def titles_of(text: str) -> list[str]:
-    return re.findall(r"<h3>(.*?)</h3>", text)
+    return [html.unescape(title) for title in re.findall(r"<h3>(.*?)</h3>", text)]
 
 
 def check_plots(text: str) -> None:
@@ -128,7 +127,7 @@ def test_a_run_on_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("recipe", "to"), [("mae_tiny", "hf"), ("mm_mae_tiny", "timm"), ("pos_bert_tiny", "hf")])
 def test_the_command_takes_a_model_where_it_fits(recipe: str, to: str) -> None:
-    assert exported_to(load_recipe(recipe)) == to
+    assert export_format(load_recipe(recipe)) == to
 
 
 def test_a_line_that_does_not_move_stays_beside_one_that_does(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_run_with_learned_masks_and_a_hook_that_nobody_describes(tmp_path: Pat
     check_plots(text)
     read, titles = Read(text), titles_of(text)
     assert read.sections == ["losses", "optimizer", "hook-multilevel", "other-metrics", "pictures", "speed", "next"]
-    assert {"Entropy of a patch&#x27;s masking", "Overlap", "Time of each level"} <= set(titles)
+    assert {"Entropy of a patch's masking", "Overlap", "Time of each level"} <= set(titles)
     assert {"Speed", "Parts"} <= set(titles) and "limit 3" in read.words
     parts = figures_of(text)[titles.index("Parts")]
     assert [trace["name"] for trace in data_of(parts)] == ["left", "right"]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.errors import RefusedError
-from trp_scale.studies.execute import Executor, State, blocked, flat, read_state, states, submit
+from trp_scale.studies.execute import Executor, NodeState, file_name, find_blocked, read_state, read_states, submit
 from trp_scale.studies.plan import hours_left
 
 RUNS = """
@@ -43,11 +43,11 @@ def test_a_study_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path) 
         time.sleep(0.02)
     os.kill(started.pid, signal.SIGKILL)
     started.wait()
-    done = {name for name, state in states(graph).items() if state is not None}
+    done = {name for name, state in read_states(graph).items() if state is not None}
     assert 4 <= len(done) < len(graph.nodes)
     time.sleep(0.5)  # a command that the killed study left behind would write now
     before = calls(tmp_path)
-    ended = Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    ended = Executor(graph, jobs=2, program=program, tell=lambda line: None).run()
     assert {state.status for state in ended.values() if state} == {"finished"}
     assert len(ended) == len(graph.nodes)
     again = calls(tmp_path)[len(before) :]
@@ -58,29 +58,29 @@ def test_a_variant_that_fails_stops_only_what_needs_it(tmp_path: Path) -> None:
     program = write_program(tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow/seed_0"]}))
     graph, said = graph_of(tmp_path), list[str]()
-    Executor(graph, jobs=2, program=program, said=said.append).run()
-    found = states(graph)
+    Executor(graph, jobs=2, program=program, tell=said.append).run()
+    found = read_states(graph)
     failed = [name for name, state in found.items() if state is not None and state.status == "failed"]
     assert failed == ["runs/slow/seed_0"]
     assert "this was to fail" in next(line for line in said if line.startswith("failed"))
-    assert blocked(graph, found) == {"judged/glue/runs/slow/seed_0": "runs/slow/seed_0"}
+    assert find_blocked(graph, found) == {"judged/glue/runs/slow/seed_0": "runs/slow/seed_0"}
     assert sum(state is not None and state.status == "finished" for state in found.values()) == len(graph.nodes) - 2
     (tmp_path / "settings.json").unlink()
-    ended = Executor(graph, jobs=2, program=program, said=said.append).run()
+    ended = Executor(graph, jobs=2, program=program, tell=said.append).run()
     assert {state.status for state in ended.values() if state} == {"finished"}
 
 
 def test_a_study_that_is_asked_to_stop_starts_no_more(tmp_path: Path) -> None:
     program, graph = write_program(tmp_path), graph_of(tmp_path)
-    executor = Executor(graph, jobs=1, program=program, said=lambda line: None)
-    executor.said = lambda line: executor.stop()
+    executor = Executor(graph, jobs=1, program=program, tell=lambda line: None)
+    executor.tell = lambda line: executor.stop()
     ended = executor.run()
     assert sum(state is not None for state in ended.values()) == 1
 
 
 def test_what_has_finished_with_another_command_is_refused(tmp_path: Path) -> None:
     program = write_program(tmp_path)
-    Executor(graph_of(tmp_path), jobs=2, program=program, said=lambda line: None).run()
+    Executor(graph_of(tmp_path), jobs=2, program=program, tell=lambda line: None).run()
     given = document(settings={"data.path": "{words}", "training.steps": 200, "optimizer.lr": 0.001})
     with pytest.raises(RefusedError, match=r"(?s)finished with another command.*steps 100.*steps 200"):
         Executor(graph_of(tmp_path, given), jobs=2, program=program).run()
@@ -108,7 +108,7 @@ def test_slurm_gets_an_array_for_each_level_of_needs(tmp_path: Path, monkeypatch
 
 def test_slurm_is_given_only_what_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(tmp_path)
-    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert submit(graph, ["trp-scale"], "") == []
 
@@ -118,7 +118,7 @@ def test_the_launcher_starts_runs_and_judges_but_does_not_make_data(tmp_path: Pa
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/launched.txt\nexec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
     graph = graph_of(tmp_path, document(launcher=str(program)))
-    ended = Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    ended = Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     assert {state.status for state in ended.values() if state} == {"finished"}
     launched = (tmp_path / "launched.txt").read_text().splitlines()
     assert len(launched) == len(graph.nodes) - 1
@@ -130,8 +130,8 @@ def test_what_is_left_is_counted_by_the_seconds_of_what_has_finished(tmp_path: P
     (graph.directory / "state").mkdir(parents=True)
     judged = [name for name in graph.nodes if name.startswith("judged/glue/")]
     for name, seconds in zip(judged[:2], (100.0, 260.0), strict=True):
-        ended = State(node=name, command=[], status="finished", seconds=seconds)
-        (graph.directory / "state" / f"{flat(name)}.json").write_text(json.dumps(asdict(ended)))
+        ended = NodeState(node=name, command=[], status="finished", seconds=seconds)
+        (graph.directory / "state" / f"{file_name(name)}.json").write_text(json.dumps(asdict(ended)))
     first, *lines, last = hours_left(graph)
     assert first.endswith(f": 2 of {len(graph.nodes)} commands have finished")
     left = len(judged) - 2

@@ -11,20 +11,19 @@ import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.cli.main import main
-from trp_scale.reporting.paired_tests import PairedTest
-from trp_scale.reporting.statistics import Paired, Spread
+from trp_scale.reporting.paired_tests import Difference, PairedTest, Spread
 from trp_scale.storage.files import write_json
 from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
-from trp_scale.studies.outcome import Cell, Place, read_outcome, sentences, verdict
+from trp_scale.studies.graph import Row
+from trp_scale.studies.outcome import JudgeRow, VariantResult, describe_outcome, read_outcome, verdict
 from trp_scale.studies.report import write_report
-from trp_scale.studies.rows import Row
 
 
-def cell(mean: float, corrected: float | None) -> Cell:
+def cell(mean: float, corrected: float | None) -> VariantResult:
     test = PairedTest(seeds=5, p=0.01, test="t")
-    difference = Paired(mean=mean, half=0.1, test=test, visible=0.2)
-    return Cell(
-        spread=Spread(mean=0.5, half=0.1, between=None, within=None, runs=5), difference=difference, corrected=corrected
+    return VariantResult(
+        spread=Spread(mean=0.5, half=0.1, between=None, within=None, runs=5),
+        difference=Difference(value=mean, error=0.05, test=test, corrected=corrected),
     )
 
 
@@ -49,17 +48,17 @@ def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool
 
 def run(tmp_path: Path, **scale: object) -> tuple[object, object]:
     graph = graph_of(tmp_path, document(seeds=4, **scale))
-    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     return graph, read_outcome(graph)
 
 
 def test_worst_and_average_are_over_the_tasks_of_each_run(tmp_path: Path) -> None:
     _, outcome = run(tmp_path)
-    worst = outcome.figures[Place("glue", "worst")]["plain"]  # type: ignore[attr-defined]
+    worst = outcome.figures[JudgeRow("glue", "worst")]["plain"]  # type: ignore[attr-defined]
     assert worst[2] == [
         pytest.approx(0.9 - 0.3 - 0.1 + 0.02 + 0.002 + 0.0005)
     ]  # the mean of two judgings of the hard task
-    average = outcome.figures[Place("glue", "average")]["plain"]  # type: ignore[attr-defined]
+    average = outcome.figures[JudgeRow("glue", "average")]["plain"]  # type: ignore[attr-defined]
     assert average[2] == [pytest.approx(0.9 - 0.15 - 0.1 + 0.02 + 0.002 + 0.0005)]
 
 
@@ -99,40 +98,40 @@ def test_differences_may_be_taken_from_another_variant_at_equal_steps(
 
 def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> None:
     graph, outcome = run(tmp_path)
-    outcome.outcome = Place("glue", "hard")  # type: ignore[attr-defined]
+    outcome.outcome = JudgeRow("glue", "hard")  # type: ignore[attr-defined]
     cells, ground = outcome.cells, graph.study.ground  # type: ignore[attr-defined]
-    found = {}
-    for name, p in (("hard", 0.3), ("average", 0.004)):
-        difference = Paired(mean=-0.05, half=0.1, test=PairedTest(seeds=5, p=p, test="t"), visible=0.2)
-        found[name] = replace(cells[Place("glue", name)][ground], difference=difference)
-        cells[Place("glue", name)][ground] = found[name]
-    said = "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
-    assert "not seen to pay here" in said and "it does in the average of the tasks: +0.0500 (p 0.004)." in said
-    test = PairedTest(seeds=5, p=0.02, test="t")
-    weak = replace(found["average"], difference=Paired(mean=-0.05, half=0.1, test=test, visible=0.2))
-    cells[Place("glue", "average")][ground] = weak
-    assert "in the average" not in "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
-    same = Paired(mean=0.0, half=0.0, test=PairedTest(seeds=5, p=1.0, test="t"), visible=0.0)
-    cells[Place("glue", "hard")][ground] = replace(found["hard"], difference=same)
-    assert "Pre-training" not in "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
+
+    def state(hard: Difference, average: Difference) -> str:
+        for row, difference in (("hard", hard), ("average", average)):
+            key = JudgeRow("glue", row)
+            cells[key][ground] = replace(cells[key][ground], difference=difference)
+        return "\n".join(describe_outcome(graph, outcome))  # type: ignore[arg-type]
+
+    def lead(p: float, value: float = -0.05, error: float = 0.1) -> Difference:
+        return Difference(value=value, error=error, test=PairedTest(seeds=5, p=p, test="t"))
+
+    text = state(lead(0.3), lead(0.004))
+    assert "not seen to pay here" in text and "average of the tasks: +0.0500 (p 0.004)." in text
+    assert "in the average" not in state(lead(0.3), lead(0.02))
+    assert "Pre-training" not in state(lead(1.0, value=0.0, error=0.0), lead(0.02))
 
 
 def test_equal_figures_make_no_difference(tmp_path: Path) -> None:
     graph, outcome = run(tmp_path)
-    said = "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
+    said = "\n".join(describe_outcome(graph, outcome))  # type: ignore[arg-type]
     assert "slow: no difference to plain seen at this power" in said
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     graph = graph_of(tmp_path)
-    assert sentences(graph, read_outcome(graph)) == ["Nothing to state yet: no run has been judged."]
+    assert describe_outcome(graph, read_outcome(graph)) == ["Nothing to state yet: no run has been judged."]
 
 
 def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
     program = write_program(tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow"]}))
     graph = graph_of(tmp_path)
-    Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    Executor(graph, jobs=2, program=program, tell=lambda line: None).run()
     text = write_report(graph, tmp_path / "report", "trp-scale study run x")
     assert "failed: runs/slow/seed\\_1" in text
     assert "this was to fail" in text
@@ -141,29 +140,29 @@ def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
 
 def test_a_scale_with_other_judges_has_its_own_outcome(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, document(outcome={"judges": ["glue"], "row": "hard"}))
-    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     assert graph.study.outcome.row == "worst"
-    assert read_outcome(graph).outcome == Place("glue", "hard")
+    assert read_outcome(graph).outcome == JudgeRow("glue", "hard")
 
 
 def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_from_the_others(tmp_path: Path) -> None:
     """As a probe has it, of a run with learned masks alone."""
     graph, program = graph_of(tmp_path, document(seeds=3)), write_program(tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps({"own_head": True}))
-    Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    Executor(graph, jobs=2, program=program, tell=lambda line: None).run()
     outcome = read_outcome(graph)
-    assert outcome.outcome == Place("glue", "easy")
+    assert outcome.outcome == JudgeRow("glue", "easy")
     assert set(outcome.cells[outcome.outcome]) == {"scratch", "plain", "slow"}
-    assert Place("glue", "average") not in outcome.figures
-    assert outcome.figures[Place("glue", "own head")].keys() == {"slow"}
-    assert any("no difference to plain" in line for line in sentences(graph, outcome))
+    assert JudgeRow("glue", "average") not in outcome.figures
+    assert outcome.figures[JudgeRow("glue", "own head")].keys() == {"slow"}
+    assert any("no difference to plain" in line for line in describe_outcome(graph, outcome))
 
 
 def test_a_task_with_too_few_rows_is_in_no_average_and_never_the_worst(tmp_path: Path) -> None:
     given = document(seeds=2)
     given["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
     graph = graph_of(tmp_path, given)
-    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     outcome = read_outcome(graph)
-    assert set(outcome.figures) == {Place("glue", "easy"), Place("glue", "hard")}
-    assert outcome.outcome == Place("glue", "easy")  # the worst of one task is that task
+    assert set(outcome.figures) == {JudgeRow("glue", "easy"), JudgeRow("glue", "hard")}
+    assert outcome.outcome == JudgeRow("glue", "easy")  # the worst of one task is that task

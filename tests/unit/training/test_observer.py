@@ -121,7 +121,7 @@ def test_validation_is_part_of_its_step(start: Callable[..., Observer], config: 
     assert lines[1]["validation"] == losses
     assert lines[1]["loss"] == pytest.approx(4.8)
     assert observer.close("finished")["validation"] == losses
-    assert "held-out loss (mean of the balanced tasks): 3.0000 at step 2" in report(tmp_path / "run")
+    assert "held-out loss (mean of the balanced tasks) is 3.000 after step 2" in report(tmp_path / "run")
 
 
 def test_a_validation_that_never_came_loses_no_line(
@@ -153,7 +153,7 @@ def test_the_end_has_what_a_hook_last_said_and_a_single_task_in_words(
         observer.step(record(step, loss=4.0 / step, tasks=tasks, hooks=hooks))
     assert observer.close("finished")["hooks"] == ["adversary: norm 0.25"]
     lines = report(tmp_path).splitlines()
-    assert "adversary: norm 0.25" in lines and "loss 4.0000 -> 2.0000: better by 50%" in lines
+    assert "adversary: norm 0.25" in lines and "The loss fell from 4.000 to 2.000 (-50%) in 2 steps." in lines
 
 
 @pytest.mark.parametrize(("factor", "diverged"), [(2.0, False), (9.9, False), (10.1, True)])

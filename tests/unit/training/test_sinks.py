@@ -15,7 +15,7 @@ from tests.unit.training.test_picture_files import draw
 from trp_scale.config import Config, RefusedError
 from trp_scale.training.observer import Observer
 from trp_scale.training.records import RunInfo
-from trp_scale.training.sinks import flatten
+from trp_scale.training.sinks import NewPictures, flatten
 
 
 def test_nested_lines_become_paths() -> None:
@@ -92,7 +92,7 @@ def test_tensorboard_has_new_pictures_and_the_report(
     with Image.open(io.BytesIO(images[1].encoded_image_string)) as picture:
         assert picture.convert("RGB").getpixel((3, 3)) == (40, 0, 0)
     (text,) = events.Tensors("report/text_summary")
-    assert b"worst task noun" in text.tensor_proto.string_val[0]
+    assert b"worst task, noun" in text.tensor_proto.string_val[0]
 
 
 def test_wandb_has_new_pictures_and_the_report(start: Callable[..., Observer], offline: None, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_wandb_has_new_pictures_and_the_report(start: Callable[..., Observer], o
     (picture,) = (media / "images").rglob("*.png")
     assert picture.read_bytes() == (tmp_path / "run" / "pictures" / "step_00000002" / "masks.png").read_bytes()
     (page,) = (media / "html").rglob("*.html")
-    assert "worst task noun" in page.read_text(encoding="utf-8")
+    assert "worst task, noun" in page.read_text(encoding="utf-8")
 
 
 def test_wandb_without_a_login_is_one_line(

@@ -1,15 +1,206 @@
-"""How representations lie: images of one class and of two (MLO-MAE C.3, Table 13), and all in a plane (Figure 6)."""
+"""Images of a data set to look at, the same ones every time, and their representations: one pass of the encoder, the
+similarity within and between classes (MLO-MAE C.3, Table 13), and a plane with all images (Figure 6)."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from trp_scale.config import RefusedError
+from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.hashing import Integers
+from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
+from trp_scale.data.index import read_json
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import HeldOutPlan, MixtureMember
+from trp_scale.data.raw_files import require_dataset
+from trp_scale.errors import quote
+from trp_scale.evaluation.figures.attention import recorded_attention
+from trp_scale.evaluation.figures.drawing import DPI, figure_class
+from trp_scale.evaluation.encoders import FrozenEncoder
+from trp_scale.finetuning.classification.batch import MeasuredImages
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.pretraining.base import find_upstream
+
+NAMED_CLASSES = 20
+"""More classes than these share colours and get no legend."""
+
+BATCH = 64
+"""Images of one forward pass."""
+
+
+class ImageChoice(NamedTuple):
+    """Images of one data set.
+
+    Attributes:
+        dataset: they are from.
+        positions: [n] of the chosen ones in stored order, shuffled, so that the first few are of many classes.
+        classes: names, or numbers where there are none; empty where the images have no classes.
+    """
+
+    dataset: ImageDataset
+    positions: Integers
+    classes: tuple[str, ...]
+
+    def first(self, count: int) -> ImageChoice:
+        """Fewer of them."""
+        return self._replace(positions=self.positions[:count])
+
+    def class_name(self, label: int) -> str:
+        """The class of an image, in words where it has some."""
+        return self.classes[label] if 0 <= label < len(self.classes) else ""
+
+
+def choose_images(data: Path, most: int) -> ImageChoice:
+    """Choose at most `most` images of a data set; all for 0.
+
+    Raises:
+        DataError: it is missing or damaged.
+        RefusedError: it holds no images.
+    """
+    require_dataset(data, f"--data {data}")
+    kind = read_json(data / "dataset.json").get("kind")
+    if kind != "image":
+        raise RefusedError(
+            f"--data {data}: kind {quote(kind)} found, 'image' allowed: shards of trp-scale shard-images"
+        )
+    dataset = open_image_dataset(data)
+    classes = dataset.meta.classes or ()
+    if "cls" in dataset.meta.suffixes and not classes:
+        classes = tuple(str(number) for number in range(1 + int(dataset.samples.labels.max())))
+    order = np.random.default_rng(0).permutation(dataset.samples.rows)
+    return ImageChoice(dataset, order[:most] if most > 0 else order, classes)
+
+
+def measured_images(config: ClassificationTaskConfig, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a classifier of these settings is measured on them (crops.size, augmentation).
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    config = copy.deepcopy(config)
+    config.downstream.classes = max(1, len(choice.classes))
+    return planned_batches(MeasuredImages(config, [choice.dataset], choice.dataset.meta), choice)
+
+
+def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a pre-training run of these settings makes its own: its crops, masks and modalities.
+
+    Raises:
+        RefusedError: an image cannot be read, or the data lacks a modality.
+    """
+    rows = find_upstream(config).open_rows(
+        config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
+    )
+    return planned_batches(rows.builder, choice)
+
+
+def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
+    """Yield the batches that the data set's builder makes of the chosen images.
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    blocks = choice.dataset.blocks
+    everything = np.ones(len(blocks.keys), dtype=np.bool_)
+    plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=blocks, chosen=everything)])
+    for first in range(0, len(choice.positions), BATCH):
+        batch = builder.build(plan.locate(choice.positions[first : first + BATCH]), first)
+        if batch.corrupt:
+            raise RefusedError(
+                f"--data {choice.dataset.directory}: {', '.join(batch.corrupt[:3])} cannot be read; copy or shard the "
+                "data again"
+            )
+        yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownImages:
+    """The first of the chosen images.
+
+    Attributes:
+        choice: which they are.
+        images: [R, 3, S, S] in [0, 1], as the encoder sees them.
+        labels: [R] classes, -1 without.
+    """
+
+    choice: ImageChoice
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedImages:
+    """Features of n images.
+
+    Attributes:
+        features: [n, D] fp32.
+        labels: [n] classes, -1 without.
+        block: whose attention it is.
+        attention: [N, N] float64 over patches, mean over heads and images.
+        shown: images to show.
+        shown_attention: [R, N, N] over patches, mean over heads, of the images to show.
+    """
+
+    features: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+    block: int
+    attention: Tensor
+    shown: ShownImages
+    shown_attention: Tensor
+
+
+@torch.no_grad()
+def encode_images(
+    encoder: FrozenEncoder, config: ClassificationTaskConfig, choice: ImageChoice, *, block: int, shown: int
+) -> EncodedImages:
+    """Read the images and encode them.
+
+    Args:
+        config: of the encoder, and of what is seen of an image.
+        block: whose attention is recorded.
+        shown: how many of the images are kept for pictures.
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    features, labels = [], []
+    images: list[Tensor] = []
+    maps: list[Tensor] = []
+    patches = encoder.module.grid**2
+    total = torch.zeros(patches, patches, dtype=torch.float64)
+    with recorded_attention(encoder.module, block) as recorded:
+        for batch in measured_images(config, choice):
+            features.append(encoder(batch["images"]).cpu().numpy())  # [B, D]
+            labels.append(batch["labels"].numpy())
+            attention = recorded.pop().cpu()  # [B, N, N]
+            total += attention.double().sum(0)
+            if (missing := shown - sum(len(batch_images) for batch_images in images)) > 0:
+                images.append(batch["images"][:missing].float() / 255.0)
+                maps.append(attention[:missing])
+    return EncodedImages(
+        features=np.concatenate(features),
+        labels=np.concatenate(labels),
+        block=block,
+        attention=total / len(choice.positions),
+        shown=ShownImages(
+            choice=choice.first(shown),
+            images=torch.cat(images),
+            labels=torch.from_numpy(np.concatenate(labels)[:shown]),
+        ),
+        shown_attention=torch.cat(maps),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +266,7 @@ def check_library() -> None:
         raise RefusedError("representations in a plane need scikit-learn: pip install 'trp-scale[evaluation]'")
 
 
-def plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDArray[np.floating], str]:
+def project_to_plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDArray[np.floating], str]:
     """[n, D] -> [n, 2], and a sentence about it; the same every time."""
     if kind == "pca":
         from sklearn.decomposition import PCA
@@ -86,5 +277,36 @@ def plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDAr
     from sklearn.manifold import TSNE
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
-    placed = TSNE(n_components=2, init="pca", perplexity=perplexity, random_state=0).fit_transform(features)
-    return placed, f"t-SNE, perplexity {perplexity:g}; distances between groups mean little"
+    points = TSNE(n_components=2, init="pca", perplexity=perplexity, random_state=0).fit_transform(features)
+    return points, f"t-SNE, perplexity {perplexity:g}; distances between groups mean little"
+
+
+def draw_plane(
+    points: npt.NDArray[np.floating],
+    labels: npt.NDArray[np.integer],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """Each image as a point in the colour of its class.
+
+    Args:
+        points: [n, 2].
+        labels: [n], all -1 where there are no classes.
+        names: of the classes.
+    """
+    from matplotlib import colormaps
+
+    figure = figure_class()(figsize=(7.5, 6), layout="constrained")
+    axes = figure.subplots()
+    classes = np.unique(labels).tolist()
+    palette = colormaps["tab10" if len(classes) <= 10 else "tab20"]
+    for number, label in enumerate(classes):
+        across, up = points[labels == label].T
+        name = names[label] if 0 <= label < len(names) else str(label)
+        axes.scatter(across, up, s=9, alpha=0.75, color=palette(number % palette.N), label=name, linewidths=0)
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(title, fontsize=10)
+    if 1 < len(classes) <= NAMED_CLASSES:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, markerscale=2, frameon=False)
+    figure.savefig(path, dpi=DPI)

@@ -5,7 +5,7 @@ Grad-CAM: Selvaraju et al. 2017, eq. 1-2; MLO-MAE Figure 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.figures.figures import Decision, draw_activations
 from trp_scale.evaluation.figures.finetuned import FinetunedPictures
 from trp_scale.evaluation.figures.pictures import Picture
 from trp_scale.evaluation.figures.study import ImageChoice, ShownImages, measured_images
+from trp_scale.evaluation.figures.drawing import DPI, Picture, show_image, small_axes
+from trp_scale.evaluation.figures.features import ShownImages, measured_images
+from trp_scale.finetuning.classification.model import ImageClassifier
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.finetuned_run import FinetunedRun, predicting_engine
@@ -76,35 +78,65 @@ def class_activation(model: ImageClassifier, images: Tensor, classes: Tensor | N
     return ClassActivation(grad_cam(kept[0].detach()[:, 1:], gradients[:, 1:]), predicted)
 
 
-class ClassifierPictures(FinetunedPictures):
-    """grad_cam.png; see `FinetunedPictures`."""
+class Decision(NamedTuple):
+    """Decision of a classifier on one image.
 
-    @staticmethod
-    def check(run: FinetunedRun, choice: ImageChoice) -> None:
-        """Refuse a classifier of other classes than the images have."""
-        classes, count = choice.classes, run.config.downstream.classes
-        other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
-        if classes and (other_names or len(classes) > count):
-            raise RefusedError(
-                f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, "
-                "or of other names; allowed: a run of the same classes"
-            )
+    Attributes:
+        image: [3, S, S] in [0, 1], as it sees it.
+        map: [G, G] zero or more, where it looks.
+        prediction: in words.
+        right: whether it is.
+    """
 
-    @staticmethod
-    def draw(
-        runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
-    ) -> list[Picture]:
-        decisions = {name: _decisions(run, shown, environment) for name, run in runs.items()}
-        path = output / "grad_cam.png"
-        captions = [shown.choice.class_name(label) for label in shown.labels.tolist()]
-        draw_activations(shown.images, captions, decisions, path)
-        return [
-            Picture(
-                path,
-                "Grad-CAM of the predicted class on the first norm of the last block; red: what speaks for it most, "
-                "each image on its own scale; green words: predicted right",
+    image: Tensor
+    map: Tensor
+    prediction: str
+    right: bool
+
+
+def draw_activations(
+    images: Tensor, captions: Sequence[str], decisions: Mapping[str, Sequence[Decision]], path: Path
+) -> None:
+    """A column for each image; a row of what each run decides by.
+
+    Args:
+        images: [R, 3, S, S] in [0, 1].
+        captions: the class of each.
+        decisions: of each run, on each image.
+    """
+    axes, figure = small_axes(1 + len(decisions), len(images), side=1.35)
+    for column, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        show_image(axes[0, column], image)
+        axes[0, column].set_title(caption, fontsize=8)
+    for row, (name, row_decisions) in enumerate(decisions.items(), start=1):
+        axes[row, 0].set_ylabel(name, fontsize=8)
+        for column, picture in enumerate(row_decisions):
+            show_image(axes[row, column], picture.image)
+            largest = float(picture.map.max())
+            scaled = picture.map / largest if largest > 0 else picture.map
+            smooth = F.interpolate(scaled[None, None], size=picture.image.shape[-2:], mode="bilinear")[0, 0]
+            axes[row, column].imshow(smooth.numpy(), cmap="jet", vmin=0, vmax=1, alpha=0.5)
+            axes[row, column].set_title(
+                picture.prediction, fontsize=8, color="tab:green" if picture.right else "tab:red"
             )
-        ]
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_classifiers(
+    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+) -> list[Picture]:
+    """Draw grad_cam.png of classifiers (evaluation/figures/represent.py: DrawRuns)."""
+    decisions = {name: _decisions(run, shown, environment) for name, run in runs.items()}
+    path = output / "grad_cam.png"
+    captions = [shown.choice.class_name(label) for label in shown.labels.tolist()]
+    draw_activations(shown.images, captions, decisions, path)
+    return [
+        Picture(
+            path,
+            "Grad-CAM of the predicted class on the first norm of the last block; red: what speaks for it most, "
+            "each image on its own scale; green words: predicted right",
+        )
+    ]
 
 
 def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) -> list[Decision]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.config import RefusedError, split_patches
+from trp_scale.config import PatchSplit, RefusedError, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import HeldOutPlan
@@ -33,13 +33,13 @@ HIDDEN = "of_objects"
 """Of the pixels of objects, the share that is masked; the mean over images that show any."""
 
 
-OWN, BEFORE = "masks", "masks before the first lesson"
+LEARNED, BEFORE = "masks", "masks before the first lesson"
 """Tasks of the results: the run's masks, random or learned; and those of a masking network as it was drawn."""
 
 
 @dataclass
-class Places:
-    """Where one choice of masks lies.
+class MaskOverlap:
+    """Overlap of one choice of masks with objects.
 
     Attributes:
         on_objects, of_objects, by_chance: of each image that shows objects.
@@ -91,59 +91,61 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
     opened = open_dense(config, parse_paths(data), SegmentationMaps)
     assert isinstance(opened.maps, SegmentationMaps)
     ground = _numbers(background, opened.maps.classes)
-    network = load_masking_network(trained)
-    untrained = None if network is None else type(network)(trained.config).eval()  # from the seed, as the run's own was
+    score = _patch_scores(trained)
     size = trained.config.vision.patch_size
-    count = (config.crops.size // size) ** 2
     split = split_patches(config.crops.size, size, trained.config.masking.ratio)
-    if network is not None:  # a curriculum has a ratio of its own at the end
+    if trained.config.multilevel.learns:  # a curriculum has a ratio of its own at the end
         split = split_at(trained.config.training.steps - 1, trained.config)
-    objects_of_image: dict[str, Places] = {}
+    overlaps: dict[str, MaskOverlap] = {}
     with torch.no_grad():
         for batch in _batches(opened, config, rows):
             valid = batch["semseg"] != VOID  # [R, S, S]
             objects = valid & ~torch.isin(batch["semseg"], ground)
             shares = _by_patch(objects, size), _by_patch(valid, size)  # [R, N] each
-            if network is None or untrained is None:
-                seed = trained.config.training.seed
-                choices = {OWN: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
-            else:
-                images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
-                embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
-                choices = {OWN: network(embeddings), BEFORE: untrained(embeddings)}
-            for name, scores in choices.items():
-                objects_of_image.setdefault(name, Places()).add(*shares, select(scores, split).masked)
-    if not any(places.on_objects for places in objects_of_image.values()):
+            for name, scores in score(batch).items():
+                overlaps.setdefault(name, MaskOverlap()).add(*shares, select(scores, split).masked)
+    if not any(overlap.on_objects for overlap in overlaps.values()):
         raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
-    return Results(
-        recipe=trained.config.upstream,
-        encoder=str(trained.checkpoint),
-        tasks=[
-            join(
-                [
-                    SeedResult(
-                        task=name,
-                        metric=METRIC,
-                        split="test",
-                        lower_is_better=False,
-                        seed=trained.config.training.seed,
-                        metrics={
-                            METRIC: float(np.mean(places.on_objects)),
-                            HIDDEN: float(np.mean(places.of_objects)),
-                            "by_chance": float(np.mean(places.by_chance)),
-                        },
-                        detail={
-                            "images": len(places.on_objects),
-                            "images_left_out": places.left_out,
-                            "masked": split.masked,
-                            "patches": count,
-                        },
-                        judged=False,  # more of it is no better or worse
-                    )
-                ]
-            )
-            for name, places in objects_of_image.items()
-        ],
+    tasks = [join([_seed_result(trained, name, overlap, split)]) for name, overlap in overlaps.items()]
+    return Results(recipe=trained.config.upstream, encoder=str(trained.checkpoint), tasks=tasks)
+
+
+def _patch_scores(trained: TrainedImages) -> Callable[[Batch], dict[str, Tensor]]:
+    """Return a function that gives the scores [R, N] whose largest are masked: random ones, or those of the masking
+    network and of the network before its first lesson."""
+    network, seed = load_masking_network(trained), trained.config.training.seed
+    if network is None:
+        count = (trained.config.crops.size // trained.config.vision.patch_size) ** 2
+        return lambda batch: {LEARNED: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
+    untrained = type(network)(trained.config).eval()  # from the seed, as the run's own was
+
+    def score(batch: Batch) -> dict[str, Tensor]:
+        images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
+        embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
+        return {LEARNED: network(embeddings), BEFORE: untrained(embeddings)}
+
+    return score
+
+
+def _seed_result(trained: TrainedImages, name: str, overlap: MaskOverlap, split: PatchSplit) -> SeedResult:
+    return SeedResult(
+        task=name,
+        metric=METRIC,
+        split="test",
+        lower_is_better=False,
+        seed=trained.config.training.seed,
+        metrics={
+            METRIC: float(np.mean(overlap.on_objects)),
+            HIDDEN: float(np.mean(overlap.of_objects)),
+            "by_chance": float(np.mean(overlap.by_chance)),
+        },
+        detail={
+            "images": len(overlap.on_objects),
+            "images_left_out": overlap.left_out,
+            "masked": split.masked,
+            "patches": split.patches,
+        },
+        judged=False,  # more of it is no better or worse
     )
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trp_scale.config import PatchSplit, RefusedError
+from trp_scale.config import PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
-from trp_scale.evaluation.figures.own_images import own_images, own_images_alone
+from trp_scale.evaluation.figures.drawing import DPI, Picture, draw_legend, figure_class, show_image, small_axes
 from trp_scale.evaluation.figures.trained_images import (
     TrainedImages,
     TrainedModalities,
     load_masking_network,
     load_trained_images,
     load_trained_modalities,
+    own_images,
+    own_modality_images,
     upstream_name,
 )
 from trp_scale.methods.adversary.ascent import size
@@ -32,7 +34,6 @@ from trp_scale.pretraining.mm_mae.settings import predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FEW = 0.1
 """Share of masked patches in the paper's figure: at that of training nearly everything is masked."""
@@ -40,9 +41,7 @@ DIMMED = 0.25
 """What is left of a masked patch's brightness."""
 
 
-def draw_masks(
-    figure_of: type[Figure], trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path
-) -> str:
+def draw_masks(trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path) -> str:
     """Draw images, each patch's probability, and the masks of a tenth and of the run's own share of the patches, drawn
     at random, chosen by the untrained network, and by the learned one; returns a sentence about them.
 
@@ -52,20 +51,14 @@ def draw_masks(
     shown = mask_strips(trained, network, batch)
     probabilities, same = shown.pop("probability"), float(shown.pop("as untrained"))
     images = len(probabilities)
-    figure = figure_of(figsize=(1.3 * images + 1.0, 1.3 * (len(shown) + 1)), layout="constrained")
-    axes = figure.subplots(len(shown) + 1, images, squeeze=False)
-    for panel in axes.flat:
-        panel.set(xticks=[], yticks=[], frame_on=False)
-    for row, (name, strip) in enumerate(shown.items()):
-        axes[row, 0].set_ylabel(name, fontsize=8)
-        for column, image in enumerate(strip):
-            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
+    axes, figure = small_axes(len(shown) + 1, images)
+    _show_strips(axes, shown)
     axes[-1, 0].set_ylabel("probability", fontsize=8)
     grid = round(probabilities.shape[1] ** 0.5)
     for column, values in enumerate(probabilities):
         drawn = axes[-1, column].imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1, cmap="magma")
     figure.colorbar(drawn, ax=axes[-1, :].tolist(), shrink=0.8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)
     spread = float(probabilities.std(dim=0).mean()) if images > 1 else 0.0
     differing = f", and differs by {spread:.3f} (standard deviation) between images" if images > 1 else ""
     return (
@@ -113,21 +106,12 @@ def random_scores(seed: int, key: int, count: int) -> Tensor:
     return torch.rand(count, generator=generator)
 
 
-GIVEN = "hidden patches are drawn with their true mean and deviation, which are no part of what is predicted"
-"""Said of pictures whose target is normalised by patch: colours and contrast there are given, structure is not."""
+TRUE_COLOURS = "hidden patches are drawn with their true mean and deviation, which are no part of what is predicted"
+"""Caption of pictures whose target is normalised by patch: colours and contrast there are the image's, structure is the
+prediction."""
 
 GREY = 0.5
 """What a masked patch is shown as."""
-
-
-class Picture(NamedTuple):
-    """A PNG file and a sentence about it."""
-
-    path: Path
-    caption: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.caption}"
 
 
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", images: Sequence[Path] = ()) -> list[str]:
@@ -149,7 +133,7 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
     figure_class()
     if upstream_name(source) == "mm_mae":
         several = load_trained_modalities(source, data)
-        alone = own_images_alone(several, images) if images else several.images(rows)
+        alone = own_modality_images(several, images) if images else several.images(rows)
         return [str(path) for path in draw_modality_pictures(several, alone, output)]
     trained = load_trained_images(source, data)
     batch = own_images(trained, images) if images else trained.images(rows)
@@ -158,20 +142,19 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
 
 def draw_image_pictures(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
     """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
-    figure_of = figure_class()
     output.mkdir(parents=True, exist_ok=True)
     strips, loss, mean_patch = reconstructions(trained, batch)
     path = output / "reconstructions.png"
-    _draw_strips(figure_of, strips, path)
+    _draw_strips(strips, path)
     losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
-    note = f"; {GIVEN}" if trained.objective.normalised else ""
+    note = f"; {TRUE_COLOURS}" if trained.objective.normalised else ""
     pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){note}")]
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
-        pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
+        pictures.append(Picture(path, _draw_positions(trained, path)))
     if (network := load_masking_network(trained)) is not None:
         path = output / "masks.png"
-        pictures.append(Picture(path, draw_masks(figure_of, trained, network, batch, path)))
+        pictures.append(Picture(path, draw_masks(trained, network, batch, path)))
     return pictures
 
 
@@ -179,10 +162,10 @@ def draw_modality_pictures(trained: TrainedModalities, batch: Batch, output: Pat
     """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "reconstructions.png"
-    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path, trained.class_names())
+    draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
     measured = task_losses(trained, batch)
     losses = ", ".join(f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in measured.items())
-    note = f"; of rgb {GIVEN}" if "rgb" in measured else ""
+    note = f"; of rgb {TRUE_COLOURS}" if "rgb" in measured else ""
     return [Picture(path, f"{losses}; {batch.rows} images{note}")]
 
 
@@ -221,34 +204,26 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
     return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
 
 
-def figure_class() -> type[Figure]:
-    """matplotlib's figure, without its windows."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RefusedError("pictures need matplotlib: pip install 'trp-scale[pictures]'") from error
-    return Figure
-
-
-def _draw_strips(figure_of: type[Figure], strips: dict[str, Tensor], path: Path) -> None:
+def _draw_strips(strips: Mapping[str, Tensor], path: Path) -> None:
     """A row of images for each name, one image below the other."""
-    count = len(next(iter(strips.values())))
-    figure = figure_of(figsize=(1.2 * count + 0.4, 1.2 * len(strips)), layout="constrained")
-    axes = figure.subplots(len(strips), count, squeeze=False)
+    axes, figure = small_axes(len(strips), len(next(iter(strips.values()))))
+    _show_strips(axes, strips)
+    figure.savefig(path, dpi=DPI)
+
+
+def _show_strips(axes: Any, strips: Mapping[str, Tensor]) -> None:
     for row, (name, images) in enumerate(strips.items()):
-        axes[row, 0].set_ylabel(name)
+        axes[row, 0].set_ylabel(name, fontsize=8)
         for column, image in enumerate(images):
-            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
-            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
-    figure.savefig(path, dpi=100)
+            show_image(axes[row, column], image)
 
 
-def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path) -> str:
+def _draw_positions(trained: TrainedImages, path: Path) -> str:
     """Draw by what is perturbed; returns a sentence about it."""
     assert trained.shape is not None and trained.perturbation is not None
     encoder, _ = trained.shape.split(trained.perturbation)
     grid = trained.config.crops.size // trained.config.vision.patch_size
-    kind = trained.config.adversary.kind
+    kind, figure_of = trained.config.adversary.kind, figure_class()
     if kind == "absolute_coordinate":
         figure = figure_of(figsize=(5, 5), layout="constrained")
         _draw_shifted_grid(figure.subplots(), grid, encoder[0])
@@ -352,13 +327,13 @@ def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[flo
     class frequencies. A task of which nothing is known here is left out."""
     objective = trained.objective
     losses = objective(trained.model, batch)
-    plain = objective(_plainest(trained, batch), batch)
+    plain = objective(_plain_guesses(trained, batch), batch)
     means = [(sums.sums / sums.counts.clamp(min=1)).tolist() for sums in (losses, plain)]
     rows = zip(objective.tasks, *means, losses.counts.tolist(), strict=True)
     return {task: (loss, guess) for task, loss, guess, count in rows if count > 0}
 
 
-def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
+def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
     """A model that makes the plainest guess at every task."""
     objective = trained.objective
     patches = objective.patches(batch)
@@ -374,12 +349,7 @@ def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
     return forward
 
 
-def draw_modalities(
-    figure_of: type[Figure],
-    shown: dict[str, dict[str, Tensor]],
-    path: Path,
-    classes: Mapping[str, Sequence[str]],
-) -> None:
+def draw_modalities(shown: dict[str, dict[str, Tensor]], path: Path, classes: Mapping[str, Sequence[str]]) -> None:
     """Three rows for each task, a column for each image; what is predicted alone where nothing is known.
 
     Args:
@@ -393,9 +363,7 @@ def draw_modalities(
         for stage, maps in stages.items()
         if known[task] or stage == "predicted"
     ]
-    count = len(rows[0][2])
-    figure = figure_of(figsize=(1.1 * count + 0.6, 1.1 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), count, squeeze=False)
+    axes, figure = small_axes(len(rows), len(rows[0][2]), side=1.1)
     for row, (task, stage, maps) in enumerate(rows):
         axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
         for column, map_ in enumerate(maps):
@@ -407,18 +375,4 @@ def draw_modalities(
         for entry in kind.legend([maps for task, _, maps in rows if kinds[task] is kind], classes.get(kind.name, ()))
     ]
     draw_legend(figure, entries)
-    figure.savefig(path, dpi=100)
-
-
-LEGEND_INCHES = 1.4
-"""Width of a column of a legend."""
-
-
-def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
-    """(words, colour) of each, below a figure of layout "constrained"."""
-    from matplotlib.patches import Patch
-
-    if entries:
-        handles = [Patch(facecolor=colour, label=words) for words, colour in entries]
-        columns = max(1, min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES)))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=DPI)

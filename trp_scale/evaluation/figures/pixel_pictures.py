@@ -15,10 +15,8 @@ from torch import Tensor
 
 from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment
-from trp_scale.evaluation.figures.figures import DPI, small_axes
-from trp_scale.evaluation.figures.finetuned import FinetunedPictures
-from trp_scale.evaluation.figures.pictures import Picture, draw_legend
-from trp_scale.evaluation.figures.study import ShownImages, planned_batches
+from trp_scale.evaluation.figures.drawing import DPI, Picture, draw_legend, show_image, small_axes
+from trp_scale.evaluation.figures.features import ShownImages, planned_batches
 from trp_scale.finetuning.dense.depth import DepthTask
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
 from trp_scale.finetuning.dense.task import open_dense
@@ -49,21 +47,18 @@ class PixelMaps:
     classes: tuple[str, ...] = ()
 
 
-class PixelPictures(FinetunedPictures):
-    """segmentation.png or depth.png: a row for each image, with what each run predicts and the truth; see
-    `FinetunedPictures`."""
-
-    @staticmethod
-    def draw(
-        runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
-    ) -> list[Picture]:
-        maps = {name: predicted_maps(run, shown, environment) for name, run in runs.items()}
-        first = next(iter(maps.values()))
-        path = output / f"{first.kind}.png"
-        _draw(maps, path)
-        scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
-        what = "colours: classes, named below" if first.kind == "segmentation" else f"brighter: farther, {scale}"
-        return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
+def draw_pixel_maps(
+    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+) -> list[Picture]:
+    """Draw segmentation.png or depth.png: a row for each image, with what each run predicts and the truth
+    (evaluation/figures/represent.py: DrawRuns)."""
+    maps = {name: predicted_maps(run, shown, environment) for name, run in runs.items()}
+    first = next(iter(maps.values()))
+    path = output / f"{first.kind}.png"
+    _draw(maps, path)
+    scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
+    what = "colours: classes, named below" if first.kind == "segmentation" else f"brighter: farther, {scale}"
+    return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
 
 
 @torch.no_grad()
@@ -113,7 +108,7 @@ def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
     kind = modality(first.modality)
     show = kind.show
     for row, (image, true) in enumerate(zip(first.images, first.true, strict=True)):
-        axes[row, 0].imshow(image.permute(1, 2, 0).numpy())
+        show_image(axes[row, 0], image)
         for panel, of_run in zip(axes[row, 1:-1], maps.values(), strict=True):
             prediction = of_run.predicted[row]
             show(panel, prediction, prediction if of_run.relative else true)

@@ -3,13 +3,11 @@ without other files."""
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,68 +16,54 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.config import RefusedError
+from trp_scale.config.registry import find, import_name
+from trp_scale.config.registry import names as registered_names
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.figures.arguments import RepresentArguments
-from trp_scale.evaluation.figures.attention import Position, default_positions, mean_distance
-from trp_scale.evaluation.figures.features import PlaneKind, check_library, class_similarity, plane
-from trp_scale.evaluation.figures.figures import draw_attention, draw_average_attention, draw_plane
-from trp_scale.evaluation.figures.finetuned import finetuned_pictures, open_finetuned
-from trp_scale.evaluation.figures.pictures import Picture, draw_image_pictures, draw_modality_pictures, figure_class
-from trp_scale.evaluation.figures.study import ImageChoice, Study, choose_images, study_images, trained_images
+from trp_scale.evaluation.figures.attention import (
+    Position,
+    default_positions,
+    draw_attention,
+    draw_average_attention,
+    mean_distance,
+)
+from trp_scale.evaluation.figures.drawing import Picture, figure_class
+from trp_scale.evaluation.figures.features import (
+    EncodedImages,
+    ImageChoice,
+    PlaneKind,
+    ShownImages,
+    check_library,
+    choose_images,
+    class_similarity,
+    draw_plane,
+    encode_images,
+    project_to_plane,
+    trained_images,
+)
+from trp_scale.evaluation.figures.pictures import draw_image_pictures, draw_modality_pictures
 from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained_images, load_trained_modalities
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.finetuned_run import FinetunedRun, read_run
 from trp_scale.pretraining.base import find_upstream
-
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
-table { border-collapse: collapse; } td { padding: 0.2em 1.5em 0.2em 0; vertical-align: top; }
-td + td { font-variant-numeric: tabular-nums; } tr + tr td { border-top: 1px solid #ddd; }
-img { max-width: 100%; } p.caption { color: #555; margin-top: 0.3em; }"""
-
-
-def write_page(
-    path: Path,
-    title: str,
-    figures: Sequence[tuple[str, str]],
-    pictures: Sequence[tuple[str, Picture]],
-    notes: Sequence[str],
-) -> None:
-    """Write index.html.
-
-    Args:
-        figures: (what it is, its value) of each line of the table.
-        pictures: (heading, picture); the file is put into the page.
-        notes: sentences at the end.
-    """
-    rows = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in figures)
-    shown = "\n".join(_section(heading, picture) for heading, picture in pictures)
-    listed = "\n".join(f"<p>{escape(note)}</p>" for note in notes)
-    path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n<table>\n{rows}\n</table>\n"
-        f"{shown}\n{listed}\n</body>\n</html>\n",
-        encoding="utf-8",
-    )
-
-
-def _section(heading: str, picture: Picture) -> str:
-    data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
-    return (
-        f'<h2>{escape(heading)}</h2>\n<img alt="{escape(heading)}" src="data:image/png;base64,{data}">\n'
-        f'<p class="caption">{escape(picture.caption)}</p>'
-    )
-
+from trp_scale.reporting.comparison import names
+from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
+from trp_scale.table import Table
 
 DOCUMENT, PAGE = "representation.json", "index.html"
+
+DrawRuns: TypeAlias = Callable[[Mapping[str, FinetunedRun], ShownImages, Path, Environment], list[Picture]]
+"""Draws fine-tuned runs of one task, by name, on images, into a directory; a task names it as `pictures`
+(finetuning/task.py). Raises DataError or RefusedError if the images lack what the task needs."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """Collects them.
+    """Figures, pictures and notes on an encoder.
 
     Attributes:
         encoder: as --from named it.
@@ -95,7 +79,7 @@ class Findings:
     config: ClassificationTaskConfig
     pooling: str
     choice: ImageChoice
-    study: Study
+    encoded: EncodedImages
     output: Path
     figures: list[tuple[str, str]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +93,7 @@ class Findings:
                 f"{self.choice.dataset.directory}: the images have no classes: no similarity within and between them"
             )
             return
-        similarity = class_similarity(self.study.features, self.study.labels)
+        similarity = class_similarity(self.encoded.features, self.encoded.labels)
         self.numbers["class_similarity"] = asdict(similarity)
         quotient = "undefined: the latter is not positive" if similarity.ratio is None else f"{similarity.ratio:.4f}"
         self.figures += [
@@ -120,30 +104,30 @@ class Findings:
 
     def add_plane(self, kind: PlaneKind) -> None:
         """Representations in a plane."""
-        places, sentence = plane(self.study.features, kind)
+        points, sentence = project_to_plane(self.encoded.features, kind)
         path = self.output / f"{kind}.png"
-        draw_plane(places, self.study.labels, self.choice.classes, sentence, path)
-        caption = f"{len(places)} images, {self._representation()}; {sentence}"
+        draw_plane(points, self.encoded.labels, self.choice.classes, sentence, path)
+        caption = f"{len(points)} images, {self._representation()}; {sentence}"
         self.pictures.append(("Representations in a plane", Picture(path, caption)))
 
     def add_attention(self, positions: Sequence[Position]) -> None:
         """Attention maps of images to show, and the mean over all (AdPE, Figures A.1 and A.2)."""
-        study, count = self.study, len(self.study.labels)
-        distance, uniform = mean_distance(study.attention), mean_distance(torch.ones_like(study.attention))
+        encoded, count = self.encoded, len(self.encoded.labels)
+        distance, uniform = mean_distance(encoded.attention), mean_distance(torch.ones_like(encoded.attention))
         self.numbers["attention"] = {
-            "block": study.block,
+            "block": encoded.block,
             "mean_distance_patches": distance,
             "uniform_distance_patches": uniform,
         }
         self.figures.append(
-            (f"mean distance of attention, block {study.block}", f"{distance:.4f} patches (uniform: {uniform:.4f})")
+            (f"mean distance of attention, block {encoded.block}", f"{distance:.4f} patches (uniform: {uniform:.4f})")
         )
         path = self.output / "attention.png"
-        draw_attention(study.shown.images, study.shown_attention, positions, path)
-        what = f"block {study.block}, mean over heads; framed: the patch that looks (row, column)"
+        draw_attention(encoded.shown.images, encoded.shown_attention, positions, path)
+        what = f"block {encoded.block}, mean over heads; framed: the patch that looks (row, column)"
         self.pictures.append(("Attention", Picture(path, f"{what}; each image has its own scale")))
         path = self.output / "attention_average.png"
-        draw_average_attention(study.attention, positions, path)
+        draw_average_attention(encoded.attention, positions, path)
         self.pictures.append((f"Attention averaged over {count} images", Picture(path, what)))
 
     def add_pictures(self, heading: str, draw: Callable[[], Sequence[Picture]]) -> None:
@@ -157,7 +141,7 @@ class Findings:
 
     def write(self) -> None:
         """representation.json, index.html, and the figures on the terminal."""
-        dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.study.labels)
+        dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.encoded.labels)
         about = [
             ("encoder", self.encoder),
             ("images", f"{count} of {dataset.directory} ({dataset.split}), {self._seen()}"),
@@ -169,7 +153,7 @@ class Findings:
             "data": str(dataset.directory),
             "split": dataset.split,
             "images": count,
-            "classes": len(np.unique(self.study.labels)) if self.choice.classes else None,
+            "classes": len(np.unique(self.encoded.labels)) if self.choice.classes else None,
             "image_size": size,
             "seen": self.config.augmentation.measured,
             "pooling": self.pooling,
@@ -178,7 +162,7 @@ class Findings:
             "notes": self.notes,
         }
         (self.output / DOCUMENT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        write_page(self.output / PAGE, f"What {self.encoder} has learned", figures, self.pictures, self.notes)
+        (self.output / PAGE).write_text(page_text(self._page(figures)), encoding="utf-8")
         for name, value in figures:
             print(f"{name}: {value}")
         for _, picture in self.pictures:
@@ -186,6 +170,15 @@ class Findings:
         for note in self.notes:
             print(f"note: {note}")
         print(self.output / PAGE)
+
+    def _page(self, figures: Sequence[tuple[str, str]]) -> Page:
+        sections = [PageSection(name="figures", title="Figures", blocks=[Table(head=["", ""], rows=figures, words=2)])]
+        for number, (heading, picture) in enumerate(self.pictures):
+            content = [(picture.caption, picture.path.read_bytes())]
+            sections.append(PageSection(name=f"picture-{number}", title=heading, blocks=[Pictures(pictures=content)]))
+        if self.notes:
+            sections.append(PageSection(name="notes", title="Notes", blocks=[Sentences(sentences=self.notes)]))
+        return Page(kind="Representation", title=f"What {self.encoder} has learned", sections=sections)
 
     def _seen(self) -> str:
         size, part = self.config.crops.size, self.config.augmentation.measured
@@ -218,6 +211,61 @@ def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
     return next(trained_images(find_upstream(trained.config).inference_config(trained.config), choice))
 
 
+def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, FinetunedRun]:
+    """The runs by name, all of one kind.
+
+    Raises:
+        RefusedError: one is no finished fine-tuned run, of a kind that has no pictures or of another kind than the
+            first, or a classifier of other classes than the images have.
+    """
+    if not runs:
+        return {}
+    folders = [run.resolve().parent.parent.name for run in runs]  # DIR/TASK/seed_N
+    named = dict(zip(folders if len(set(folders)) == len(folders) else names(runs), map(read_run, runs), strict=True))
+    kinds = [run.config.downstream.kind for run in named.values()]
+    for run, kind in zip(named.values(), kinds, strict=True):
+        if not _drawing_function(kind):
+            allowed = ", ".join(task for task in registered_names("task") if _drawing_function(task))
+            raise RefusedError(f"--run {run.directory}: fine-tuned on {kind}; allowed: {allowed}")
+        if kind != kinds[0]:
+            raise RefusedError(
+                f"--run {run.directory}: fine-tuned on {kind}, the first on {kinds[0]}; allowed: one kind"
+            )
+        if isinstance(run.config, ClassificationTaskConfig):
+            _check_classes(run, choice)
+    return named
+
+
+def _drawing_function(kind: str) -> str:
+    """Return the name of the function that draws the runs of a task; empty if none exists."""
+    location: str = find("task", kind).load().pictures
+    return location
+
+
+def _check_classes(run: FinetunedRun, choice: ImageChoice) -> None:
+    classes, count = choice.classes, run.config.downstream.classes
+    other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
+    if classes and (other_names or len(classes) > count):
+        raise RefusedError(
+            f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, "
+            "or of other names; allowed: a run of the same classes"
+        )
+
+
+def finetuned_pictures(
+    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+) -> list[Picture]:
+    """Draw what the kind of the runs has; nothing without runs.
+
+    Raises:
+        DataError, RefusedError: the images lack what the runs' task needs.
+    """
+    if not runs:
+        return []
+    draw: DrawRuns = import_name(_drawing_function(next(iter(runs.values())).config.downstream.kind))
+    return draw(runs, shown, output, environment)
+
+
 LEAST_IMAGES = 5
 """Below, there is nothing to see."""
 
@@ -248,15 +296,15 @@ def represent(arguments: RepresentArguments) -> int:
         raise RefusedError(f"--output {output} cannot be made: {error.strerror}") from error
     with Environment() as environment:
         encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
-        study = study_images(encoder, config, choice, block=block, shown=arguments.shown)
+        encoded = encode_images(encoder, config, choice, block=block, shown=arguments.shown)
         findings = Findings(
-            encoder=source, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
+            encoder=source, config=config, pooling=arguments.pooling, choice=choice, encoded=encoded, output=output
         )
         findings.add_similarity()
         findings.add_plane(arguments.plane)
         findings.add_attention(positions)
-        findings.add_pictures("Pre-training", lambda: pretraining_pictures(source, study.shown.choice, output))
-        findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, study.shown, output, environment))
+        findings.add_pictures("Pre-training", lambda: pretraining_pictures(source, encoded.shown.choice, output))
+        findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, encoded.shown, output, environment))
         findings.write()
     return 0
 
@@ -287,12 +335,12 @@ def read_block(number: int, blocks: int) -> int:
 
 
 def read_positions(words: Sequence[str], grid: int) -> list[Position]:
-    """--positions as (row, column), three by three places for none.
+    """--positions as (row, column), three by three for none.
 
     Raises:
         RefusedError: not two numbers, or outside the grid.
     """
-    problems = []
+    positions = []
     for word in words:
         row, _, column = word.partition(",")
         if not (row.isdecimal() and column.isdecimal() and max(int(row), int(column)) < grid):
@@ -300,5 +348,5 @@ def read_positions(words: Sequence[str], grid: int) -> list[Position]:
                 f"--positions {word}: allowed: ROW,COLUMN, each from 0 to {grid - 1}: the encoder sees {grid} x {grid} "
                 "patches"
             )
-        problems.append((int(row), int(column)))
-    return problems or default_positions(grid)
+        positions.append((int(row), int(column)))
+    return positions or default_positions(grid)

@@ -18,7 +18,8 @@ from trp_scale.checkpoint.run_directory import PICTURES
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
 from trp_scale.errors import error_text
-from trp_scale.evaluation.figures.pictures import draw_pictures, figure_class
+from trp_scale.evaluation.figures.drawing import figure_class
+from trp_scale.evaluation.figures.pictures import draw_pictures
 from trp_scale.evaluation.online.settings import PicturesSettings
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.probe.arguments import ProbeArguments
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
-from trp_scale.reporting.result_tables import print_results
+from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import RESULTS_FILE, Results, read_results, write_json
 from trp_scale.training.rundir import create_run_directory
 

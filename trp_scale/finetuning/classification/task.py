@@ -54,7 +54,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     """Classes of images; see `DownstreamTask`."""
 
     metric = "accuracy"
-    pictures = "trp_scale.evaluation.figures.grad_cam:ClassifierPictures"
+    pictures = "trp_scale.evaluation.figures.grad_cam:draw_classifiers"
 
     def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
         test_path = config.downstream.test_path

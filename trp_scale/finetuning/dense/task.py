@@ -172,7 +172,7 @@ class DenseTask(ImageTask[DenseRun]):
     """Data and model of a task of pixels; what is learned and measured is the subclass's."""
 
     maps: type[DenseMaps]
-    pictures = "trp_scale.evaluation.figures.pixel_pictures:PixelPictures"
+    pictures = "trp_scale.evaluation.figures.pixel_pictures:draw_pixel_maps"
 
     def __init__(self, config: DenseRun, environment: Environment) -> None:
         self.config = config

@@ -26,7 +26,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.pretraining.base import open_sources
 from trp_scale.storage.cache import CacheUse
 from trp_scale.storage.transfer import RemoteError
-from trp_scale.training.report import cache_line
+from trp_scale.training.report import describe_cache
 
 ROOT = Path(__file__).resolve().parents[4]
 TARS = 12
@@ -121,7 +121,7 @@ def test_what_the_cache_did_is_counted(workers: int, stored: Path, monkeypatch: 
     sizes = sum(path.stat().st_size for path in stored.rglob("*.tar"))
     assert use.fetched_bytes + use.ahead_bytes == sizes
     sources.close()
-    assert f"of {TARS} tars " in (line := cache_line(use._asdict())) and f"; {TARS} fetched, {use.ahead} " in line
+    assert f"of {TARS} tars " in (line := describe_cache(use._asdict())) and f"; {TARS} fetched, {use.ahead} " in line
     local = open_sources(config_for(stored, data={"workers": workers}), rank=0, world=1)
     local.train.next_window()
     if workers:  # in this process a cache has been used before

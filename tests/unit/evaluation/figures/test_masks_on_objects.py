@@ -10,7 +10,7 @@ import torch
 
 from tests.runs import image_flags, pretrain_here
 from trp_scale.cli import main as cli
-from trp_scale.evaluation.figures.masks_on_objects import Places
+from trp_scale.evaluation.figures.masks_on_objects import MaskOverlap
 from trp_scale.reporting.results import TaskResult, read_results
 from trp_scale.sharding.images.scenes import SEGMENTATION_CLASSES, render_scene
 
@@ -34,14 +34,14 @@ def measured(run: Path, data: Path, output: Path, background: str, *more: str) -
 
 def test_shares_of_patches_that_are_known() -> None:
     """Void pixels are in no share, and an image without objects is in no average."""
-    places = Places()
+    overlap = MaskOverlap()
     objects = torch.tensor([[1.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     valid = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    places.add(objects, valid, torch.tensor([[1, 2, 3], [0, 1, 2]]))
-    assert places.on_objects == pytest.approx([0.25])
-    assert places.of_objects == pytest.approx([1 / 3])
-    assert places.by_chance == pytest.approx([0.5])
-    assert places.left_out == 1
+    overlap.add(objects, valid, torch.tensor([[1, 2, 3], [0, 1, 2]]))
+    assert overlap.on_objects == pytest.approx([0.25])
+    assert overlap.of_objects == pytest.approx([1 / 3])
+    assert overlap.by_chance == pytest.approx([0.5])
+    assert overlap.left_out == 1
 
 
 def test_masks_lie_on_objects_and_ground_together(run: Path, image_dataset: Path, tmp_path: Path) -> None:

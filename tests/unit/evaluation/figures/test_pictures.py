@@ -13,9 +13,12 @@ from tests.runs import image_flags, pretrain_here
 from tests.synthetic_modalities import depth_of
 from trp_scale.config import RefusedError
 from trp_scale.evaluation.figures import pictures
-from trp_scale.evaluation.figures.own_images import own_images_alone
 from trp_scale.evaluation.figures.pictures import draw_pictures, modality_reconstructions, task_losses
-from trp_scale.evaluation.figures.trained_images import load_trained_images, load_trained_modalities
+from trp_scale.evaluation.figures.trained_images import (
+    load_trained_images,
+    load_trained_modalities,
+    own_modality_images,
+)
 from trp_scale.pretraining.modalities.depth import Depth
 from trp_scale.pretraining.modalities.semseg import MOST_NAMED, Semseg
 
@@ -78,7 +81,7 @@ def test_an_image_of_one_s_own_alone(run: Path, tmp_path: Path) -> None:
     """The image is all that is seen: other modalities are predicted whole, and have no loss."""
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "one.png")
     trained = load_trained_modalities(run)
-    batch = own_images_alone(trained, [tmp_path / "one.png"])
+    batch = own_modality_images(trained, [tmp_path / "one.png"])
     assert batch["visible"].shape == (1, 10) and int(batch["visible"].max()) < GRID**2, "rgb is the first input"
     assert set(task_losses(trained, batch)) == {"rgb", "raw_rgb"}
     shown = modality_reconstructions(trained, batch)
@@ -94,7 +97,7 @@ def test_a_run_that_reads_no_images_is_given_none(run: Path, tmp_path: Path) -> 
     trained = load_trained_modalities(run)
     trained.config.modalities.inputs = ["depth", "semseg"]
     with pytest.raises(RefusedError, match=r"modalities\.inputs are depth, semseg: its encoder reads no images"):
-        own_images_alone(trained, [tmp_path / "one.png"])
+        own_modality_images(trained, [tmp_path / "one.png"])
 
 
 def test_the_legend_has_the_names_and_the_colours_of_the_classes_that_occur(run: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from trp_scale.evaluation.figures import pixel_pictures
-from trp_scale.evaluation.figures.pictures import draw_legend
+from trp_scale.evaluation.figures.drawing import draw_legend
 from trp_scale.evaluation.figures.pixel_pictures import PixelMaps
 
 

@@ -26,8 +26,8 @@ from trp_scale.config import RefusedError
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.figures.features import class_similarity, plane
+from trp_scale.evaluation.figures.features import choose_images, class_similarity, encode_images, project_to_plane
 from trp_scale.evaluation.figures.represent import read_block, read_positions
-from trp_scale.evaluation.figures.study import choose_images, study_images
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 
 
@@ -114,7 +114,7 @@ def test_everything_of_one_encoder_on_one_page(
     page = (output / "index.html").read_text(encoding="utf-8")
     embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert [base64.b64decode(one) for one in embedded] == [(output / name).read_bytes() for name in found["pictures"]]
-    assert not re.search(r'(src|href)="(?!data:)', page), "the page needs no other file"
+    assert not re.search(r'(src|href)="(?!data:|#)', page), "the page needs no other file"
     assert f"{similarity['ratio']:.4f}" in page
     for name in found["pictures"]:
         with Image.open(output / name) as picture:
@@ -235,7 +235,7 @@ def test_positions_and_blocks_are_read() -> None:
 
 def test_principal_components_are_those_of_the_covariance() -> None:
     features = np.random.default_rng(0).normal(size=(50, 4)) @ np.diag([5.0, 3.0, 1.0, 0.1])
-    places, sentence = plane(features, "pca")
+    places, sentence = project_to_plane(features, "pca")
     values = np.sort(np.linalg.eigvalsh(np.cov(features.T)))[::-1]
     assert np.cov(places.T) == pytest.approx(np.diag(values[:2]), abs=1e-9)
     assert f"{values[:2].sum() / values.sum():.1%} of the variance" in sentence
@@ -244,10 +244,10 @@ def test_principal_components_are_those_of_the_covariance() -> None:
 def test_averages_are_over_all_images_of_all_batches(run: Path, image_dataset: Path) -> None:
     config = encoder_config(str(run))
     encoder, choice = FrozenEncoder(config, pooling="mean"), choose_images(image_dataset, 70)
-    study = study_images(encoder, config, choice, block=1, shown=70)
+    study = encode_images(encoder, config, choice, block=1, shown=70)
     assert study.features.shape == (70, 32) and study.shown_attention.shape == (70, 16, 16)
     assert torch.allclose(study.attention, study.shown_attention.double().mean(0), atol=1e-9)
     assert study.shown.labels.tolist() == study.labels.tolist()
-    few = study_images(encoder, config, choice, block=1, shown=3)
+    few = encode_images(encoder, config, choice, block=1, shown=3)
     assert torch.equal(few.shown.images, study.shown.images[:3])
     assert few.shown.choice.positions.tolist() == choice.positions[:3].tolist()

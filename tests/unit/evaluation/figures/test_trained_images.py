@@ -22,9 +22,13 @@ from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import to_dict
 from trp_scale.config.registry import make_settings
-from trp_scale.evaluation.figures.own_images import ORIENTATION, own_images
 from trp_scale.evaluation.figures.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
-from trp_scale.evaluation.figures.trained_images import load_masking_network, load_trained_images
+from trp_scale.evaluation.figures.trained_images import (
+    ORIENTATION,
+    load_masking_network,
+    load_trained_images,
+    own_images,
+)
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 SMALL = {

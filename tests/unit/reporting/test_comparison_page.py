@@ -1,0 +1,99 @@
+"""compare --html: runs of pre-training and of downstream tasks on one page, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.reporting.small_runs import FINISHED, HOSTILE, image_lines, line, task, text_lines, write
+from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
+from trp_scale.cli import main as cli
+from trp_scale.reporting.figures import data_of
+
+
+def results(run: Path, values: list[float]) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    one = {
+        "task": "classification",
+        "metric": "accuracy",
+        "split": "test",
+        "lower_is_better": False,
+        "seeds": list(range(len(values))),
+        "values": values,
+        "mean": sum(values) / len(values),
+        "spread": 0.01,
+        "metrics": {"accuracy": values},
+    }
+    content = {"recipe": "classification_tiny", "encoder": HOSTILE, "tasks": [one]}
+    (run / "results.json").write_text(json.dumps(content), encoding="utf-8")
+    return run
+
+
+def compared(capsys: pytest.CaptureFixture[str], page: Path, *words: object) -> str:
+    assert cli.main(["compare", *map(str, words), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(page)
+    return printed
+
+
+def test_curves_of_pre_training_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
+    other = write(tmp_path / "other", text_lines(12), recipe="pos_bert_tiny")
+    page = tmp_path / "pages" / "compared.html"
+    printed = compared(capsys, page, one, other)
+    assert len(printed.splitlines()) == 1  # no results: no table of them
+    text = page.read_text(encoding="utf-8")
+    check_plots(text)
+    read = Read(text)
+    assert read.sections == ["end", "curves", "settings"]
+    noun = figures_of(text)[titles_of(text).index("noun: training loss")]
+    assert [(trace["name"], len(trace["x"])) for trace in data_of(noun)] == [("one", 20), ("other", 12)]
+    assert "its elements" in read.words, "the worst task's loss stands beside what it is the mean of"
+    assert "training.steps" in read.words and "model.layers" not in read.words
+    assert "finished" in read.words and "end not known" in read.words
+
+
+def test_results_and_curves_where_there_are_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", image_lines())
+    judged, better = results(tmp_path / "judged", [0.5, 0.6, 0.55]), results(tmp_path / "better", [0.7, 0.82, 0.76])
+    page = tmp_path / "compared.html"
+    printed = compared(capsys, page, judged, better, run)
+    assert cli.main(["compare", str(judged), str(better)]) == 0
+    assert printed == capsys.readouterr().out + f"{page}\n"
+    text = page.read_text(encoding="utf-8")
+    read = Read(text)
+    assert read.sections == ["results", "end", "curves"] and "better less judged" in read.words
+    assert HOSTILE not in text and HOSTILE in read.words
+
+
+def test_a_run_has_one_name_on_the_whole_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = results(tmp_path / "a" / "x", [0.5, 0.6, 0.55]), results(tmp_path / "c" / "y", [0.7, 0.82, 0.76])
+    write(tmp_path / "b" / "x", image_lines())
+    page = tmp_path / "compared.html"
+    compared(capsys, page, first, tmp_path / "b" / "x", second)
+    assert "c/y less a/x" in Read(page.read_text(encoding="utf-8")).words
+
+
+def test_a_task_that_one_run_lacks_has_a_line_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", (line(step, {"a": task(1.0), "b": task(2.0)}) for step in (1, 2)))
+    other = write(tmp_path / "other", (line(step, {"a": task(1.0)}) for step in (1, 2)))
+    compared(capsys, tmp_path / "page.html", one, other)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert [len(figure["data"]) for figure in figures_of(text)] == [2, 1]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", image_lines(2))
+    (tmp_path / "empty").mkdir()
+    for words, said in (
+        ([run, tmp_path / "empty"], "empty has neither results.json nor metrics.jsonl"),
+        ([run, run], "run is given twice"),
+    ):
+        assert cli.main(["compare", *map(str, words), "--html", str(tmp_path / "page.html")]) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["compare", str(run), "--html", str(run)]) == 2
+    assert f"--html {run} cannot be written" in capsys.readouterr().err
+    assert cli.main(["compare", str(run)]) == 2
+    assert "results.json" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""`trp-scale compare --html`: runs side by side, their curves over each other, end figures, settings, and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.config.loader import flat
+from trp_scale.errors import RefusedError, shorten
+from trp_scale.reporting.comparison import (
+    Comparison,
+    compare,
+    compare_results,
+    legend,
+    names,
+    result_tables,
+    write_output,
+)
+from trp_scale.reporting.curves import Curve
+from trp_scale.reporting.document import Page, PageSection, Sentences, page_text, plotly_source
+from trp_scale.reporting.figures import Line, Plot, colours
+from trp_scale.reporting.record import RunRecord, read_run
+from trp_scale.reporting.results import RESULTS_FILE, read_results
+from trp_scale.table import GIB, Cell, Colour, Table, number_cell
+from trp_scale.training.report import to_words
+
+MOST_TASKS = 24
+"""Tasks that have plots of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRuns:
+    """Runs by name, in their order.
+
+    Attributes:
+        runs: those with metrics.
+        results: of those with results.json, side by side; None where none has.
+        colour_of: of each run.
+    """
+
+    runs: dict[str, RunRecord]
+    results: Comparison | None
+    colour_of: dict[str, Colour]
+
+
+def compare_as_page(
+    directories: Sequence[Path], page: Path, *, markdown_file: Path | None = None, csv_file: Path | None = None
+) -> None:
+    """Print what `compare` prints of the runs with results.json, and write a page of all.
+
+    Raises:
+        RefusedError: a directory with neither results.json nor metrics.jsonl, the same one twice, plotly is not
+            installed, or a file that cannot be written.
+    """
+    plotly_source()  # refused before the runs are read
+    judged = [path for path in directories if (path / RESULTS_FILE).is_file()]
+    for path in directories:
+        if path not in judged and not (path / METRICS_FILE).is_file():
+            raise RefusedError(
+                f"{path} has neither {RESULTS_FILE} nor {METRICS_FILE}; allowed: directories of trp-scale pretrain, "
+                "finetune, evaluate or probe"
+            )
+    if judged or markdown_file is not None or csv_file is not None:
+        compare(judged, markdown_file=markdown_file, csv_file=csv_file)
+    named = dict(zip(names(directories), directories, strict=True))
+    results = {name: read_results(path) for name, path in named.items() if path in judged}
+    compared = ComparedRuns(
+        runs={name: read_run(path) for name, path in named.items() if (path / METRICS_FILE).is_file()},
+        results=compare_results(results) if results else None,
+        colour_of=colours(named),
+    )
+    write_output(page, page_text(comparison_page(compared)), "--html ")
+    print(page)
+
+
+def comparison_page(compared: ComparedRuns) -> Page:
+    """One page of several runs."""
+    count = len(compared.colour_of)
+    sections = [*_results(compared), *_end_figures(compared), *_curves(compared), *_settings(compared)]
+    return Page(
+        kind="Comparison",
+        title=f"{count} run{'s' * (count > 1)} side by side",
+        lead=[shorten(", ".join(compared.colour_of), 1000)],
+        sections=sections,
+        made_of="Made by trp-scale compare.",
+    )
+
+
+def _results(compared: ComparedRuns) -> Iterator[PageSection]:
+    if compared.results is not None:
+        yield PageSection(
+            name="results",
+            title="Downstream results",
+            look_for=(
+                "Whether a difference is larger than the seeds make: bold ones are, after correction for all tests."
+            ),
+            blocks=[*result_tables(compared.results), Sentences(sentences=legend(compared.results))],
+        )
+
+
+def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
+    """One table: a row for each run, a column for each task's loss at the end, and what it took."""
+    runs = compared.runs
+    if not runs:
+        return
+    histories = [run.history for run in runs.values()]
+    worst = [history.tasks.get(history.worst_task or "") for history in histories]
+    losses: dict[str, list[float | None]] = {"worst task": [task.end if task else None for task in worst]}
+    for name in _tasks(compared):
+        tasks = [history.tasks.get(name) for history in histories]
+        losses[name] = [task.end if task else None for task in tasks]
+    losses["held-out loss"] = [_last(run.curves.held_out.get("loss", {}).get("", Curve())) for run in runs.values()]
+    others: dict[str, list[float | None]] = {
+        "its elements": [task.count if task else None for task in worst],
+        "steps": [history.last_step for history in histories],
+        "s a step": [history.step_seconds for history in histories],
+        "waiting for data %": [_percent(history.data_wait_share) for history in histories],
+        "memory, GiB": [history.peak_memory_bytes / GIB for history in histories],
+    }
+    figures = {"worst task": losses["worst task"], "its elements": others["its elements"], **losses, **others}
+    if all(len(history.tasks) == 1 for history in histories):
+        del figures["worst task"], figures["its elements"]
+    known = {name: values for name, values in figures.items() if any(value is not None for value in values)}
+    rows = []
+    for number, (name, run) in enumerate(runs.items()):
+        cells: list[str | Cell] = [Cell(text=name, colour=compared.colour_of[name]), run.state.word]
+        for column, values in known.items():
+            lowest = min(value for value in values if value is not None)
+            strong = column in losses and len(runs) > 1 and values[number] == lowest
+            cells.append(replace(number_cell(values[number]), strong=strong))
+        rows.append(cells)
+    note = (
+        "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses of runs "
+        "with other masks, targets or tokens are not of one scale."
+    )
+    yield PageSection(
+        name="end",
+        title="End figures",
+        look_for="The run whose worst task ends lowest, and what it cost.",
+        blocks=[Table(head=["run", "end", *known], rows=rows, words=2, notes=[note])],
+    )
+
+
+def _tasks(compared: ComparedRuns) -> list[str]:
+    return list(dict.fromkeys(task for run in compared.runs.values() for task in run.history.tasks))
+
+
+def _last(curve: Curve) -> float | None:
+    return curve.values[-1] if len(curve) else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100.0 * share
+
+
+def _curves(compared: ComparedRuns) -> Iterator[PageSection]:
+    """A plot for each figure, a line for each run that has it."""
+    plots = []
+    for task in _tasks(compared)[:MOST_TASKS]:
+        losses = {name: run.curves.losses.get(task) for name, run in compared.runs.items()}
+        plots.append(_plot(compared, f"{task}: training loss", losses))
+        for figure in dict.fromkeys(name for run in compared.runs.values() for name in run.curves.held_out):
+            curves = {name: run.curves.held_out.get(figure, {}).get(task) for name, run in compared.runs.items()}
+            plots.append(_plot(compared, f"{task}: held-out {to_words(figure)}", curves))
+    plots = [plot.limit_lines() for plot in plots if plot.lines]
+    if plots:
+        yield PageSection(
+            name="curves",
+            title="Curves",
+            look_for=(
+                "Where runs part, and whether they stay apart. A run keeps its colour; a click on its name hides it."
+            ),
+            blocks=plots,
+        )
+
+
+def _plot(compared: ComparedRuns, title: str, curves: Mapping[str, Curve | None]) -> Plot:
+    lines = [
+        Line(name=name, points=curve.points(), colour=compared.colour_of[name])
+        for name, curve in curves.items()
+        if curve is not None and len(curve)
+    ]
+    return Plot(title=title, lines=lines)
+
+
+def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
+    """Settings in which the runs differ."""
+    settings = {name: flat(run.settings) for name, run in compared.runs.items() if run.settings}
+    if len(settings) < 2:
+        return
+    rows = []
+    for setting in dict.fromkeys(name for flags in settings.values() for name in flags):
+        if any(setting not in flags for flags in settings.values()):
+            continue  # of a kind or a hook that not all have: the settings `kind` and `hooks` say so
+        values = [json.dumps(flags[setting]) for flags in settings.values()]
+        if len(set(values)) > 1:
+            cells = [Cell(text=shorten(value.strip('"'), 300), code=True) for value in values]
+            rows.append([Cell(text=setting, code=True), *cells])
+    if rows:
+        yield PageSection(
+            name="settings",
+            title="Settings that differ",
+            look_for="A difference between the runs that is not in this table is one of data, version or chance.",
+            blocks=[Table(head=["setting", *settings], rows=rows, words=1 + len(settings))],
+        )
