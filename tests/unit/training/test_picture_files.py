@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trp_scale.training.picture_files import NewPictures
+from trp_scale.training.sinks import NewPictures
 
 
 def draw(run_dir: Path, step: int, value: int) -> None:

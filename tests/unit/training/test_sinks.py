@@ -15,7 +15,7 @@ from tests.unit.training.test_picture_files import draw
 from trp_scale.config import Config, RefusedError
 from trp_scale.training.observer import Observer
 from trp_scale.training.records import RunInfo
-from trp_scale.training.sinks import NewPictures, flatten
+from trp_scale.training.sinks import flatten
 
 
 def test_nested_lines_become_paths() -> None:
