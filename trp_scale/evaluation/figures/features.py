@@ -26,9 +26,9 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quote
+from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.figures.attention import recorded_attention
 from trp_scale.evaluation.figures.drawing import DPI, figure_class
-from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.pretraining.base import find_upstream

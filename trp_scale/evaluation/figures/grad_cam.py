@@ -14,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.distributed.environment import Environment
-from trp_scale.evaluation.figures.figures import Decision, draw_activations
-from trp_scale.evaluation.figures.finetuned import FinetunedPictures
-from trp_scale.evaluation.figures.pictures import Picture
-from trp_scale.evaluation.figures.study import ImageChoice, ShownImages, measured_images
 from trp_scale.evaluation.figures.drawing import DPI, Picture, show_image, small_axes
 from trp_scale.evaluation.figures.features import ShownImages, measured_images
-from trp_scale.finetuning.classification.model import ImageClassifier
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.finetuned_run import FinetunedRun, predicting_engine

@@ -25,8 +25,12 @@ from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
-from trp_scale.evaluation.figures.features import class_similarity, plane
-from trp_scale.evaluation.figures.features import choose_images, class_similarity, encode_images, project_to_plane
+from trp_scale.evaluation.figures.features import (
+    choose_images,
+    class_similarity,
+    encode_images,
+    project_to_plane,
+)
 from trp_scale.evaluation.figures.represent import read_block, read_positions
 from trp_scale.evaluation.figures.trained_images import load_trained_images
 
