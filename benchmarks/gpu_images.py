@@ -18,12 +18,11 @@ from benchmarks.image_steps import CLASSES, MM_MAE, EncoderSize, image_recipe, m
 from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import both_sides
-from benchmarks.steps import Precision, Workload, endless
+from benchmarks.steps import Precision, Workload, endless, model_flops
 from trp_scale.config.registry import make_settings
-from trp_scale.models.flops import mae_step_flops
+from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 
 MODELS: dict[str, tuple[str, EncoderSize, tuple[int, ...]]] = {
     "MAE ViT-B/16": ("mae_vit_b", "base", (128, 256, 512)),
@@ -83,11 +82,7 @@ def modality_config(
 
 
 def speed(setting: Setting, name: str) -> Figures:
-    """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried.
-
-    `utilisation` counts every block as a whole, as in metrics.jsonl, `computed_utilisation` what is computed: the last
-    block at masked tokens only.
-    """
+    """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried."""
     recipe, size, tried = MODELS[name]
 
     def work(rows: int) -> Workload:
@@ -95,15 +90,10 @@ def speed(setting: Setting, name: str) -> Figures:
             return mm_mae_workload(modality_config(setting, size=size, rows=rows))
         return mae_workload(image_config(setting, recipe, size=size, rows=rows))
 
-    def flops(computed: bool) -> float:
-        if isinstance(config, MmMaeConfig):
-            return mm_mae_step_flops(config, rows=found.rows, classes=CLASSES, computed=computed)
-        assert isinstance(config, MaeConfig)
-        return mae_step_flops(config, rows=found.rows * config.crops.count, computed=computed)
-
     found = best_size(setting, tried, lambda rows: training(setting, "plain", work(rows)))
     config = work(found.rows).config
-    used = use_of_peak(setting, found.seconds, utilisation=flops(False), computed_utilisation=flops(True))
+    facts = DataFacts(classes=CLASSES) if isinstance(config, MmMaeConfig) else DataFacts()
+    used = use_of_peak(setting, found.seconds, utilisation=model_flops(config, facts))
     return {**found.figures, **used}
 
 

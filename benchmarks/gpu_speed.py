@@ -26,9 +26,9 @@ from benchmarks.gpu_setting import (
 from benchmarks.method_cost import MINIMAX
 from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import SAME_LOSS, both_sides, relative_gap
-from benchmarks.steps import trainer_of
+from benchmarks.steps import model_flops, trainer_of
 from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
-from trp_scale.models.flops import bert_step_flops
+from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.training.loop import Trainer
 
@@ -40,21 +40,20 @@ def rows_tried(setting: Setting, length: int) -> list[int]:
     return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
 
 
-def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: bool) -> dict[str, Value | Missing]:
+def speed(setting: Setting, length: int, rows: int, seconds: float) -> dict[str, Value | Missing]:
     """Step time, rate, and use of the device's peak.
 
-    `utilisation` has the same numerator on both sides: the arithmetic of BERT with only the masked positions in the
-    head. `computed_utilisation` counts what the side computes: our last layer is cut, as in metrics.jsonl, the peer's
-    head sees all positions.
+    `utilisation` has the same numerator on both sides: the arithmetic of BERT with only the first and the masked
+    positions in the last layer and the head.
     """
-    masked = setting.lengths[length]
-    needed = partial(bert_step_flops, setting.base, rows=rows, length=length, vocabulary=VOCABULARY)
-    computed = needed(predicted=masked, read=1 + masked) if ours else needed(predicted=length)
+    config = text_config(setting.base, rows=rows)
+    config.masking.limit = setting.lengths[length]
+    flops = model_flops(config, DataFacts(length=length, vocabulary=VOCABULARY))
     return {
         "step_ms": seconds * 1e3,
         "rows_per_second": rows / seconds,
         "tokens_per_second": rows * length / seconds,
-        **use_of_peak(setting, seconds, utilisation=needed(predicted=masked), computed_utilisation=computed),
+        **use_of_peak(setting, seconds, utilisation=flops),
     }
 
 
@@ -85,10 +84,7 @@ def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: b
         release_memory()  # here, not above: the exception holds the tensors
     figures: dict[str, Value | Missing] = {"rows": rows}
     for side, one in measured.items():
-        figures |= {
-            f"{side}_{name}": value
-            for name, value in speed(setting, length, rows, one.wall, ours=side == "ours").items()
-        }
+        figures |= {f"{side}_{name}": value for name, value in speed(setting, length, rows, one.wall).items()}
     figures["step_ours_over_transformers"] = measured["ours"].wall / measured["transformers"].wall
     return figures | same_work(losses) if losses else figures
 
@@ -128,7 +124,7 @@ def throughput(setting: Setting) -> Iterator[Item]:
 
         found = best_size(setting, rows_tried(setting, length), trainer)
         best[length] = found.rows
-        return {**found.figures, **speed(setting, length, found.rows, found.seconds, ours=True)}
+        return {**found.figures, **speed(setting, length, found.rows, found.seconds)}
 
     def compare(length: int, compiled: bool) -> Figures:
         # Without a search (it failed, or was skipped) a size that surely fits.

@@ -28,12 +28,12 @@ from benchmarks.gpu_setting import (
 from benchmarks.image_steps import mae_workload
 from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
 from benchmarks.rounds import alternate
-from benchmarks.steps import SameWindow, Workload
+from benchmarks.steps import SameWindow, Workload, model_flops
 from benchmarks.text_steps import VOCABULARY, ending_early, without_list
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
-from trp_scale.methods.learned_masks.flops import multilevel_step_flops
-from trp_scale.models.flops import bert_step_flops, mae_step_flops
+from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +74,13 @@ def workload(setting: Setting, model: str, way: Way) -> tuple[Workload, float]:
     rows = 2 if setting.small else ROWS[model]
     if model == IMAGES:
         config = image_config(setting, "mae_vit_b", size="base", rows=rows)
-        return set_way(mae_workload(config), way), mae_step_flops(config, rows=rows, computed=True)
+        return set_way(mae_workload(config), way), model_flops(config)
     length = min(setting.lengths)
     masked = setting.lengths[length]
-    flops = bert_step_flops(
-        setting.base, rows=rows, length=length, vocabulary=VOCABULARY, predicted=masked, read=1 + masked
-    )
-    return set_way(text(setting, setting.base, length, rows=rows), way), flops
+    work = set_way(text(setting, setting.base, length, rows=rows), way)
+    assert isinstance(work.config, PosBertConfig)
+    work.config.masking.limit = masked
+    return work, model_flops(work.config, DataFacts(length=length, vocabulary=VOCABULARY))
 
 
 def speed(setting: Setting, model: str, way: Way) -> Figures:
@@ -98,7 +98,7 @@ def speed(setting: Setting, model: str, way: Way) -> Figures:
         seconds = alternate({"step": trainer.train_step}, rounds=setting.rounds)["step"].wall
         peak = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else Missing(NEEDS_GPU)
     rows = work.config.batch.micro_rows
-    used = use_of_peak(setting, seconds, computed_utilisation=flops)
+    used = use_of_peak(setting, seconds, utilisation=flops)
     return {"rows": rows, "step_ms": seconds * 1e3, "rows_per_second": rows / seconds, "peak_mb": peak, **used}
 
 
@@ -189,7 +189,7 @@ def masks_over_plain(setting: Setting) -> Figures:
     }
     figures: dict[str, Value | Missing] = {"images": rows}
     kinds: dict[str, Literal["highest", "high"]] = {"fp32": "highest", "tf32": "high"}
-    counted = multilevel_step_flops(config, ranks=1, computed=True) / mae_step_flops(plain, rows=rows, computed=True)
+    counted = model_flops(config) / model_flops(plain)
     for name, kind in kinds.items():
         with products(kind):
             measured = alternate(steps, rounds=setting.rounds, warmup=2)

@@ -39,7 +39,7 @@ from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.planning.operations import launches
+from trp_scale.models.counting import launches
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig

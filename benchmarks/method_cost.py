@@ -6,7 +6,7 @@ balancers: MM-MAE ViT-Ti (three tasks) and PoS-BERT (ten tasks) with each balanc
 being a step without balancing. minimax: PoS-BERT with one and with four micro-batches; `exact` with several adds a
 forward pass without gradients. adversaries: each over MAE+ with the same positions (the paper says less than 1.015,
 AdPE 4.1.1), and relative positions over absolute ones. crops: MAE+ with k crops over MAE, ViT-B, per image.
-FLOPs are those that torch counts.
+FLOPs are those of the package's counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from benchmarks.rounds import alternate, print_ratios
-from benchmarks.steps import StepOptions, Workload, counted_flops, endless, whole_step
+from benchmarks.steps import StepOptions, Workload, endless, recorded_flops, whole_step
 from benchmarks.text_steps import small_bert, text_workload
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
@@ -163,7 +163,7 @@ def main(options: Options) -> None:
     device = options.device()
     for comparison in METHODS[options.method](options):
         steps = {name: whole_step(work, device) for name, work in comparison.workloads.items()}
-        flops = {name: counted_flops(step) for name, step in steps.items()}
+        flops = {name: recorded_flops(step) for name, step in steps.items()}
         base = next(iter(steps))
         over = {name: f"{count / flops[base]:.4f}" for name, count in flops.items()}
         size = f"{options.rows} rows, {options.precision}, {device.type}, {torch.get_num_threads()} threads"

@@ -2,7 +2,7 @@
 
     python benchmarks/mlo_cost.py [--rows 8] [--rounds 7]
 
-Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512, by trp_scale/methods/learned_masks/flops.py.
+Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512.
 Operations that launch work (benchmarks/step_counts.py) and time are of ViT-Ti with a decoder of the same proportions,
 in alternating rounds of whole cycles, divided by their steps. D_tr and D_val have the images of a step.
 """
@@ -26,11 +26,9 @@ from benchmarks.image_steps import ImageStepOptions, image_recipe, resized
 from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
 from benchmarks.rounds import Measured, alternate, print_ratios
 from benchmarks.step_counts import CountsOperations
-from benchmarks.steps import endless
+from benchmarks.steps import endless, model_flops
 from trp_scale.config.registry import make_settings
 from trp_scale.core import pieces
-from trp_scale.methods.learned_masks.flops import multilevel_step_flops
-from trp_scale.models.flops import mae_step_flops
 from trp_scale.pretraining.mae.settings import MaeConfig
 
 PLAIN = "plain MAE"
@@ -84,10 +82,10 @@ def with_masks(config: MaeConfig, options: Options, numbers: tuple[int, int, int
 
 def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
     """Return the arithmetic of a step of the encoder over a step of plain MAE, both as they are computed."""
-    plain = mae_step_flops(config, rows=options.rows, computed=True)
+    plain = model_flops(config)
     ratios = {PLAIN: 1.0}
     for name, numbers in OURS.items():
-        ratios[name] = multilevel_step_flops(with_masks(config, options, numbers), ranks=1, computed=True) / plain
+        ratios[name] = model_flops(with_masks(config, options, numbers)) / plain
     return ratios
 
 

@@ -47,11 +47,10 @@ from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
+from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.training.agreement import Agreed
-from trp_scale.training.micro_size import storage
 
 CPU = torch.device("cpu")
 PHASES = ("forward", "backward", "update")

@@ -7,7 +7,7 @@ positions. mae: ViT-Ti/16 with MAE's decoder (8 x 512, 16 heads), 224 px, beside
 as noise and images as normalised floats. Fused AdamW and SDPA on both sides; the first losses are checked to be equal.
 
 mm_mae: a whole step of the loop, ViT-Ti/16 on 224 px with 98 visible patches of three modalities, 133 classes. Its rate
-by the model FLOPs of trp_scale/pretraining/mm_mae/upstream.py is a share of the rate of a large matrix product.
+by its model FLOPs is a share of the rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.image_steps import CLASSES, MM_MAE, image_recipe, mae_objective, mae_workload, mm_mae_workload
 from benchmarks.rounds import alternate, pair_ratio, print_ratios
-from benchmarks.steps import Precision, StepOptions, Workload, endless, whole_step
+from benchmarks.steps import Precision, StepOptions, Workload, endless, model_flops, whole_step
 from benchmarks.text_steps import VOCABULARY, small_bert, text_workload
 from trp_scale.config import Config
 from trp_scale.config.registry import make_settings
@@ -35,10 +35,10 @@ from trp_scale.core.engine import Engine
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.patches import unpatchify
+from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.weights import published_name, to_vitmae, vitmae_config
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.upstream import mm_mae_step_flops
 from trp_scale.pretraining.pos_bert.model import bert_config
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.weights import to_transformers
@@ -188,7 +188,7 @@ def print_share(options: Options, work: Workload, device: torch.device) -> None:
             torch.matmul(left, right, out=out)
 
     measured = alternate({"step": whole_step(work, device), "product": multiply}, rounds=options.rounds)
-    flops = mm_mae_step_flops(work.config, rows=options.rows, classes=CLASSES)
+    flops = model_flops(work.config, DataFacts(classes=CLASSES))
     expected = 2.0 * SIDE**3 * PRODUCTS
     for clock in ("wall", "cpu"):
         step, product = (getattr(measured[name], f"{clock}s") for name in ("step", "product"))

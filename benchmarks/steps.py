@@ -13,12 +13,13 @@ from trp_scale.config import BatchConfig, Config, PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.engine import Engine
-from trp_scale.core.flops import FlopCounterMode
 from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models.counting import RecordsOperations
+from trp_scale.pretraining.base import DataFacts, find_upstream
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.training.observer import Observer
@@ -154,8 +155,13 @@ def whole_step(workload: Workload, device: torch.device) -> Callable[[], object]
     return trainer_of(workload.plain(device), workload).train_step
 
 
-def counted_flops(step: Callable[[], object]) -> int:
-    """What torch's counter finds in a call: matrix products and attention; it knows no other arithmetic."""
-    with FlopCounterMode(display=False) as counter:
+def recorded_flops(step: Callable[[], object]) -> int:
+    """Return the FLOPs of a call."""
+    with RecordsOperations() as recorder:
         step()
-    return int(counter.get_total_flops())
+    return sum(operation.flops for operation in recorder.recorded)
+
+
+def model_flops(config: PretrainConfig, facts: DataFacts | None = None) -> float:
+    """Return the model FLOPs of a training step on one rank."""
+    return find_upstream(config).outline(config, facts or DataFacts()).step_flops(1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
@@ -37,6 +38,7 @@ from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.encoders import open_encoder, take_encoder
 from trp_scale.finetuning.row_subset import draw_rows
+from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.pretraining.base import Upstream
 from trp_scale.storage.files import atomic_write
 
@@ -198,7 +200,6 @@ class TaskParts(Generic[Run]):
     lower_is_better = False
     unlabelled = ""
     positions_per_step: int
-    step_flops: float
 
     def __init__(self, config: Run, sources: Sources) -> None:
         self.config = config
@@ -246,10 +247,19 @@ class TaskParts(Generic[Run]):
         config.data.path = data or config.data.path
 
 
+def image_step_flops(config: ImageTaskConfig, make_model: Callable[[], nn.Module]) -> float:
+    """Return the model FLOPs of a training step on all ranks of a model of crops [B, 3, S, S]."""
+    crop = torch.empty(1, 3, config.crops.size, config.crops.size, device="meta")
+    return TRAINING_OVER_FORWARD * config.batch.global_size * count_flops(make_model, lambda model: model(crop))
+
+
 class ImageTask(TaskParts[ImageRun]):
     """Shared parts of the tasks of images."""
 
-    step_flops = 0.0  # of a task that does not count them
+    @property
+    def step_flops(self) -> float:
+        """0.0, of a task that does not count them."""
+        return 0.0
 
     def __init__(self, config: ImageRun, sources: Sources) -> None:
         super().__init__(config, sources)

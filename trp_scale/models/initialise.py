@@ -154,7 +154,7 @@ def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None
 def without_content(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make` makes, its parameters shapes whose first values are noted; or the model as it is, where
     some first value is not noted, or was changed in place after it was."""
-    with _shapes():
+    with parameters_as_shapes():
         module = make()
     for parameter in module.parameters():
         noted = getattr(parameter, NOTED, None)
@@ -164,7 +164,7 @@ def without_content(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @contextmanager
-def _shapes() -> Iterator[None]:
+def parameters_as_shapes() -> Iterator[None]:
     """Parameters that modules register meanwhile go to the meta device; buffers stay."""
     register = nn.Module.register_parameter
 

@@ -5,25 +5,25 @@ allocated, no GPU and no data is needed."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.core.batch import TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.objective import Objective
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.models.counting import Operation, RecordsOperations, attention_of_a_gpu, fake_pass
 from trp_scale.models.initialise import without_content
 from trp_scale.planning.clusters import Gpu
-from trp_scale.planning.operations import Operation, RecordsOperations, attention_of_a_gpu, replace_parameters
 from trp_scale.planning.tensor_parallel import TensorSum, cut_over, declared_plan, watch
 from trp_scale.pretraining.base import DataFacts, Outline, find_upstream
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
@@ -82,16 +82,13 @@ class Counted:
     """
 
     def __init__(self, config: Config, facts: DataFacts) -> None:
-        self.config, self.facts = config, facts
-        self.outline: Outline = self.outline_on(1)
+        self.config = config
+        self.outline: Outline = find_upstream(config).outline(config, facts)
+        self.step_flops = cache(self.outline.step_flops)
         self.passes = cache(self._passes)
         self.saved = cache(self._count_saved)
         self.over = cache(self._share_of_rank)
         self.tensor_sums = cache(self._tensor_sums)
-
-    def outline_on(self, ranks: int) -> Outline:
-        """The run on so many ranks."""
-        return find_upstream(self.config).outline(self.config, self.facts, ranks=ranks)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -188,8 +185,13 @@ class Counted:
         """The operations of both passes over so many rows."""
         model = without_content(self.outline.model)
         checkpoint_blocks(model, how)
-        with self._make_fake(model, rows, rounded=rounded) as losses_of, RecordsOperations(fused=fused) as recorder:
-            losses = losses_of()
+        batch = self.outline.rows(rows)
+        with (
+            attention_of_a_gpu(),
+            self._fake_pass(model, rounded=rounded) as losses_of,
+            RecordsOperations(fused=fused) as recorder,
+        ):
+            losses = losses_of(self.outline.objective, batch)
             recorder.phase = "backward"
             (losses.sums / losses.counts.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
         operations: list[Operation] = recorder.recorded
@@ -198,27 +200,14 @@ class Counted:
     def _note_saved(self, rows: int, *, rounded: bool) -> list[TensorSum]:
         model = without_content(self.outline.model)
         sums = watch(model)
-        with self._make_fake(model, rows, rounded=rounded) as losses_of:
-            losses_of()
+        with attention_of_a_gpu(), self._fake_pass(model, rounded=rounded) as losses_of:
+            losses_of(self.outline.objective, self.outline.rows(rows))
         return sums.noted
 
-    @contextmanager
-    def _make_fake(self, model: nn.Module, rows: int, *, rounded: bool) -> Iterator[Callable[[], TaskLosses]]:
-        """A forward pass of a model whose parameters become fake, over so many rows."""
-        half, batch = self.config.training.precision != "fp32", self.outline.rows(rows)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, attention_of_a_gpu():
-
-            def fake(tensor: Tensor) -> Tensor:
-                fake = mode.from_tensor(tensor, static_shapes=True).to(CPU)
-                return fake.bfloat16() if rounded and tensor.is_floating_point() and tensor.is_meta else fake
-
-            def forward(*arguments: Any, **named: Any) -> Any:
-                with torch.autocast("cpu", torch.bfloat16, enabled=half and not rounded):
-                    return model(*arguments, **named)
-
-            replace_parameters(model, fake)
-            faked = replace(batch, fields={name: fake(field) for name, field in batch.fields.items()})
-            yield lambda: self.outline.objective(forward, faked)
+    def _fake_pass(
+        self, model: nn.Module, *, rounded: bool
+    ) -> AbstractContextManager[Callable[[Objective, Batch], TaskLosses]]:
+        return fake_pass(model, device=CPU, half=self.config.training.precision != "fp32", rounded=rounded)
 
 
 def _lines(pairs: list[tuple[int, int]]) -> Numbers:

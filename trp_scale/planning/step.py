@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from trp_scale.config import Config
-from trp_scale.models.flops import TRAINING_OVER_FORWARD, mae_step_flops
+from trp_scale.models.counting import TRAINING_OVER_FORWARD
 from trp_scale.planning.clusters import Cluster, Gpu
 from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
 from trp_scale.planning.layouts import MASTER, Collective, Layout
@@ -110,7 +110,7 @@ def predict_step(
     rows = micro * accumulation
     positions = counted.outline.positions
     samples = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
-    model = counted.outline_on(cluster.gpus).step_flops
+    model = counted.step_flops(cluster.gpus)
     update = _update(counted, layout, cluster, accumulation)
     step = Step(
         compute=compute,
@@ -168,12 +168,9 @@ def prepass(config: Config, accumulation: int) -> int:
 
 def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
     """A step's arithmetic with learned masks over one without: 1 where none are learned."""
-    config = counted.config
     if not counted.network:
         return 1.0
-    rows = config.batch.global_size * config.crops.count  # type: ignore[attr-defined]
-    plain = mae_step_flops(config, rows=rows, computed=True)  # type: ignore[arg-type]
-    return counted.outline_on(ranks).step_flops / plain
+    return counted.step_flops(ranks) / (TRAINING_OVER_FORWARD * counted.outline.forward_flops)
 
 
 def assumptions() -> list[str]:

@@ -121,7 +121,7 @@ def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
     )
     yield (
         f"{config.batch.global_size:,} rows of {outline.positions:,} positions a step, "
-        f"{counted.outline_on(cluster.gpus).step_flops / 1e15:,.3f} PFLOP, {config.training.steps:,} steps, "
+        f"{counted.step_flops(cluster.gpus) / 1e15:,.3f} PFLOP, {config.training.steps:,} steps, "
         f"{config.training.precision}"
     )
     yield f"{cluster.gpus} x {cluster.gpu.name} in {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
@@ -22,6 +23,7 @@ from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,10 @@ class DataFacts:
     classes: Mapping[str, int] = field(default_factory=lambda: {"semseg": 133})
 
 
+COUNTED_ROWS = 64
+"""Rows of which FLOPs are counted: products that do not depend on the rows, such as AdPE's tables, vanish."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """A run as far as it is known without its data: enough to count its memory and arithmetic.
@@ -47,15 +53,27 @@ class Outline:
         model: makes the model.
         objective: task losses of a batch.
         rows: a batch of so many rows, with the shapes and types of the data's and no content worth reading.
-        step_flops: model FLOPs of a training step on all ranks.
+        step_rows: rows of a step on all ranks.
         positions: of a row.
     """
 
     model: Callable[[], nn.Module]
     objective: Objective
     rows: Callable[[int], Batch]
-    step_flops: float
+    step_rows: int
     positions: int
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """FLOPs of a forward pass over the rows of a step, without what hooks add."""
+        meta = torch.device("meta")
+        with meta:
+            batch = self.rows(COUNTED_ROWS).to(meta)
+        return count_flops(self.model, lambda model: self.objective(model, batch)) / batch.rows * self.step_rows
+
+    def step_flops(self, ranks: int) -> float:
+        """Return the model FLOPs of a training step on all of `ranks` ranks."""
+        return TRAINING_OVER_FORWARD * self.forward_flops
 
 
 class Upstream(Protocol):
@@ -97,7 +115,7 @@ class Upstream(Protocol):
         ...
 
     @classmethod
-    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+    def outline(cls, config: Any, facts: DataFacts) -> Outline:
         """The run without its data, for `trp-scale plan`.
 
         Raises:
@@ -195,7 +213,7 @@ class UpstreamParts:
         return DataFacts()
 
     @classmethod
-    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+    def outline(cls, config: Any, facts: DataFacts) -> Outline:
         raise RefusedError(
             f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
             "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"

@@ -13,17 +13,14 @@ each thread.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
+from torch import nn
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import engine_rules, general_problems
@@ -35,6 +32,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks
+from trp_scale.models.counting import fake_pass, saved_bytes
 from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream
 
@@ -269,10 +267,10 @@ def saved_by_rows(
     device: torch.device,
     rounded: bool,
 ) -> Need:
-    """Return the bytes that a forward pass keeps for its backward pass, by the rows of the micro-batch.
+    """Return the bytes that a forward pass saves for its backward pass, by the rows of the micro-batch.
 
     Args:
-        make_model: makes the model; called twice where blocks keep less.
+        make_model: makes the model; called twice with activation checkpointing.
         rows_of: a batch of so many rows.
         rounded: weights are read in bf16.
 
@@ -282,26 +280,25 @@ def saved_by_rows(
     model, how = without_content(make_model), config.training.activation_checkpointing
     shares = [(model, 1.0)]
     if how != "none":
-        keeping_less = without_content(make_model)
-        checkpoint_blocks(keeping_less, how)
-        shares = [(keeping_less, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a block, made again
-    half, saved = config.training.precision != "fp32", []
-    for rows in FITTED:
-        batch = rows_of(rows)
-        try:
-            found = [
-                share * saved_bytes(each, objective, batch, device=device, half=half, rounded=rounded)
-                for each, share in shares
-            ]
-        except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            raise RefusedError(
-                f"--batch.micro_size auto: what a row takes cannot be counted, the forward pass does not run on fake "
-                f"tensors ({type(error).__name__}: {first}); allowed: a number"
-            ) from error
-        saved.append(round(sum(found)))
-    row = (saved[1] - saved[0]) // (FITTED[1] - FITTED[0])
-    return Need(fixed=max(0, saved[0] - row * FITTED[0]), row=max(1, row))
+        checkpointed = without_content(make_model)
+        checkpoint_blocks(checkpointed, how)
+        shares = [(checkpointed, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a block, made again
+    half, saved = config.training.precision != "fp32", [0.0, 0.0]
+    batches = [rows_of(rows) for rows in FITTED]
+    try:
+        for counted_model, share in shares:
+            with fake_pass(counted_model, device=device, half=half, rounded=rounded) as losses_of:
+                for number, batch in enumerate(batches):
+                    saved[number] += share * saved_bytes(counted_model, partial(losses_of, objective, batch))
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise RefusedError(
+            f"--batch.micro_size auto: what a row takes cannot be counted, the forward pass does not run on fake "
+            f"tensors ({type(error).__name__}: {first}); allowed: a number"
+        ) from error
+    few, more = map(round, saved)
+    row = (more - few) // (FITTED[1] - FITTED[0])
+    return Need(fixed=max(0, few - row * FITTED[0]), row=max(1, row))
 
 
 def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
@@ -317,55 +314,6 @@ def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
     return 16
 
 
-def saved_bytes(
-    model: nn.Module, objective: Objective, batch: Batch, *, device: torch.device, half: bool, rounded: bool = False
-) -> int:
-    """Bytes that a forward pass keeps for its backward pass, parameters left out, and twice the largest tensor among
-    them, for the gradients at work. Nothing is computed: the tensors are fake.
-
-    Args:
-        half: under autocast.
-        rounded: with weights in bf16 instead.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-
-        def fake(tensor: Tensor) -> Tensor:
-            return mode.from_tensor(tensor, static_shapes=True).to(device)
-
-        state = {name: fake(tensor) for name, tensor in tensors_of(model)}
-        if rounded:
-            state |= {name: state[name].bfloat16() for name, _ in model.named_parameters()}
-        own = {storage(tensor) for tensor in state.values()}
-        kept: dict[int, Tensor] = {}  # the tensors too, so that no number of a storage comes twice
-
-        def keep(tensor: Tensor) -> Tensor:
-            if storage(tensor) not in own:
-                kept[storage(tensor)] = tensor
-            return tensor
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device.type, torch.bfloat16, enabled=half and not rounded):
-                return functional_call(model, state, args, kwargs)
-
-        faked = replace(batch, fields={name: fake(tensor) for name, tensor in batch.fields.items()})
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses = objective(forward, faked)
-        sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
-        del losses
-    return sum(sizes) + 2 * max(sizes, default=0)
-
-
 def first_rows(upstream: Upstream, count: int) -> Batch:
     """Return the first rows of the order, padded to the largest size that so many rows can take."""
     return upstream.worst_case_batch(upstream.sources.train.first_rows(count))
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def storage(tensor: Tensor) -> int:
-    """Return an identifier that tensors with shared storage have in common."""
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -38,7 +38,6 @@ from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.exit_status import ExitStatus
-from trp_scale.models.flops import StartUp
 from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
@@ -50,6 +49,7 @@ from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
 from trp_scale.training.observer import Observer
 from trp_scale.training.profile import StepProfile
 from trp_scale.training.records import FINISHED, RunInfo, nothing_left
+from trp_scale.training.speed import StartUp
 from trp_scale.training.spikes import SpikeWatch
 
 logger = logging.getLogger(__name__)

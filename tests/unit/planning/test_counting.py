@@ -31,7 +31,7 @@ def test_arithmetic_of_the_passes_is_the_step_s(tiny: Counted) -> None:
     rows = tiny.config.batch.global_size
     forward, backward = (passes[name].total_flops(rows) for name in ("forward", "backward"))
     assert backward / forward == pytest.approx(2, rel=0.1)
-    assert forward + backward == pytest.approx(tiny.outline.step_flops, rel=0.1)
+    assert forward + backward == pytest.approx(tiny.step_flops(1), rel=0.1)
 
 
 def test_checkpointing_saves_bytes_and_costs_a_forward_pass(tiny: Counted) -> None:
@@ -54,6 +54,6 @@ def test_fused_operations_take_less_time(tiny: Counted) -> None:
 def test_upstreams_on_images_say_what_their_runs_are_made_of(name: str) -> None:
     counted = Counted(load_recipe(name), DataFacts())
     assert counted.saved("none", False).row > 0
-    assert counted.outline.step_flops > 0
+    assert counted.step_flops(1) > 0
     assert (counted.network > 0) == (name == "mlo_mae_tiny")
     assert not torch.cuda.is_initialized()

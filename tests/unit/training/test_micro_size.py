@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from trp_scale.config.checks import check
 from trp_scale.config.loader import from_dict, load_recipe
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
+from trp_scale.core.objective import Objective
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models.counting import fake_pass, saved_bytes
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
@@ -55,11 +58,18 @@ def counted(config: Config) -> Need:
         return micro_size.counted(build_upstream(sized, environment), sized, environment, "plain", None)
 
 
+def saved(model: torch.nn.Module, objective: Objective, rows: Batch) -> int:
+    """Return the bytes that a forward pass of a copy on fake tensors saves."""
+    model = copy.deepcopy(model)
+    with fake_pass(model, device=CPU, half=False, rounded=False) as losses_of:
+        return saved_bytes(model, partial(losses_of, objective, rows))
+
+
 def test_what_is_saved_on_fake_tensors_is_what_a_forward_pass_saves() -> None:
     config = small_config(Layout())
     model = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0)
     objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
-    weights = {tensor.untyped_storage().data_ptr() for _, tensor in micro_size.tensors_of(model)}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     for rows in (2, 6):
         kept: dict[int, Tensor] = {}
 
@@ -71,10 +81,9 @@ def test_what_is_saved_on_fake_tensors_is_what_a_forward_pass_saves() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             losses = objective(model, batch(range(rows)))
         real = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
-        found = micro_size.saved_bytes(model, objective, batch(range(rows)), device=CPU, half=False)
+        found = saved(model, objective, batch(range(rows)))
         assert losses.sums.requires_grad and rows * LENGTH * config.model.hidden_size * 4 < sum(real)
         assert found == sum(real) + 2 * max(real)
-    assert all(type(parameter) is torch.nn.Parameter and parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_largest_divisor_that_fits(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +280,6 @@ def test_text_is_counted_as_if_nothing_were_padded(text_dataset: Path, tmp_path:
     assert torch.equal(full["kept"], torch.arange(short["tokens"].numel()))
     assert torch.equal(full["attention_mask"], short["attention_mask"])
 
-    def saved(rows: Batch) -> int:
-        return micro_size.saved_bytes(upstream.model(), upstream.objective, rows, device=CPU, half=False)
-
     padded = replace(short, fields={name: value for name, value in short.fields.items() if name != "kept"})
-    assert saved(full) > max(saved(short), saved(padded))
+    on_full, on_short, on_padded = (saved(upstream.model(), upstream.objective, rows) for rows in (full, short, padded))
+    assert on_full > max(on_short, on_padded)

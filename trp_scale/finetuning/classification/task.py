@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ from trp_scale.finetuning.task import (
     blocks_to_learn,
     distinct,
     image_names,
+    image_step_flops,
     open_task_sources,
     rows_from_images,
     write_table,
 )
-from trp_scale.models.flops import classifier_step_flops
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
 from trp_scale.models.patches import Pixels
@@ -75,7 +76,10 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         self._measured = measured.datasets
         self.constant: int | None = train.most_frequent(0.0 if test_path else config.data.validation_fraction)
         self.objective = ImageClassification()
-        self.step_flops = classifier_step_flops(config)
+
+    @cached_property
+    def step_flops(self) -> float:
+        return image_step_flops(self.config, partial(ImageClassifier, self.config))
 
     def model(self) -> nn.Module:
         model = ImageClassifier(self.config)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,8 +32,7 @@ from trp_scale.errors import DataError
 from trp_scale.finetuning.dense.batch import DepthMaps, JitteredBatchBuilder, SegmentationMaps, WholeBatchBuilder
 from trp_scale.finetuning.dense.model import PixelModel
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
-from trp_scale.finetuning.task import ImageTask, image_names, open_task_sources, rows_from_images
-from trp_scale.models.flops import TRAINING_OVER_FORWARD, forward_flops
+from trp_scale.finetuning.task import ImageTask, image_names, image_step_flops, open_task_sources, rows_from_images
 from trp_scale.models.patches import Pixels
 
 DenseMaps = SegmentationMaps | DepthMaps
@@ -221,10 +221,11 @@ class DenseTask(ImageTask[DenseRun]):
     def model(self) -> nn.Module:
         model = PixelModel(self.config, self._outputs)
         self.take_encoder(model)
-        side = self.config.crops.size
-        image = forward_flops(model, torch.empty(1, 3, side, side, device="meta"))
-        self.step_flops = TRAINING_OVER_FORWARD * self.config.batch.global_size * image
         return model
+
+    @cached_property
+    def step_flops(self) -> float:
+        return image_step_flops(self.config, partial(PixelModel, self.config, self._outputs))
 
 
 def predict_whole(forward: Callable[..., list[Tensor]], pixels: Pixels, batch: Batch) -> Iterator[Tensor]:

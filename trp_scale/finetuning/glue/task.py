@@ -10,11 +10,13 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.agreement import on_rank_zero
@@ -34,9 +36,17 @@ from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.model import BertClassifier, SentenceClassification
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.task import GatheredRows, TaskParts, open_task_sources, write_table
-from trp_scale.models.flops import bert_step_flops
+from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.pretraining.pos_bert.model import padded_vocabulary
 from trp_scale.reporting.results import CONSTANT
+
+
+def glue_step_flops(config: GlueTaskConfig, length: int) -> float:
+    """Return the model FLOPs of a training step over sequences of `length` pieces, one row in each."""
+    pieces = torch.empty(1, length, dtype=torch.int64, device="meta")
+    inputs = (pieces, pieces, pieces, pieces, pieces[:, :1], pieces[0, :1])
+    make_model = partial(BertClassifier, config, vocabulary=64)  # lookups have no FLOPs
+    return TRAINING_OVER_FORWARD * config.batch.global_size * count_flops(make_model, lambda model: model(*inputs))
 
 
 class GlueTask(TaskParts[GlueTaskConfig]):
@@ -79,9 +89,10 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         # Rows that share sequences leave little padding: the mean of their pieces.
         length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
         self.positions_per_step = config.batch.global_size * length
-        self.step_flops = bert_step_flops(
-            config.model, rows=config.batch.global_size, length=length, predicted=0, vocabulary=0, read=1
-        )
+
+    @cached_property
+    def step_flops(self) -> float:
+        return glue_step_flops(self.config, self.positions_per_step // self.config.batch.global_size)
 
     def model(self) -> nn.Module:
         """Build the model with a head from the seed, and the pooler too where the encoder has none."""

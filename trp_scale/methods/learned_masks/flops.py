@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import singledispatch
+from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.methods.learned_masks.masking_network import NETWORKS
@@ -14,15 +17,13 @@ from trp_scale.methods.learned_masks.settings import (
     JointSettings,
     LabelledSettings,
     LearnedMasksSettings,
-    MultilevelSettings,
     ReconstructionSettings,
 )
-from trp_scale.models.flops import TRAINING_OVER_FORWARD, encoder_forward_flops, mae_step_flops
+from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Forward passes over a global batch, in FLOPs.
+class Passes(NamedTuple):
+    """FLOPs of forward passes over a global batch.
 
     Attributes:
         masked: F, encoder and decoder over the masked images.
@@ -38,18 +39,18 @@ class Passes:
     outer: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cycle:
-    """FLOPs of what a cycle is made of. Attributes: inner, head, outer: of one step of each."""
+class Cycle(NamedTuple):
+    """FLOPs of one inner, one head and one outer step."""
 
     inner: float
     head: float
     outer: float
 
 
-def multilevel_step_flops(config: MaskedAutoencoderConfig, *, ranks: int, computed: bool = False) -> float:
-    """Model FLOPs of one inner step, averaged over the inner steps from one outer step to the next; one multiply-add is
-    2 FLOPs. Those of a masked autoencoder's step where masks are drawn at random.
+def masks_step_flops(
+    config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module], *, masked: float, ranks: int
+) -> float:
+    """Return the model FLOPs of one inner step, averaged over the inner steps from one outer step to the next.
 
     With F, W and T as in `Passes`:
         every inner step: 3 F, and T for its masks;
@@ -69,13 +70,12 @@ def multilevel_step_flops(config: MaskedAutoencoderConfig, *, ranks: int, comput
 
     Args:
         config: settings of the run.
+        make_model: makes the masked autoencoder.
+        masked: F.
         ranks: that split the batches.
-        computed: count the last block of F as it is computed, as in `mae_step_flops`.
     """
-    settings: MultilevelSettings = config.multilevel
-    if not isinstance(settings, LearnedMasksSettings):
-        return mae_step_flops(config, rows=config.batch.global_size * config.crops.count, computed=computed)
-    cycle = _cycle(settings, config, _passes(config, computed), ranks)
+    settings: LearnedMasksSettings = config.multilevel
+    cycle = _cycle(settings, config, _count_passes(config, make_model, masked), ranks)
     return cycle.inner + (cycle.head + cycle.outer / settings.every) / settings.unroll
 
 
@@ -135,24 +135,31 @@ def _mask_derivative(settings: LearnedMasksSettings, passes: Passes) -> float:
     return passes.masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)
 
 
-def _passes(config: MaskedAutoencoderConfig, computed: bool) -> Passes:
-    """The passes of these settings. A curriculum counts with the ratio in the middle of the run."""
-    settings = config.multilevel
-    if settings.final_ratio:
-        config = copy.deepcopy(config)
-        config.masking.ratio = 0.5 * (config.masking.ratio + settings.final_ratio)
-    width, crops = config.model.hidden_size, config.crops
-    rows = config.batch.global_size * crops.count
-    patches = (crops.size // config.vision.patch_size) ** 2
-    first, second = NETWORKS[settings.network].multiply_adds(patches, width, settings.hidden_size)
-    embedding = patches * 3 * config.vision.patch_size**2 * width
-    whole = 0.0
+def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module], masked: float) -> Passes:
+    settings, crops, patch = config.multilevel, config.crops, config.vision.patch_size
+    patches = (crops.size // patch) ** 2
+    meta = torch.device("meta")
+    image = torch.empty(1, patches, 3 * patch**2, device=meta)
+    order = torch.empty(1, patches, dtype=torch.int64, device=meta)
+    embeddings = torch.empty(1, patches, config.model.hidden_size, device=meta)
+
+    def make_network() -> nn.Module:
+        return NETWORKS[settings.network](config)
+
+    def learn(network: nn.Module) -> None:
+        with torch.enable_grad():
+            network(embeddings).sum().backward()
+
+    embed = count_flops(make_model, lambda model: model(image, order, order[:, :0], give="patch_embedding"))
+    choose = count_flops(make_network, lambda network: network(embeddings))
+    rows, whole = config.batch.global_size * crops.count, 0.0
     if settings.reads_labels:
         images = settings.batch_size or config.batch.global_size
-        whole = images * crops.count * encoder_forward_flops(config)
+        encode = count_flops(make_model, lambda model: model(image, order, order[:, :0], give="features"))
+        whole = images * crops.count * encode
     return Passes(
-        masked=mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD,
+        masked=masked,
         whole=whole,
-        choice=2.0 * rows * (embedding + first + second),
-        outer=2.0 * rows * (2 * first + TRAINING_OVER_FORWARD * second + 2 * (first + second)),
+        choice=rows * (embed + choose),
+        outer=rows * (count_flops(make_network, learn) + 2 * choose),
     )

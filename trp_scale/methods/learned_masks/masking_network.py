@@ -23,11 +23,6 @@ class MaskingNetwork(nn.Module):
         self.width = config.model.hidden_size
         self.hidden_size: int = config.multilevel.hidden_size
 
-    @staticmethod
-    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
-        """Return the multiply-adds of the first and of the second layer, for one image."""
-        raise NotImplementedError("a masking network says what it costs")
-
     @property
     def layers(self) -> list[nn.Module]:
         """Each a unit of sharding."""
@@ -62,10 +57,6 @@ class FlattenedMasking(MaskingNetwork):
         self.score = nn.Linear(self.hidden_size, patches)
         self.initialise(config.training.seed)
 
-    @staticmethod
-    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
-        return patches * width * hidden_size, hidden_size * patches
-
     def logits(self, embeddings: Tensor) -> Tensor:
         return self.score(self.hidden(embeddings.flatten(1)).relu())  # type: ignore[no-any-return]
 
@@ -83,10 +74,6 @@ class PatchwiseMasking(MaskingNetwork):
         self.score = nn.Linear(self.hidden_size, 1)
         self.register_buffer("positions", sine_cosine(self.grid, self.width).float(), persistent=False)
         self.initialise(config.training.seed)
-
-    @staticmethod
-    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
-        return (patches + 1) * width * hidden_size, patches * hidden_size  # each patch, and the image's mean
 
     def logits(self, embeddings: Tensor) -> Tensor:
         hidden = self.hidden(embeddings + self.positions.to(embeddings.dtype))  # [B, N, H]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from copy import copy
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -19,10 +20,10 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
-from trp_scale.methods.learned_masks.flops import multilevel_step_flops
+from trp_scale.methods.learned_masks.flops import masks_step_flops
 from trp_scale.methods.learned_masks.joint import JointObjective
 from trp_scale.methods.learned_masks.labelled import open_downstream
-from trp_scale.methods.learned_masks.settings import RandomMasksSettings
+from trp_scale.methods.learned_masks.settings import LearnedMasksSettings, RandomMasksSettings
 from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
 from trp_scale.pretraining.mae.batch import open_rows
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -45,6 +46,24 @@ def blank_rows(config: MaeConfig, rows: int) -> Batch:
         "row_weights": torch.ones(rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOutline(Outline):
+    """Outline of the pass over masked images; what learned masks add to it is in `step_flops` alone."""
+
+    config: MaeConfig
+
+    def step_flops(self, ranks: int) -> float:
+        masks = self.config.multilevel
+        if not isinstance(masks, LearnedMasksSettings):
+            return super().step_flops(ranks)
+        masked = self.forward_flops
+        if masks.final_ratio:  # of a curriculum, the ratio in the middle of the run
+            middle = copy.deepcopy(self.config)
+            middle.masking.ratio = 0.5 * (middle.masking.ratio + masks.final_ratio)
+            masked = replace(self, rows=partial(blank_rows, middle)).forward_flops
+        return masks_step_flops(self.config, self.model, masked=masked, ranks=ranks)
 
 
 class ImageUpstream(UpstreamParts):
@@ -71,23 +90,27 @@ class ImageUpstream(UpstreamParts):
             self.source = JoinedWindows(self.sources.train, labelled.train)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = multilevel_step_flops(config, ranks=data.size, computed=True)
+        self._ranks = data.size
+
+    @cached_property
+    def step_flops(self) -> float:
+        return self.outline(self.config, DataFacts()).step_flops(self._ranks)
 
     @classmethod
-    def outline(cls, config: MaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
-        """The pass over masked images; what learned masks add to it is in `step_flops` alone."""
-        return Outline(
+    def outline(cls, config: MaeConfig, facts: DataFacts) -> Outline:
+        return ImageOutline(
+            config=config,
             model=partial(MaskedAutoencoder, config),
             objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
             rows=partial(blank_rows, config),
-            step_flops=multilevel_step_flops(config, ranks=ranks, computed=True),
+            step_rows=config.batch.global_size,
             positions=config.crops.count * config.patches,
         )
 
     @classmethod
     def inference_config(cls, config: MaeConfig) -> MaeConfig:
         """Return settings with random masks: no classes are needed, and images reserved for tests may be read."""
-        config = copy(config)
+        config = copy.copy(config)
         config.multilevel = RandomMasksSettings()
         return config
 

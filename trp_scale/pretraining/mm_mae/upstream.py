@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import shorten
-from trp_scale.models.flops import TRAINING_OVER_FORWARD
 from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
 from trp_scale.pretraining.mm_mae.batch import open_rows
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
@@ -67,7 +66,11 @@ class MultimodalUpstream(UpstreamParts):
         self._names = {name: list(used[name].class_names(maps[name])) for name in self.classes}
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
-        self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes, computed=True)
+        self._ranks = environment.data.size
+
+    @cached_property
+    def step_flops(self) -> float:
+        return self.outline(self.config, DataFacts(classes=self.classes)).step_flops(self._ranks)
 
     @classmethod
     def facts(cls, config: MmMaeConfig) -> DataFacts:
@@ -76,16 +79,14 @@ class MultimodalUpstream(UpstreamParts):
         return DataFacts(classes=classes_of(RunModalities(config), meta))
 
     @classmethod
-    def outline(cls, config: MmMaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
-        """Return the outline for the classes of `facts`."""
-        rows, inputs = config.batch.global_size, len(config.modalities.inputs)
+    def outline(cls, config: MmMaeConfig, facts: DataFacts) -> Outline:
         classes = {name: count for name, count in facts.classes.items() if name in RunModalities(config).used}
         return Outline(
             model=partial(MultimodalMaskedAutoencoder, config, classes),
             objective=MultimodalReconstruction(config),
             rows=partial(blank_rows, config),
-            step_flops=mm_mae_step_flops(config, rows=rows, classes=classes, computed=True),
-            positions=inputs * config.patches,
+            step_rows=config.batch.global_size,
+            positions=len(config.modalities.inputs) * config.patches,
         )
 
     def model(self) -> nn.Module:
@@ -112,37 +113,3 @@ class MultimodalUpstream(UpstreamParts):
                     f"{path}: {name} maps of {classes} classes found ({shorten(', '.join(names))}), the run has "
                     f"learned {learned} others; give data of the same classes, in the same order"
                 )
-
-
-def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
-    """Model FLOPs of one training step of MM-MAE; one multiply-add is 2 FLOPs.
-
-    A block on N tokens of width d and feed-forward width i is counted as in `bert_step_flops`. A decoder predicts all N
-    patches of its modality, the visible ones too, which its own queries are. Norms, activations, lookups, sums and what
-    taps add are left out.
-
-    Args:
-        config: settings of the run.
-        rows: images of the step on all ranks.
-        classes: of each modality's maps, where they have any.
-        computed: count each visible patch in the tokenisers of all inputs, as it is computed, instead of in its own
-            alone (with equal shares of all inputs, the mean of the Dirichlet distribution).
-    """
-    model, vision, visible = config.model, config.vision, config.modalities.visible_tokens
-    patches, tokens = (config.crops.size // vision.patch_size) ** 2, 1 + visible
-    modalities = RunModalities(config)
-
-    def block(count: int, width: int, intermediate: int) -> int:
-        return 8 * count * width**2 + 4 * count * width * intermediate + 4 * count**2 * width
-
-    width, inner = model.hidden_size, vision.decoder_hidden_size
-    products = visible * sum(modalities.used[name].tokeniser_flops(width) for name in modalities.inputs)
-    flops = products if computed else products / len(modalities.inputs)
-    flops += model.layers * block(tokens, width, model.intermediate_size)
-    cross_attention = 4 * patches * inner**2 + 4 * tokens * inner**2 + 4 * patches * tokens * inner
-    decoder = 2 * tokens * width * inner + cross_attention + 16 * patches * inner**2
-    decoder += vision.decoder_layers * block(patches, inner, 4 * inner)
-    for task in modalities.tasks:
-        modality = modalities.of(task)
-        flops += decoder + 2 * patches * inner * modality.values(task, classes.get(modality.name, 0))
-    return float(TRAINING_OVER_FORWARD * rows * flops)

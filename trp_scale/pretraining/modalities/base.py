@@ -262,10 +262,6 @@ class Modality(ABC):
         """[R, K, P] patches -> [R, K, width] tokens: a linear projection unless something else is said."""
         return nn.Linear(self.channels * self.side**2, width)
 
-    def tokeniser_flops(self, width: int) -> int:
-        """FLOPs of one token; one multiply-add is 2."""
-        return 2 * width * self.channels * self.side**2
-
     def values(self, task: str, classes: int) -> int:
         """Numbers that are predicted of a patch."""
         return self.channels * self.side**2

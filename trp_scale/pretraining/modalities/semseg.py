@@ -181,9 +181,6 @@ class Semseg(Modality):
     def tokeniser(self, width: int, classes: int) -> nn.Module:
         return SegmentationTokeniser(classes, self.side**2, self.settings.class_embedding, width)
 
-    def tokeniser_flops(self, width: int) -> int:
-        return 2 * width * self.side**2 * self.settings.class_embedding
-
     def values(self, task: str, classes: int) -> int:
         """Return a logit of each class per label, label first."""
         return self.side**2 * classes

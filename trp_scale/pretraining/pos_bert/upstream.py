@@ -22,7 +22,6 @@ from trp_scale.data.rows import Rows
 from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.models.flops import bert_step_flops
 from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
 from trp_scale.pretraining.pos_bert.batch import keeping_all, open_rows
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
@@ -82,7 +81,7 @@ class TextUpstream(UpstreamParts):
         return DataFacts(length=meta.length, vocabulary=meta.vocab_size)
 
     @classmethod
-    def outline(cls, config: PosBertConfig, facts: DataFacts, *, ranks: int) -> Outline:
+    def outline(cls, config: PosBertConfig, facts: DataFacts) -> Outline:
         """Sequences without padding."""
         model, length = config.model, facts.length or config.model.max_positions
         if length > model.max_positions:
@@ -92,32 +91,16 @@ class TextUpstream(UpstreamParts):
             model=partial(BertForMaskedPositions, model, vocab_size=facts.vocabulary, seed=config.training.seed),
             objective=PosMaskedLanguageModelling(config.objective, GROUPS, model.hidden_size),
             rows=partial(blank_rows, length, predicted),
-            step_flops=bert_step_flops(
-                model,
-                rows=config.batch.global_size,
-                length=length,
-                predicted=predicted,
-                vocabulary=facts.vocabulary,
-                next_sentence=config.objective.next_sentence != "off",
-                read=1 + predicted,
-            ),
+            step_rows=config.batch.global_size,
             positions=length,
         )
 
     @cached_property
     def step_flops(self) -> float:
         """Return the FLOPs of a step with as much padding left out as in the first rows of the training order."""
-        batch = self._first_rows()
-        return bert_step_flops(
-            self.config.model,
-            rows=self.config.batch.global_size,
-            length=self.meta.length,
-            predicted=self.sources.limit,
-            vocabulary=self.meta.vocab_size,
-            next_sentence=self.config.objective.next_sentence != "off",
-            read=1 + self.sources.limit,
-            kept=len(batch.fields.get("kept", batch["tokens"].flatten())) / batch["tokens"].numel(),
-        )
+        facts = DataFacts(length=self.meta.length, vocabulary=self.meta.vocab_size)
+        outline = self.outline(self.config, facts)
+        return replace(outline, rows=lambda count: self._first_rows()).step_flops(self._group.size)
 
     def _first_rows(self) -> Batch:
         return self.source.first_rows(min(COUNTED_ROWS, self.source.rows))

@@ -27,7 +27,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.classification.task import Accuracy, ClassificationTask, ImageClassifier, places
-from trp_scale.models.flops import classifier_step_flops
+from trp_scale.finetuning.task import image_step_flops
 from trp_scale.reporting.results import read_results
 
 NAMES = tuple(f"class {number}" for number in range(12))
@@ -105,7 +105,7 @@ def test_flops_are_those_that_torch_counts(pooling: str) -> None:
     model = ImageClassifier(settings)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(images().float())
-    assert 3 * counter.get_total_flops() == classifier_step_flops(settings)
+    assert 3 * counter.get_total_flops() == image_step_flops(settings, lambda: ImageClassifier(settings))
 
 
 @pytest.fixture(scope="module")
