@@ -200,8 +200,9 @@ class Counted:
     def _note_saved(self, rows: int, *, rounded: bool) -> list[TensorSum]:
         model = without_content(self.outline.model)
         sums = watch(model)
+        batch = self.outline.rows(rows)
         with attention_of_a_gpu(), self._fake_pass(model, rounded=rounded) as losses_of:
-            losses_of(self.outline.objective, self.outline.rows(rows))
+            losses_of(self.outline.objective, batch)
         return sums.noted
 
     def _fake_pass(
