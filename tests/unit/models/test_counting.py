@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from trp_scale.finetuning.classification.model import ImageClassifier
 
 from tests.runs import flags
 from tests.unit.finetuning.dense.test_model import CASES, built, images
@@ -22,6 +21,7 @@ from trp_scale.config.recipes import RECIPES
 from trp_scale.config.run_flags import parse
 from trp_scale.distributed.environment import Environment
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.dense.model import PixelModel
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import glue_step_flops
