@@ -33,7 +33,7 @@ from trp_scale.models.patches import patchify
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, ModalitiesConfig
-from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardised
+from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardise
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.training.agreement import StepAgreement
 
@@ -85,7 +85,7 @@ def row(
 
 def depth_of(rows: Batch) -> Tensor:
     """[R, S, S] as the model sees it."""
-    return standardised(rows["depth"], rows["depth_statistics"])
+    return standardise(rows["depth"], rows["depth_statistics"])
 
 
 def patch_sums(valid: Tensor, side: int) -> Tensor:

@@ -97,7 +97,7 @@ class Table:
         Args:
             padded: for a terminal: columns have one width, and texts are not escaped.
         """
-        lines = [[cell.text if padded else _markdown(cell) for cell in row] for row in self.cells()]
+        lines = [[cell.text if padded else _markdown_cell(cell) for cell in row] for row in self.cells()]
         widths = [max(len(line[column]) for line in lines) if padded else 0 for column in range(len(self.head))]
         rule = ["-" * max(3, width) if column < self.words else "---:" for column, width in enumerate(widths)]
         lines.insert(1, rule)
@@ -135,7 +135,7 @@ def escape_markdown(text: str) -> str:
     return text
 
 
-def _markdown(cell: Cell) -> str:
+def _markdown_cell(cell: Cell) -> str:
     text = f"`{cell.text}`" if cell.code else escape_markdown(cell.text)
     return f"**{text}**" if cell.strong else text
 

@@ -12,7 +12,7 @@ from tests.checkpoints import save_checkpoint
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
@@ -138,7 +138,7 @@ def failure_seen(failing: int, rank_zero_only: bool, run_dir: Path) -> str:
         return group.rank
 
     try:
-        (on_rank_zero if rank_zero_only else together)(group, "a try", action)
+        (on_rank_zero if rank_zero_only else run_on_all_ranks)(group, "a try", action)
     except CheckpointError as error:
         message = str(error)
     check_shared_directory(run_dir, group)  # the ranks still meet each other where they should

@@ -29,7 +29,7 @@ def chosen(words: list[str], rows: tuple[int, int]) -> tuple[int, str]:
     sized.batch.micro_size = 1
     with Environment() as environment:
         upstream = build_upstream(sized, environment)
-        need = micro_size.counted(upstream, sized, environment, "fsdp", None)
+        need = micro_size.count_memory(upstream, sized, environment, "fsdp", None)
         free = int(need.of(rows[environment.info.rank]) / micro_size.SURE) + 1
         workspace, micro_size.WORKSPACE = micro_size.WORKSPACE, 0
         try:

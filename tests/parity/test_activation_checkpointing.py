@@ -27,7 +27,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import compiled
 from trp_scale.pretraining.base import build_upstream
-from trp_scale.training.micro_size import counted
+from trp_scale.training.micro_size import count_memory
 
 WAYS = ("selective", "full")
 RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
@@ -133,7 +133,7 @@ def test_auto_counts_what_is_kept(text_dataset: Path, tmp_path: Path) -> None:
         words = flags(text_dataset, tmp_path, batch__micro_size=1, training__activation_checkpointing=how)
         config = parse(words).config
         with Environment() as environment:
-            rows[how] = counted(build_upstream(config, environment), config, environment, "plain", None).row
+            rows[how] = count_memory(build_upstream(config, environment), config, environment, "plain", None).row
     assert rows["full"] < rows["none"]
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from trp_scale.checkpoint.agreement import together
+from trp_scale.checkpoint.agreement import run_on_all_ranks
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError, RefusedError, UnreadableError, exit_status_and_message
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError
@@ -31,7 +31,7 @@ def test_faults_of_the_world_have_status_1_and_mistakes_of_the_user_2(
         raise error
 
     with pytest.raises(RefusedError) as caught:
-        together(Group("world"), "looking", action) if through_ranks else action()
+        run_on_all_ranks(Group("world"), "looking", action) if through_ranks else action()
     assert exit_status_and_message(caught.value)[0] == status
 
 

@@ -54,7 +54,7 @@ class Failure:
         return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
 
 
-def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank and gather the results; `action` itself must not use collectives of the group.
 
     Returns:
@@ -91,7 +91,7 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
 
 def on_rank_zero(group: Group, what: str, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; every rank gets its result, or its error as `together` raises it."""
-    return together(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]
+    return run_on_all_ranks(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def check_shared_directory(run_dir: Path, group: Group) -> None:

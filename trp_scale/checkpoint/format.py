@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import together
+from trp_scale.checkpoint.agreement import run_on_all_ranks
 from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read_document
 from trp_scale.checkpoint.engine_group import other_engines
 from trp_scale.checkpoint.tensor_file import (
@@ -333,7 +333,7 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, check
             check_sound(path, mine)
         return {entry.name: read_header(path / entry.name) for entry in mine if entry in document.rank_files}
 
-    examined = together(group, f"checking {path}", examine)
+    examined = run_on_all_ranks(group, f"checking {path}", examine)
     headers = {name: header for of_rank in examined for name, header in of_rank.items()}
     return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
 

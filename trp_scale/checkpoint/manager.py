@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.agreement import on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.engine_group import check_same_engines
 from trp_scale.checkpoint.format import (
@@ -83,7 +83,7 @@ class Part:
     hooks: FileEntry | None
 
 
-def owned(engine: Stores) -> Iterator[Piece]:
+def owned_pieces(engine: Stores) -> Iterator[Piece]:
     """Yield the pieces that this rank owns, without empty ones."""
     return (piece for piece in engine.pieces() if piece.owner and piece.region.size)
 
@@ -136,9 +136,11 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
     engine.create_optimizer_state()
 
     def listed() -> list[StoredPiece]:
-        return [without_values(piece) for piece in owned(engine)]  # replicas would be gathered once for each rank
+        return [
+            without_values(piece) for piece in owned_pieces(engine)
+        ]  # replicas would be gathered once for each rank
 
-    wanted = together(group, f"listing the tensors for {path}", listed)
+    wanted = run_on_all_ranks(group, f"listing the tensors for {path}", listed)
 
     hooks: dict[str, Any] = {}
 
@@ -153,7 +155,7 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
                         stored.fill(state, piece.name, piece.region, target)
         hooks.update(read_hooks_state(path, document))
 
-    together(group, f"loading {path}", fill)
+    run_on_all_ranks(group, f"loading {path}", fill)
     engine.after_load(document.optimizer_steps)
     engine.load_extra_state(document.engine_state)
     return replace(document, hooks=hooks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.agreement import on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.run_directory import (
     CHECKPOINTS,
@@ -117,7 +117,7 @@ def damage(path: Path, group: Group) -> str | None:
     """
     try:
         document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
-        together(group, f"checking {path}", lambda: check_sound(path, document.files[group.rank :: group.size]))
+        run_on_all_ranks(group, f"checking {path}", lambda: check_sound(path, document.files[group.rank :: group.size]))
     except CheckpointError as error:
         return str(error)
     return None
@@ -192,7 +192,7 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
     kept = later = damaged = 0
     with atomic_write(path) as output:
         for _, line in json_lines(path):
-            number = _step_of(line)
+            number = _record_step(line)
             if number is None:
                 damaged += 1
             elif number > step:
@@ -203,7 +203,7 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
     return CutMetrics(kept=kept, later=later, damaged=damaged)
 
 
-def _step_of(line: bytes) -> int | None:
+def _record_step(line: bytes) -> int | None:
     """The record's step; None where the line is no whole record (a last line without its end is not)."""
     if not line.endswith(b"\n"):
         return None
@@ -291,13 +291,15 @@ def check_settings(
         then, today = before.get(field, "absent"), now.get(field, "absent")
         if then == today:
             continue
-        difference = f"{field}: checkpoint {_shown(then)}, now {_shown(today)}"
+        difference = f"{field}: checkpoint {_quote_value(then)}, now {_quote_value(today)}"
         if may_change(field) or (field == "data.path" and same_data):
             allowed.append(difference + _consequence(field, now))
         else:
             refused.append(difference)
     if stored_digest != present_digest:
-        refused.append(f"content of the data set: checkpoint {_shown(stored_digest)}, now {_shown(present_digest)}")
+        refused.append(
+            f"content of the data set: checkpoint {_quote_value(stored_digest)}, now {_quote_value(present_digest)}"
+        )
     if refused:
         listed = listed_problems(refused)
         raise RefusedError(
@@ -320,5 +322,5 @@ def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
     return flat(json.loads(json.dumps(nested)))
 
 
-def _shown(value: Any) -> str:
+def _quote_value(value: Any) -> str:
     return "unknown" if value is None else shorten(value if isinstance(value, str) else quote(value))

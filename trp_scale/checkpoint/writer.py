@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import RankError, StorageError, on_rank_zero, together
+from trp_scale.checkpoint.agreement import RankError, StorageError, on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import split_state
 from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
 from trp_scale.checkpoint.keeper import Keeper, open_url, polite
-from trp_scale.checkpoint.manager import Content, Part, finish, owned, write_part
+from trp_scale.checkpoint.manager import Content, Part, finish, owned_pieces, write_part
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
 from trp_scale.checkpoint.tensor_file import stored_bytes
 from trp_scale.config import CheckpointConfig
@@ -88,7 +88,7 @@ class HostCopy:
                 target = memory[start : start + tensor.nbytes].view(tensor.dtype)
                 copy_into(target, tensor.detach())
                 tensors[state] = target
-                start += _padded(tensor.nbytes)
+                start += _padded_size(tensor.nbytes)
             copied.append(replace(piece, tensors=tensors))
         if on_gpu:
             torch.cuda.synchronize()
@@ -139,10 +139,10 @@ def available_memory() -> int:
 
 
 def _copied_bytes(pieces: Iterable[Piece]) -> int:
-    return sum(_padded(tensor.nbytes) for piece in pieces for tensor in piece.tensors.values())
+    return sum(_padded_size(tensor.nbytes) for piece in pieces for tensor in piece.tensors.values())
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -175,7 +175,7 @@ class _UnderWay:
     def write(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
         """Write this rank's part; raises nothing."""
         try:
-            self.result = write_part(self.temporary, rank, lambda: self._counted(pieces()), tensors)
+            self.result = write_part(self.temporary, rank, lambda: self._count(pieces()), tensors)
         except Exception as error:  # it is raised on all ranks where they meet
             self.error = error
 
@@ -189,7 +189,7 @@ class _UnderWay:
         self.thread = threading.Thread(target=work, name=f"trp_scale checkpoint {self.step}", daemon=True)
         self.thread.start()
 
-    def _counted(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def _count(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             if self.abandoned:
                 raise AbandonedError
@@ -286,7 +286,7 @@ class CheckpointWriter:
         try:
             behind = self._begin(content, wait=wait, before=before, best=best)
         except StorageError as error:
-            self._failed(content.step, error)
+            self._note_failure(content.step, error)
             return
         except CheckpointError as error:
             raise RankError(str(error)) from error
@@ -315,11 +315,11 @@ class CheckpointWriter:
             publish(under_way.temporary, under_way.final)
 
         try:
-            parts = together(self.group, f"writing the checkpoint {under_way.final}", under_way.part)
+            parts = run_on_all_ranks(self.group, f"writing the checkpoint {under_way.final}", under_way.part)
             on_rank_zero(self.group, f"finishing the checkpoint {under_way.final}", name)
         except StorageError as error:
             self._remove(under_way.temporary)
-            self._failed(under_way.step, error)
+            self._note_failure(under_way.step, error)
             return
         except (CheckpointError, RankError) as error:
             self._remove(under_way.temporary)
@@ -388,11 +388,11 @@ class CheckpointWriter:
             document, hooks_tensors = split_state(content.hooks_state)
             hooks.update(document)
             tensors.update(hooks_tensors)
-            pieces = list(owned(content.engine))
+            pieces = list(owned_pieces(content.engine))
             lacking = 0 if wait else self._copy.lacks(pieces)
             return [without_values(piece) for piece in pieces], socket.gethostname(), lacking, available_memory()
 
-        ranks = together(self.group, f"listing the tensors for {final}", listed)
+        ranks = run_on_all_ranks(self.group, f"listing the tensors for {final}", listed)
         join_pieces(piece for pieces, *_ in ranks for piece in pieces)  # the same on every rank, and so is its error
         needed = sum(stored_bytes(piece.states, piece.region.size) for pieces, *_ in ranks for piece in pieces)
         needed += sum(tensor.nbytes for tensor in tensors.values()) + BESIDE_TENSORS
@@ -413,15 +413,15 @@ class CheckpointWriter:
         if behind:
             self._write_behind(under_way, content.engine, tensors)
         else:
-            under_way.write(self.group.rank, lambda: owned(content.engine), tensors)
+            under_way.write(self.group.rank, lambda: owned_pieces(content.engine), tensors)
         return behind
 
     def _write_behind(self, under_way: _UnderWay, engine: Stores, tensors: dict[str, Tensor]) -> None:
         try:
-            copied = self._copy.take(owned(engine))
+            copied = self._copy.take(owned_pieces(engine))
         except (RuntimeError, MemoryError) as error:  # the memory was there a moment ago
             self.tell(f"step {under_way.step}: the checkpoint is written while the step waits: {error}")
-            under_way.write(self.group.rank, lambda: owned(engine), tensors)
+            under_way.write(self.group.rank, lambda: owned_pieces(engine), tensors)
             return
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         under_way.write_behind(self.group.rank, lambda: copied, tensors)
@@ -440,7 +440,7 @@ class CheckpointWriter:
                 return True
         return False
 
-    def _failed(self, step: int, error: StorageError) -> None:
+    def _note_failure(self, step: int, error: StorageError) -> None:
         self.failures += 1
         self.problem = str(error)
         newest = f"the newest is of step {self.newest}" if self.newest >= 0 else "there is none yet"

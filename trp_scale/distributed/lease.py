@@ -50,7 +50,7 @@ class Lease:
         lost: Callable[[str], object] | None = None,
     ) -> None:
         self._path, self._gone_after, self._renewed_each = run_dir / LEASE, gone_after, renewed_each
-        self._lost = _exit_with if lost is None else lost
+        self._lost = _end_process if lost is None else lost
         self._token = secrets.token_hex(8)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="trp_scale lease", daemon=True)
@@ -151,7 +151,7 @@ def lease_holder(run_dir: Path) -> dict[str, Any]:
     return {**holder, "gone": _is_gone_from_here(holder)} if holder else {}
 
 
-def _exit_with(message: str) -> None:
+def _end_process(message: str) -> None:
     print(f"error: {message}; this one ends without a checkpoint", file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -15,7 +15,7 @@ from trp_scale.core.pieces import Piece, owned_ranges, shares
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine, take_gradients
 from trp_scale.engines.shards import sum_of_squares
-from trp_scale.models.initialise import filled
+from trp_scale.models.initialise import fill_module
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed by one collective: large enough for a network's full rate, small enough that the first
@@ -190,7 +190,7 @@ class DdpEngine(PlainEngine):
     def place(self, module: nn.Module) -> nn.Module:
         if self.data_group.size > 1 and not dist.is_initialized():
             raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
-        return filled(module, self.device)
+        return fill_module(module, self.device)
 
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         if self.data_group.size > 1:

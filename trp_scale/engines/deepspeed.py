@@ -32,7 +32,7 @@ from trp_scale.engines.zero_layout import (
     WholeLayout,
     ZeroLayout,
 )
-from trp_scale.models.initialise import filled, first_values
+from trp_scale.models.initialise import fill_module, first_values
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -94,7 +94,7 @@ class DeepSpeedEngine(ShardOperations):
             if first_values(module):
                 self._cut(module, document)
         else:
-            filled(module, device)
+            fill_module(module, device)
         self.engine, _, _, _ = deepspeed.initialize(
             model=module, optimizer=self._build_optimizer(module, document), config=document, dist_init_required=False
         )
@@ -110,7 +110,7 @@ class DeepSpeedEngine(ShardOperations):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         read = next((half[name] for name in half if document.get(name, {}).get("enabled")), torch.float32)
         for unit in (*module.layers, module):  # type: ignore[misc]
-            for parameter in filled(unit, self.device).parameters():
+            for parameter in fill_module(unit, self.device).parameters():
                 if not hasattr(parameter, "ds_id"):  # it is not cut yet
                     parameter.data = parameter.data.to(read)
             intra = groups._get_zero_param_intra_parallel_group()

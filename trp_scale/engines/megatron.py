@@ -182,30 +182,30 @@ class CutOverRanks(Cut):
     def drawing(self) -> AbstractContextManager[None]:
         return per_member_rng(self.device, self.group.rank)
 
-    def shared(self, tensor: Tensor) -> Tensor:
+    def share_input(self, tensor: Tensor) -> Tensor:
         read = copy_to_tensor_model_parallel_region(tensor, group=self.group.handle)
         if read.requires_grad:  # megatron-core sums a copy of a gradient that is not contiguous, and drops the sum
             read.register_hook(torch.Tensor.contiguous)
         return read  # type: ignore[no-any-return]
 
-    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """One sum of the tokens' gradient where several layers read them."""
         if len(layers) == 1:
             return (layers[0](tokens),)
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):  # what is summed is what the products read
             tokens = tokens.to(torch.get_autocast_dtype(kind))
-        read, cut = self.shared(tokens), cast(tuple[Columns, ...], layers)
+        read, cut = self.share_input(tokens), cast(tuple[Columns, ...], layers)
         return tuple(product(layer, read, layer.bias, sum_gradient=False) for layer in cut)
 
-    def joined(self, tensor: Tensor) -> Tensor:
+    def join_features(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group.handle)  # megatron-core's own needs a GPU
         return torch.cat(parts, dim=-1)
 
     def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """A forward hook: each rank reads this output for its part."""
-        return self.shared(output)
+        return self.share_input(output)
 
 
 class SplitTokens(CutOverRanks):
@@ -226,7 +226,7 @@ class SplitTokens(CutOverRanks):
         """Return the gather of the currently split tokens; a backward pass keeps it."""
         return partial(gather_tokens, group=self.group, count=self.count)
 
-    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         return products(tokens, self.gather, self.scatter, layers)
 
     def split(self, tokens: Tensor) -> Tensor:

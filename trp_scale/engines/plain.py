@@ -16,7 +16,7 @@ from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.compiled import checkpoint_blocks, compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
-from trp_scale.models.initialise import filled
+from trp_scale.models.initialise import fill_module
 
 
 class Masters:
@@ -105,7 +105,7 @@ class PlainEngine(ShardOperations):
         """Move the model to the device; FSDP2 shards it here."""
         if self.data_group.size != 1:
             raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
-        return filled(module, self.device)
+        return fill_module(module, self.device)
 
     def build_masters(self, module: nn.Module) -> Masters | None:
         """None where the module's own parameters are what the optimizer updates."""

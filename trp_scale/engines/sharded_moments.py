@@ -72,7 +72,7 @@ class SharedBucket(Bucket):
         if left := len(whole) - full * rows:
             yield table[full, start : start + left * size], whole[full * rows :].reshape(-1)
 
-    def _own(self, flat: Tensor) -> list[Tensor]:
+    def _own_rows(self, flat: Tensor) -> list[Tensor]:
         return [
             flat[start : start + member.rows.numel()].view_as(member.rows)
             for start, member in zip(self.starts, self.members, strict=True)
@@ -82,7 +82,7 @@ class SharedBucket(Bucket):
         return dist.reduce_scatter_tensor(self.sums, self.flat, group=group.handle, async_op=True)
 
     def hand_out(self) -> None:
-        for member, gradient in zip(self.members, self._own(self.sums.to(self.members[0].own.dtype)), strict=True):
+        for member, gradient in zip(self.members, self._own_rows(self.sums.to(self.members[0].own.dtype)), strict=True):
             member.rows.grad = gradient
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class SharedBucket(Bucket):
         """Gather the rows of all ranks into what forwards read."""
         dtype = self.members[0].read.dtype
         own = torch.empty(self.width, dtype=dtype, device=self.flat.device)
-        torch._foreach_copy_(self._own(own), [member.rows for member in self.members])
+        torch._foreach_copy_(self._own_rows(own), [member.rows for member in self.members])
         whole = torch.empty(len(self.flat), dtype=dtype, device=self.flat.device)
         dist.all_gather_into_tensor(whole, own, group=self.group.handle)
         pairs = [pair for number, m in enumerate(self.members) for pair in self._places(whole, number, m.read.detach())]

@@ -24,7 +24,7 @@ from trp_scale.config.upstream import AVERAGE
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
-from trp_scale.models.positions import interpolated
+from trp_scale.models.positions import interpolate
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """0, 1, 2, ...: stored by earlier versions of transformers."""
@@ -72,7 +72,7 @@ class EncoderSource:
         are to be learned begin at the stretched sine-cosine ones."""
         weights = self.read()
         if "pos_embed" in weights:
-            weights["pos_embed"] = interpolated(weights["pos_embed"], config.grid)
+            weights["pos_embed"] = interpolate(weights["pos_embed"], config.grid)
         elif config.trains_positions:
             from trp_scale.models.image_encoder import sine_cosine_positions
 

@@ -29,7 +29,7 @@ from trp_scale.pretraining.mae.weights import (
     VITMAE,
     VITMAE_POSITIONS,
     is_encoder,
-    order_of,
+    position_order,
     published_name,
 )
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
@@ -164,7 +164,7 @@ def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> Encode
     model = _build_timm(path, Fields(document, where))
     block, grid, patch_size = model.blocks[0], model.patch_embed.grid_size[0], model.patch_embed.patch_size[0]
     positions = _read_positions(path)
-    order = order_of(positions[1:]) if len(positions) == 1 + grid**2 else None
+    order = position_order(positions[1:]) if len(positions) == 1 + grid**2 else None
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)

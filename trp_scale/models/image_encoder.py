@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
-from trp_scale.models.positions import interpolated, sine_cosine
+from trp_scale.models.positions import interpolate, sine_cosine
 from trp_scale.models.relative_positions import RelativeInputs, relative_inputs
 from trp_scale.models.vit import TransformerBlock
 
@@ -43,7 +43,7 @@ def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
     if config.downstream.positions != "recomputed":
         grid = config.downstream.pretraining_grid or config.grid
     positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width, config.vision.position_order).float()])
-    return interpolated(positions, config.grid)
+    return interpolate(positions, config.grid)
 
 
 class ImageEncoder(nn.Module):

@@ -60,7 +60,7 @@ def give(parameter: Tensor, make: Callable[[], Value]) -> None:
             parameter.fill_(value)
 
 
-def value_of(parameter: Tensor) -> Tensor:
+def initial_or_current_value(parameter: Tensor) -> Tensor:
     """The parameter's value now; where it has no content, what it would be filled with."""
     if not parameter.is_meta:
         return parameter.detach()
@@ -201,7 +201,7 @@ def allocate(
     return module._apply(placed)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def filled(module: nn.Module, device: torch.device) -> nn.Module:
+def fill_module(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on the device with all its content."""
     values = first_values(module)
     allocate(module, device)

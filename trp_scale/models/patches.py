@@ -49,8 +49,8 @@ class Pixels:
         if shift is not None:
             pixels = pixels + shift
         mean, deviation = self._statistics(images.device).view(2, 1, 3, 1, 1)
-        normalised: Tensor = (pixels - mean) / deviation
-        return normalised
+        normalise_patches: Tensor = (pixels - mean) / deviation
+        return normalise_patches
 
     def _statistics(self, device: torch.device) -> Tensor:
         """[2, 3] on the device; a host that copied them there would wait for it."""
@@ -78,7 +78,7 @@ class ImagePatches:
         return patchify(self._pixels(images, shift), self.patch_size)
 
 
-def normalised(patches: Tensor) -> Tensor:
+def normalise_patches(patches: Tensor) -> Tensor:
     """[..., P]: each patch without its own mean and deviation."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + TARGET_EPS).sqrt()

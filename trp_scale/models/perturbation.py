@@ -93,7 +93,7 @@ class Perturbed(NamedTuple):
     offsets: Tensor | None = None
 
 
-def perturbed(part: Tensor | None, adversary: Any) -> Perturbed:
+def perturbed_attribute(part: Tensor | None, adversary: Any) -> Perturbed:
     """Return the attribute that a part perturbs, or none."""
     if part is None:
         return Perturbed()

@@ -41,7 +41,7 @@ def sine_cosine(grid: int, width: int, order: PositionOrder = "column_row") -> T
     return torch.cat([columns, rows] if order == "column_row" else [rows, columns], dim=-1)
 
 
-def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row") -> Tensor:
+def shift_positions(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row") -> Tensor:
     """Positions at (row, column) + shift (AdPE 4.1.2), in fp32 at least.
 
     A shift turns each pair of sine and cosine by shift x frequency, whatever the coordinates: no sine is taken per
@@ -81,7 +81,7 @@ class RowsOf(torch.autograd.Function):
         return asked.to(gradient.dtype).T @ gradient.flatten(0, -2), None
 
 
-def interpolated(positions: Tensor, grid: int) -> Tensor:
+def interpolate(positions: Tensor, grid: int) -> Tensor:
     """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
     the class token's stay."""
     old = round((len(positions) - 1) ** 0.5)

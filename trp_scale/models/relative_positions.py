@@ -241,7 +241,7 @@ class RelativePositions(nn.Module):
         else:
             with torch.autocast(table.device.type, enabled=False):
                 vectors = (weights @ table).to(dtype)
-        vectors = self.cut.shared(vectors)
+        vectors = self.cut.share_input(vectors)
         if relative.masked_table is not None:
             return vectors.chunk(2, dim=1)
         return vectors.chunk(2) if relative.moved else (vectors,)

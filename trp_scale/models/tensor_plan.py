@@ -87,11 +87,11 @@ class Cut:
         """Around dropout inside what is cut: ranks, which have different heads, must not draw the same."""
         return nullcontext()
 
-    def shared(self, tensor: Tensor) -> Tensor:
+    def share_input(self, tensor: Tensor) -> Tensor:
         """Return the input that all heads share: its gradient is summed over the ranks."""
         return tensor
 
-    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """[..., T, D], of a rank that has some of the tokens [..., T / ranks, D] -> of each layer, whose outputs may be
         cut, [..., T, O]. A rank's share of tokens is rounded up."""
         return tuple(layer(tokens) for layer in layers)
@@ -104,7 +104,7 @@ class Cut:
         """Return the tokens that `split` has split."""
         return tokens
 
-    def joined(self, tensor: Tensor) -> Tensor:
+    def join_features(self, tensor: Tensor) -> Tensor:
         """[..., K / ranks] of each rank -> [..., K] of all; without a graph."""
         return tensor
 

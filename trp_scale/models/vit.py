@@ -90,7 +90,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
             feed_forward_input: give also what entered the feed-forward's second matrix, [B, T, intermediate] without a
                 graph.
         """
-        (projected,) = self.cut.projected(self.norm1(tokens), self.attn.qkv)  # [B, T, 3 D]
+        (projected,) = self.cut.project(self.norm1(tokens), self.attn.qkv)  # [B, T, 3 D]
         parts = projected.chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
         # Of a tensor parallel rank, which has some of the heads, D is their width.
         queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
@@ -99,18 +99,18 @@ class TransformerBlock(Block):  # type: ignore[misc]
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
         context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         if value is not None:
-            context = context + masked_rows(self.cut.shared(value).to(context.dtype), context.shape[2], masked)
+            context = context + masked_rows(self.cut.share_input(value).to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
         more, hidden = feed_forward(self.mlp, self.norm2(tokens), self.cut)
         tokens = tokens + self.drop_path2(more)
-        return (tokens, self.cut.joined(hidden.detach())) if feed_forward_input else tokens
+        return (tokens, self.cut.join_features(hidden.detach())) if feed_forward_input else tokens
 
 
 def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     """timm's feed-forward layer [..., T, D] -> [..., T, D], and what entered its second matrix, [..., T, intermediate].
 
     Where its matrices are cut a rank has a part of that, of all tokens, whether or not `cut` splits them."""
-    (hidden,) = cut.projected(tokens, mlp.fc1)
+    (hidden,) = cut.project(tokens, mlp.fc1)
     hidden = mlp.norm(mlp.drop1(mlp.act(hidden)))
     return mlp.drop2(mlp.fc2(hidden)), hidden
 

@@ -42,14 +42,14 @@ class CountsSums(Cut):
     def note(self, phase: str, size: int, kind: str = "all-reduce") -> None:
         self.noted.append(TensorSum(phase=phase, size=size, kind=kind))
 
-    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         self.together = True
         outputs = tuple(layer(tokens) for layer in layers)
         self.together = False
         self.note("backward", tokens.numel() * outputs[0].element_size())
         return outputs
 
-    def shared(self, tensor: Tensor) -> Tensor:
+    def share_input(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             self.note("backward", tensor.nbytes)
         return tensor
@@ -92,7 +92,7 @@ class CountsTokens(CountsSums):
     def split_tokens(self, tokens: Tensor) -> Tensor:
         return split_tokens(tokens, Group("tensor", size=self.ranks))
 
-    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         outputs = products(tokens, self.all(self.count), self.split_tokens, layers)
         size = self.ranks * tokens.numel() * outputs[0].element_size()
         for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "scatter")):

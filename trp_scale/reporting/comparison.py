@@ -101,7 +101,7 @@ class Comparison:
         """Return what was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
         return min((task.count for task in self.rows[key] if task is not None and task.count is not None), default=None)
 
-    def runs_with(self, key: RowKey) -> list[str]:
+    def runs_in_row(self, key: RowKey) -> list[str]:
         """Return the names of the runs that have a figure in the row."""
         return [run for run, task in zip(self.runs, self.rows[key], strict=True) if task is not None]
 
@@ -378,9 +378,9 @@ def _notes_on_rows(comparison: Comparison) -> list[str]:
     notes = []
     for task in dict.fromkeys(key.task for key in comparison.rows):
         keys = [key for key in comparison.rows if key.task == task]
-        partial = [key for key in keys if len(comparison.runs_with(key)) < len(comparison.runs)]
+        partial = [key for key in keys if len(comparison.runs_in_row(key)) < len(comparison.runs)]
         if len(keys) > 1 and partial:
-            ways = "; ".join(f"{key} ({', '.join(comparison.runs_with(key))})" for key in partial)
+            ways = "; ".join(f"{key} ({', '.join(comparison.runs_in_row(key))})" for key in partial)
             notes.append(f"{task} is not compared between these rows: {ways}")
     for number, run in enumerate(comparison.runs):
         missing = [key.task for key, row in comparison.rows.items() if row[number] is None]

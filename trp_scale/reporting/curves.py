@@ -91,7 +91,7 @@ class Curve:
         """The curve in at most `most` points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)  # [n]
         if len(steps) <= most:
-            return Points(steps=rounded(steps), values=rounded(values))
+            return Points(steps=round_values(steps), values=round_values(values))
         averaged = math.ceil(len(steps) / most)
         starts = np.arange(0, len(steps), averaged)  # [P]
         counts = np.asarray(self.counts) if self.counts else np.ones_like(values)  # [n]
@@ -100,15 +100,15 @@ class Curve:
         least, largest = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
         sizes = np.diff(np.append(starts, len(steps)))
         return Points(
-            steps=rounded(np.add.reduceat(steps, starts) / sizes),
-            values=rounded(np.clip(np.where(totals > 0, means, least), least, largest)),
-            least=rounded(least),
-            largest=rounded(largest),
+            steps=round_values(np.add.reduceat(steps, starts) / sizes),
+            values=round_values(np.clip(np.where(totals > 0, means, least), least, largest)),
+            least=round_values(least),
+            largest=round_values(largest),
             averaged=averaged,
         )
 
 
-def rounded(values: Iterable[float]) -> list[float]:
+def round_values(values: Iterable[float]) -> list[float]:
     """Round to seven digits: more cannot be seen, and would enlarge the page."""
     return [float(f"{value:.7g}") for value in values]
 

@@ -151,7 +151,7 @@ class Plot:
         if self.edge is not None:
             value, words = self.edge
             layout["shapes"] = [_across(value)]
-            layout["annotations"] = [_beside(value, words, log=self.log)]
+            layout["annotations"] = [_annotation(value, words, log=self.log)]
         return layout
 
     def _per_cent(self) -> str:
@@ -196,7 +196,7 @@ def _across(value: float) -> dict[str, Any]:
     }
 
 
-def _beside(value: float, words: str, *, log: bool) -> dict[str, Any]:
+def _annotation(value: float, words: str, *, log: bool) -> dict[str, Any]:
     return {
         "text": as_text(words),
         "xref": "paper",
@@ -209,6 +209,6 @@ def _beside(value: float, words: str, *, log: bool) -> dict[str, Any]:
     }
 
 
-def data_of(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def curve_traces(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The traces of a figure that hold curves, no bands."""
     return [trace for trace in figure["data"] if trace.get("hoverinfo") != "skip"]

@@ -130,7 +130,7 @@ def read_run(run_dir: Path) -> RunRecord:
         start=start,
         settings=settings,
         config=config,
-        changed=_changed(settings, start, config, problem),
+        changed=_changed_settings(settings, start, config, problem),
         state=_state(run_dir, summary),
         incidents=read_incidents(run_dir),
         fine_tuning=is_fine_tuning(run_dir),
@@ -169,7 +169,7 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
         return None, shorten(str(error), 500)
 
 
-def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
+def _changed_settings(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
     """Return the settings that differ from the recipe of the command line."""
     recipe = _recipe(start)
     if config is None or not recipe or problem:

@@ -56,7 +56,7 @@ class RunningPage:
     def newest(self) -> tuple[str, str]:
         """(version, HTML)."""
         with self._lock:
-            found = self._found()
+            found = self._fingerprint()
             if found != self._version and (self.clock() >= self._until or not self._text):
                 began = self.clock()
                 self._text = page_text(self._page(), served=found)
@@ -64,7 +64,7 @@ class RunningPage:
                 self._until = self.clock() + REST * (self.clock() - began)
             return self._version, self._text
 
-    def _found(self) -> str:
+    def _fingerprint(self) -> str:
         """Return a short fingerprint of the files."""
         said = []
         for name in WATCHED:
@@ -83,7 +83,7 @@ class RunningPage:
             return Page(kind="Pre-training report", title=self.run_dir.resolve().name, lead=[str(error)])
 
 
-def server_of(page: RunningPage, port: int) -> ThreadingHTTPServer:
+def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
     """A server on 127.0.0.1 that is not yet started.
 
     Args:
@@ -150,7 +150,7 @@ def watch(run_dir: Path, port: int) -> None:
         raise RefusedError(f"{run_dir}: no such directory; give the --run_dir of a run")
     if any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in (*WATCHED, CONFIG_FILE)):
         raise RefusedError(f"{run_dir}: no run of trp-scale pretrain; give the --run_dir of one")
-    with server_of(RunningPage(run_dir), port) as server:
+    with make_server(RunningPage(run_dir), port) as server:
         print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C ends it; the run is not touched)", flush=True)
         try:
             server.serve_forever()

@@ -110,7 +110,7 @@ class StepAgreement:
             written=parts == self.group.size,
         )
 
-    def asked(self, stop: bool) -> bool:
+    def is_stop_requested(self, stop: bool) -> bool:
         """Whether some rank was asked to stop."""
         return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
 

@@ -110,7 +110,7 @@ def choose(
         if free is None and environment.device.type == "cpu":
             positions = upstream.positions_per_step / probed.batch.global_size
             return for_cores(sizes, positions, least(torch.get_num_threads(), group))
-        need = counted(upstream, probed, environment, engine_name, ds_document)
+        need = count_memory(upstream, probed, environment, engine_name, ds_document)
         free = least(free_bytes(environment.device) if free is None else free, group)
 
         def make_engine(rows: int) -> Engine:
@@ -228,7 +228,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def counted(
+def count_memory(
     upstream: Upstream,
     config: Config,
     environment: Environment,

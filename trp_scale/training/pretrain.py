@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trp_scale.checkpoint import manager
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.manager import Content
@@ -480,7 +480,7 @@ class Run:
 
         def leave() -> bool:
             self.guard.watchdog.beat("a validation")
-            return self.agreement.asked(self.guard.stop_requested() is not None)
+            return self.agreement.is_stop_requested(self.guard.stop_requested() is not None)
 
         self.guard.watchdog.beat("a validation")
         with self.hooks.validation():
@@ -517,7 +517,7 @@ class Run:
                 Observer(self.run_dir, self.config, tasks, self._info(), enabled=enabled, cache_use=cache_use)
             )
 
-        together(self.world, "opening the metrics and the loggers", make)
+        run_on_all_ranks(self.world, "opening the metrics and the loggers", make)
         return observers[0]
 
     def _info(self) -> RunInfo:

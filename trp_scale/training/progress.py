@@ -134,7 +134,7 @@ class LiveDisplay:
             expand=True,
         )
         self._task = self._progress.add_task("steps", total=steps, completed=info.start_step)
-        self._live = Live(get_renderable=self.drawn, console=self._console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self.draw, console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
         # A run that ends in an error without close() would leave the terminal without a cursor.
         atexit.register(self._live.stop)
@@ -158,7 +158,7 @@ class LiveDisplay:
         self._live.stop()
         atexit.unregister(self._live.stop)
 
-    def drawn(self) -> RenderableType:
+    def draw(self) -> RenderableType:
         """Return the current display."""
         record = self._standing.record
         if record is None:

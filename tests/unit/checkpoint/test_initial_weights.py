@@ -20,7 +20,7 @@ from tests.unit.models.vitmae_peer import vitmae
 from tests.unit.pretraining.mae.test_weights import loaded, timm_vit
 from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_weights
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.models.initialise import filled, without_content
+from trp_scale.models.initialise import fill_module, without_content
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.weights import is_encoder, load_weights, stored_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
@@ -45,7 +45,7 @@ def made_as_shapes(make: Callable[[], nn.Module], file: Path, load: Load[nn.Modu
     shapes = without_content(model)
     assert all(parameter.is_meta for parameter in shapes.parameters()), "no rank makes the whole model"
     whole = model()
-    assert all(equal(whole, filled(shapes, torch.device("cpu"))).values())
+    assert all(equal(whole, fill_module(shapes, torch.device("cpu"))).values())
     return whole
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.checkpoint.fake_engine import on_ranks, renew_digest, save_step, whole_state
 from trp_scale.checkpoint import keeper, manager, run_directory, tensor_file, writer
-from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import (
@@ -243,7 +243,7 @@ def test_what_is_refused_keeps_its_words_and_what_is_not_keeps_its_kind() -> Non
         raise KeyError("x")
 
     def either(group: Group) -> None:
-        together(group, "a try", refuse if group.rank else break_down)
+        run_on_all_ranks(group, "a try", refuse if group.rank else break_down)
 
     for error in on_ranks(2, lambda group: on_rank_zero(group, "a try", refuse)):
         assert (type(error), str(error)) == (CheckpointError, "--resume never, but ...")

@@ -12,7 +12,7 @@ from tests.unit.models.small_images import GRID, config, crops, loss_of, perturb
 from trp_scale.config import ModelConfig
 from trp_scale.config.images import MaeVisionConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
+from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed_attribute
 from trp_scale.models.relative_positions import BUCKETS, relaxed_index
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
@@ -169,7 +169,7 @@ def test_only_masked_patches_are_perturbed_in_the_encoder() -> None:
 
 def model_part(model: MaskedAutoencoder, scale: float = 1.0) -> Perturbed:
     assert model.shape is not None
-    return perturbed(model.shape.split(perturbation(model, scale=scale).detach())[0], model.adversary)
+    return perturbed_attribute(model.shape.split(perturbation(model, scale=scale).detach())[0], model.adversary)
 
 
 def test_saturated_coordinates_get_no_gradient() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from trp_scale.models.positions import PositionOrder, RowsOf, shifted, sine_cosine
+from trp_scale.models.positions import PositionOrder, RowsOf, shift_positions, sine_cosine
 
 WIDTH = 24
 
@@ -43,7 +43,7 @@ def test_a_width_of_another_kind_is_refused() -> None:
 
 def test_a_shift_of_zero_changes_nothing_at_all() -> None:
     positions = sine_cosine(9, WIDTH).float()
-    assert torch.equal(shifted(positions, torch.zeros(2)), positions)
+    assert torch.equal(shift_positions(positions, torch.zeros(2)), positions)
 
 
 def test_the_other_order_exchanges_rows_and_columns() -> None:
@@ -57,7 +57,7 @@ def test_the_other_order_exchanges_rows_and_columns() -> None:
 def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int, order: PositionOrder) -> None:
     grid = sine_cosine(9, WIDTH, order).view(9, 9, WIDTH)
     inner = grid[3:6, 3:5]
-    found = shifted(inner, torch.tensor([row, column], dtype=torch.float64), order)
+    found = shift_positions(inner, torch.tensor([row, column], dtype=torch.float64), order)
     torch.testing.assert_close(found, grid[3 + row : 6 + row, 3 + column : 5 + column], rtol=0, atol=1e-13)
 
 
@@ -66,18 +66,21 @@ def test_shifts_add_up(row: float, column: float, more_rows: float, more_columns
     positions = sine_cosine(3, WIDTH)
     first, second = (torch.tensor(shift, dtype=torch.float64) for shift in ((row, column), (more_rows, more_columns)))
     torch.testing.assert_close(
-        shifted(shifted(positions, first), second), shifted(positions, first + second), rtol=0, atol=1e-12
+        shift_positions(shift_positions(positions, first), second),
+        shift_positions(positions, first + second),
+        rtol=0,
+        atol=1e-12,
     )
 
 
 def test_its_gradient_is_that_of_finite_differences() -> None:
     positions = sine_cosine(4, WIDTH)
     shift = torch.tensor([0.37, -1.21], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda value: shifted(positions, value), shift)
+    assert torch.autograd.gradcheck(lambda value: shift_positions(positions, value), shift)
 
 
 def test_half_precision_positions_are_shifted_in_single_precision() -> None:
-    found = shifted(sine_cosine(4, WIDTH).half(), torch.tensor([0.5, 0.5]))
+    found = shift_positions(sine_cosine(4, WIDTH).half(), torch.tensor([0.5, 0.5]))
     assert found.dtype == torch.float32
 
 

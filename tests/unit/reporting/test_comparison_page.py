@@ -10,7 +10,7 @@ import pytest
 from tests.unit.reporting.small_runs import FINISHED, HOSTILE, image_lines, line, task, text_lines, write
 from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
 from trp_scale.cli import main as cli
-from trp_scale.reporting.figures import data_of
+from trp_scale.reporting.figures import curve_traces
 
 
 def results(run: Path, values: list[float]) -> Path:
@@ -49,7 +49,7 @@ def test_curves_of_pre_training_lie_over_each_other(tmp_path: Path, capsys: pyte
     read = Read(text)
     assert read.sections == ["end", "curves", "settings"]
     noun = figures_of(text)[titles_of(text).index("noun: training loss")]
-    assert [(trace["name"], len(trace["x"])) for trace in data_of(noun)] == [("one", 20), ("other", 12)]
+    assert [(trace["name"], len(trace["x"])) for trace in curve_traces(noun)] == [("one", 20), ("other", 12)]
     assert "its elements" in read.words, "the worst task's loss stands beside what it is the mean of"
     assert "training.steps" in read.words and "model.layers" not in read.words
     assert "finished" in read.words and "end not known" in read.words

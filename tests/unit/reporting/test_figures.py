@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from trp_scale.reporting.curves import Points
-from trp_scale.reporting.figures import DARK, LIGHT, MOST_LINES, Line, Plot, colours, data_of
+from trp_scale.reporting.figures import DARK, LIGHT, MOST_LINES, Line, Plot, colours, curve_traces
 
 POINTS = Points(steps=[1.0, 2.0], values=[0.5, 0.25])
 BAND = Points(steps=[1.0, 2.0], values=[0.5, 0.25], least=[0.1, 0.2], largest=[0.9, 0.4], averaged=7)
@@ -35,7 +35,7 @@ def test_each_line_has_a_trace_and_an_averaged_one_its_band() -> None:
     figure = plot_of("a", "b", points=BAND).figure()
     band = next(trace for trace in figure["data"] if trace.get("fill"))
     assert max(band["y"]) == 0.9 and min(band["y"]) == 0.1
-    assert [trace["name"] for trace in data_of(figure)] == ["a", "b"]
+    assert [trace["name"] for trace in curve_traces(figure)] == ["a", "b"]
 
 
 def test_the_worst_is_thick_and_on_top() -> None:

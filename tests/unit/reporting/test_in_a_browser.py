@@ -111,7 +111,7 @@ def test_a_page_that_follows_its_run_is_drawn_again(
 ) -> None:
     run = write(tmp_path / "run", text_lines(3))
     monkeypatch.setattr(watch, "REST", 0)
-    with watch.server_of(watch.RunningPage(run), 0) as server:
+    with watch.make_server(watch.RunningPage(run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

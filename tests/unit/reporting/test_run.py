@@ -30,7 +30,7 @@ from trp_scale.config.registry import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
 from trp_scale.reporting import document
 from trp_scale.reporting.document import page_text
-from trp_scale.reporting.figures import Plot, data_of
+from trp_scale.reporting.figures import Plot, curve_traces
 from trp_scale.reporting.metric_sections import optimizer_section
 from trp_scale.reporting.record import read_run
 from trp_scale.reporting.run import export_format, pictures_section, run_page
@@ -80,8 +80,8 @@ def check_plots(text: str) -> None:
     figures = figures_of(text)
     assert len(figures) == len(titles_of(text)) == text.count('class="plot"') > 0
     for title, figure in zip(titles_of(text), figures, strict=True):
-        assert data_of(figure), title
-        for trace in data_of(figure):
+        assert curve_traces(figure), title
+        for trace in curve_traces(figure):
             assert len(trace["x"]) == len(trace["y"]) > 0, title
             assert trace["x"] == sorted(trace["x"]), title
 
@@ -104,9 +104,9 @@ def test_a_run_on_text(text_run: Path) -> None:
     # The worst task is thick in both plots of losses; the rest of the weights' plot are the tasks in the balance.
     first, second = figures_of(text)[:2]
     for figure in (first, second):
-        assert data_of(figure)[-1]["name"] == "noun"
+        assert curve_traces(figure)[-1]["name"] == "noun"
     weights = figures_of(text)[titles.index("Weight of each task")]
-    assert {trace["name"] for trace in data_of(weights)} == {"noun", "verb", "rare"}
+    assert {trace["name"] for trace in curve_traces(weights)} == {"noun", "verb", "rare"}
     assert "training.steps" in read.words and "pos_bert_tiny" in read.words
     assert f"trp-scale finetune --recipe glue --from {text_run}" in read.words
     assert "tokens / s" in read.words and "adversary" not in read.sections
@@ -120,7 +120,7 @@ def test_a_run_on_images(tmp_path: Path) -> None:
     assert {"Share of its ball", "Norm", "Saturation", "Accuracy", "RankMe"} <= set(titles)
     assert "eps 1" in read.words and "worst" not in read.words.replace("worst task ends lowest", "")
     accuracy = figures_of(text)[titles.index("Accuracy")]
-    assert data_of(accuracy)[0]["x"] == [5, 11, 17]  # the steps that the probes name
+    assert curve_traces(accuracy)[0]["x"] == [5, 11, 17]  # the steps that the probes name
     assert "--to timm --output EXPORTED" in read.words, "its positions are relative, which transformers' MAE has not"
     assert "images / s" in read.words and "trp-scale probe --from" in read.words
 
@@ -136,7 +136,7 @@ def test_a_line_that_does_not_move_stays_beside_one_that_does(tmp_path: Path) ->
     ]
     text = page_of(write(tmp_path / "images", iter(lines), recipe="adpe_tiny", stop=FINISHED))
     accuracy = figures_of(text)[titles_of(text).index("Accuracy")]
-    assert {trace["name"] for trace in data_of(accuracy)} == {"knn", "linear"}
+    assert {trace["name"] for trace in curve_traces(accuracy)} == {"knn", "linear"}
 
 
 def test_of_many_steps_some_are_shown_whole_the_first_and_the_last_among_them(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_run_with_learned_masks_and_a_hook_that_nobody_describes(tmp_path: Pat
     assert {"Entropy of a patch's masking", "Overlap", "Time of each level"} <= set(titles)
     assert {"Speed", "Parts"} <= set(titles) and "limit 3" in read.words
     parts = figures_of(text)[titles.index("Parts")]
-    assert [trace["name"] for trace in data_of(parts)] == ["left", "right"]
+    assert [trace["name"] for trace in curve_traces(parts)] == ["left", "right"]
     captions = re.findall(r"<figcaption>(masks.*?)</figcaption>", text)
     assert captions == ["masks 00000002", "masks 00000010"]
     assert "trp-scale export" not in read.words  # without config.yaml nobody knows what it reads

@@ -22,7 +22,7 @@ from tests.unit.reporting.small_runs import FINISHED, text_lines, write
 from trp_scale.cli import main as cli
 from trp_scale.errors import RefusedError
 from trp_scale.reporting import watch as module
-from trp_scale.reporting.watch import HOST, RunningPage, server_of
+from trp_scale.reporting.watch import HOST, RunningPage, make_server
 
 Get = Callable[..., str]
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 def get(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Get]:
     """Ask the server of the run for a path."""
     monkeypatch.setattr(module, "REST", 0)
-    with server_of(RunningPage(run), 0) as server:
+    with make_server(RunningPage(run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
 
@@ -112,7 +112,7 @@ def test_a_busy_port_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -
         assert cli.main(["watch", str(run), "--port", str(port)]) == 2
     assert f"--port {port} of {HOST} cannot be used: another program has it" in capsys.readouterr().err
     with pytest.raises(RefusedError, match=r"allowed: 0 \.\.\. 65535"):
-        server_of(RunningPage(run), 70_000)
+        make_server(RunningPage(run), 70_000)
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

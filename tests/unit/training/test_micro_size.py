@@ -55,7 +55,7 @@ def counted(config: Config) -> Need:
     sized = copy.deepcopy(config)
     sized.batch.micro_size = 1
     with Environment() as environment:
-        return micro_size.counted(build_upstream(sized, environment), sized, environment, "plain", None)
+        return micro_size.count_memory(build_upstream(sized, environment), sized, environment, "plain", None)
 
 
 def saved(model: torch.nn.Module, objective: Objective, rows: Batch) -> int:

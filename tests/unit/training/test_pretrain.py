@@ -20,7 +20,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
 from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
-from trp_scale.models.initialise import filled, without_content
+from trp_scale.models.initialise import fill_module, without_content
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.training.observer import Observer
@@ -119,7 +119,7 @@ def test_a_checkpoint_s_weights_are_read_one_by_one_when_a_rank_fills_its_pieces
         upstream.sources.close()
     stored = read_full_state(find_checkpoint(tmp_path / "one"))
     assert all(parameter.is_meta for parameter in module.parameters())
-    for name, parameter in filled(module, torch.device("cpu")).named_parameters():
+    for name, parameter in fill_module(module, torch.device("cpu")).named_parameters():
         assert torch.equal(parameter, stored[name]) and torch.equal(parameter, whole.get_parameter(name)), name
 
 

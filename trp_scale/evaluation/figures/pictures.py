@@ -30,7 +30,7 @@ from trp_scale.methods.learned_masks.masking_network import MaskingNetwork
 from trp_scale.methods.learned_masks.masks import select
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, gather_patches, unpatchify
 from trp_scale.models.relative_positions import REACH, relaxed_index
-from trp_scale.pretraining.mm_mae.settings import predicted
+from trp_scale.pretraining.mm_mae.settings import predicted_modality
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -355,7 +355,7 @@ def draw_modalities(shown: dict[str, dict[str, Tensor]], path: Path, classes: Ma
     Args:
         classes: names of each modality's classes, where they are known.
     """
-    kinds = {task: predicted(task).load() for task in shown}
+    kinds = {task: predicted_modality(task).load() for task in shown}
     known = {task: not kinds[task].is_unknown(stages["input"]) for task, stages in shown.items()}
     rows = [
         (task, stage, maps)

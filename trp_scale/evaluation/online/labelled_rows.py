@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.agreement import on_rank_zero, run_on_all_ranks
 from trp_scale.config import RefusedError
 from trp_scale.core.run import RunContext
 from trp_scale.data.images.leakage import check_test
@@ -115,7 +115,7 @@ class ImageRows:
                 weighted = source.image_weights(self.config)
             encoders.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=weighted))
 
-        together(world, "making the probed encoder", make)
+        run_on_all_ranks(world, "making the probed encoder", make)
         (encoder,) = encoders
         for parameter in encoder.module.parameters():  # rank 0 alone has them
             parameter.copy_(world.sum(parameter if world.rank == 0 else torch.zeros_like(parameter)))

@@ -88,7 +88,7 @@ class PositionAdversary(Hook):
         candidate, state = self.ascent.step(self.vector, self.gradient, self.state, lr)
         candidate = self.balls.project(candidate)
         if self.saturation is not None and self.resets:
-            candidate, state = self.saturation.restarted(candidate, state)
+            candidate, state = self.saturation.restart(candidate, state)
         # Decided on the device: the host would have to wait to know.
         finite = torch.stack([each.isfinite().all() for each in (self.gradient, candidate, *state.values())]).all()
         finite = finite if applied is None else finite & applied
@@ -310,22 +310,22 @@ class Saturation:
         # Each offset of an axis is that of G - |offset| of the G x G pairs of places on it.
         self.weights = (grid - self.offsets.abs()).double() / grid**2  # [2G - 1], sums to 1
 
-    def _clamped(self, view: Tensor) -> Tensor:
+    def _clamp(self, view: Tensor) -> Tensor:
         """[L, 2] -> [L, 2, 2G - 1] bool."""
         return relaxed_index(view.unsqueeze(-1) + self.offsets).abs() > REACH
 
     def share(self, flat: Tensor) -> Tensor:
         """0-dimensional float64: share of (pair, axis) offsets, over all pairs of patches and blocks, that are
         clamped."""
-        parts = [(self._clamped(view).double() * self.weights).sum(-1).flatten() for view in self.balls.views(flat)]
+        parts = [(self._clamp(view).double() * self.weights).sum(-1).flatten() for view in self.balls.views(flat)]
         return torch.cat(parts).mean()
 
     def lost(self, flat: Tensor) -> Tensor:
         """[numel] bool: elements whose axis has all its offsets clamped: no gradient comes back to them, wherever the
         block's other axis stands."""
-        return torch.cat([self._clamped(view).all(-1).flatten() for view in self.balls.views(flat)])
+        return torch.cat([self._clamp(view).all(-1).flatten() for view in self.balls.views(flat)])
 
-    def restarted(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
+    def restart(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
         """The perturbation and what its ascent remembers, with zeros for the elements that are lost."""
         lost = self.lost(flat)
 

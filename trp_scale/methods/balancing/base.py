@@ -58,7 +58,7 @@ class TaskBalancer(Balancer):
         """
         present = torch.where(self.present(counts), weights, 0.0)
         assert isinstance(self.settings, FixedSumSettings), "of methods whose weights have a fixed sum"
-        return present if self.settings.total == "paper" else normalised(present)
+        return present if self.settings.total == "paper" else normalise(present)
 
     def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
         """Fix the weights of this step; no gradient flows through them."""
@@ -92,7 +92,7 @@ class TaskBalancer(Balancer):
         return {self.objective.tasks[position]: listed[position] for position in self.objective.balanced}
 
 
-def normalised(values: Tensor) -> Tensor:
+def normalise(values: Tensor) -> Tensor:
     """Values divided by their sum; zeros stay zeros when nothing is there."""
     total = values.sum()
     return torch.where(total > 0, values / total.clamp(min=torch.finfo(values.dtype).tiny), values)

@@ -72,13 +72,13 @@ class Dwa(LossReadingBalancer):
         nothing, unseen = self.vector(0.0), self.vector(torch.nan)
         self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
 
-    def means_at(self, step: int) -> IntervalMeans:
+    def means_known_at(self, step: int) -> IntervalMeans:
         """Return the means known at a step."""
         return self.means.at(step // self.interval_steps)
 
     def ratios(self, step: int) -> Tensor:
         """[T] L[e-1] / L[e-2]; the mean of the others' where it is not known, 1 where none is."""
-        means = self.means_at(step)
+        means = self.means_known_at(step)
         known = self.balanced & ~means.earlier.isnan()
         ratios = torch.where(known, self.left(means.last) / self.left(means.earlier), 0.0)
         mean = torch.where(known.any(), ratios.sum() / known.sum().clamp(min=1), 1.0)
@@ -90,7 +90,7 @@ class Dwa(LossReadingBalancer):
 
     def after_step(self, ctx: StepContext) -> None:
         super().after_step(ctx)
-        means = self.means_at(ctx.step)
+        means = self.means_known_at(ctx.step)
         self.means = replace(
             means,
             sums=ctx.commit(means.sums + ctx.losses, means.sums),

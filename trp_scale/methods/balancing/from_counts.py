@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.hooks import StepContext
-from trp_scale.methods.balancing.base import TaskBalancer, normalised
+from trp_scale.methods.balancing.base import TaskBalancer, normalise
 from trp_scale.methods.balancing.settings import UniformSettings
 
 
@@ -26,4 +26,4 @@ class Proportional(TaskBalancer):
     """w_t = n_t / sum of n over the balanced tasks: the mean over all elements."""
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        return normalised(torch.where(self.balanced, ctx.counts, 0.0))
+        return normalise(torch.where(self.balanced, ctx.counts, 0.0))

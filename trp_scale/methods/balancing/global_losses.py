@@ -40,7 +40,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         self._warned_at = -(10**9)
         self._micro_weights = self.vector(0.0)
 
-    def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
+    def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
         """[T] weights of the eligible tasks, which sum to 1, 0 elsewhere.
 
         Args:
@@ -55,7 +55,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         """[T] weights of the eligible tasks from what was known before this step."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it weighs without losses")
 
-    def smoothed(self, losses: Tensor) -> Tensor:
+    def smooth(self, losses: Tensor) -> Tensor:
         """[T] loss_ema x last + (1 - loss_ema) x losses; a task's first loss stands for itself."""
         keep = self.settings.loss_ema
         return torch.where(self.last_losses.isnan(), losses, keep * self.last_losses + (1 - keep) * losses)
@@ -70,7 +70,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         eligible = self.eligible(ctx.counts)
         if losses is None:  # lagged
             return self.lagged_weights(ctx, eligible)
-        return self.weights_of(ctx, self.smoothed(losses), ctx.counts, eligible)
+        return self.task_weights(ctx, self.smooth(losses), ctx.counts, eligible)
 
     def before_step(self, ctx: StepContext) -> None:
         self._last = ctx
@@ -99,7 +99,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         with torch.no_grad():
             means = losses.sums / losses.counts.clamp(min=1)
             eligible = self.eligible(ctx.counts) & (losses.counts > 0)  # min_count is of the global batch
-            weights = self.weights_of(ctx, means, losses.counts, eligible)
+            weights = self.task_weights(ctx, means, losses.counts, eligible)
             weights = weights + self.objective.outside_weights(losses.counts)
             parts = len(ctx.window) * ctx.data_group.size
             self._micro_weights += weights / parts
@@ -111,7 +111,7 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     def after_step(self, ctx: StepContext) -> None:
         super().after_step(ctx)
-        last = torch.where(ctx.counts > 0, self.smoothed(ctx.losses), self.last_losses)
+        last = torch.where(ctx.counts > 0, self.smooth(ctx.losses), self.last_losses)
         self.last_losses = ctx.commit(last, self.last_losses)
 
     def losses_read(self) -> Tensor | None:

@@ -40,21 +40,21 @@ class GroupDro(GlobalLossBalancer):
             batch = train.first_rows(min(2048, train.rows)).to(self.device)
             self.group_sizes = self.objective.count(batch) * (train.rows / batch.rows)  # [T]
 
-    def raised(self, losses: Tensor, counts: Tensor) -> Tensor:
+    def raise_weights(self, losses: Tensor, counts: Tensor) -> Tensor:
         """[T] log q + rate (scaled loss + C / sqrt(n)), not normalised."""
         sizes = counts if self.group_sizes is None else self.group_sizes
         adjustment = self.settings.adjustment / sizes.clamp(min=1).sqrt()
         return self.log_shares + self.settings.rate * (self.scaled(losses) + adjustment)
 
-    def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
-        return softmax_weights(self.raised(losses, counts), 1.0, eligible)
+    def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
+        return softmax_weights(self.raise_weights(losses, counts), 1.0, eligible)
 
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
         return softmax_weights(self.log_shares, 1.0, eligible)
 
     def after_step(self, ctx: StepContext) -> None:
         eligible = self.eligible(ctx.counts)
-        raised = self.raised(self.smoothed(ctx.losses), ctx.counts)
+        raised = self.raise_weights(self.smooth(ctx.losses), ctx.counts)
         held = torch.where(eligible, self.log_shares, -torch.inf).logsumexp(0)
         total = torch.where(eligible, raised, -torch.inf).logsumexp(0)
         shares = torch.where(eligible, raised - total + held, self.log_shares)

@@ -76,7 +76,7 @@ class Minimax(GlobalLossBalancer):
             )
         return self.settings.alpha
 
-    def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
+    def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
         return self._softmax(ctx, self.scaled(losses), eligible)
 
     def _softmax(self, ctx: StepContext, scores: Tensor, eligible: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from trp_scale.core.pieces import Shards, whole_tensors
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
 from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
-from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient, config_of
+from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient, masked_config
 
 Weights = dict[str, Tensor]
 
@@ -62,7 +62,7 @@ class ExactComparison:
 
     def __init__(self, run: RunContext) -> None:
         self.make_model = run.make_model
-        self.every: int = config_of(run).multilevel.exact_every
+        self.every: int = masked_config(run).multilevel.exact_every
         self.number = 0
         self.cosine: Tensor | None = None
         self.norm_ratio: Tensor | None = None

@@ -106,7 +106,7 @@ def second_encoder(run: RunContext) -> Engine:
             "first; allowed: --multilevel.kind head or joint, or another engine"
         )
     with torch.no_grad():
-        for mine, theirs in foreach_chunks(weights_of(tuned).parts, weights_of(engine).parts):
+        for mine, theirs in foreach_chunks(current_weights(tuned).parts, current_weights(engine).parts):
             torch._foreach_copy_(mine, theirs)
     tuned.publish_weights()
     return tuned
@@ -117,7 +117,7 @@ def storage_layout(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, b
     return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 
-def weights_of(engine: Engine) -> Shards:
+def current_weights(engine: Engine) -> Shards:
     """The weights themselves, not a copy."""
     pieces = list(engine.pieces())
     return Shards(
@@ -130,12 +130,12 @@ def weights_of(engine: Engine) -> Shards:
 @torch.no_grad()
 def distance_between(engine: Engine, tuned: Engine) -> Shards:
     """The way from the second engine's weights to the first's."""
-    return weights_of(engine).plus(weights_of(tuned), -1.0)
+    return current_weights(engine).plus(current_weights(tuned), -1.0)
 
 
 @torch.no_grad()
 def move(engine: Engine, way: Shards, share: float) -> None:
     """Weights + share x way, in place."""
-    for weights, parts in foreach_chunks(weights_of(engine).parts, way.parts):
+    for weights, parts in foreach_chunks(current_weights(engine).parts, way.parts):
         torch._foreach_add_(weights, parts, alpha=share)
     engine.publish_weights()

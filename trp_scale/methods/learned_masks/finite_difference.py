@@ -55,7 +55,7 @@ class MaskDerivative(ABC):
 
     def batch(self, ctx: StepContext, window: MaskedWindow, index: int, weights: Tensor, gate: Tensor | None) -> Batch:
         """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
-        masked = window.weighted(index, weights, gate)
+        masked = window.with_weights(index, weights, gate)
         # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
         added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[index]).extras.items()}
         return replace(masked, extras={**added, **masked.extras})

@@ -107,7 +107,7 @@ def _(settings: HeadSettings, config: MaskedAutoencoderConfig, passes: Passes, r
     first = 0.0 if images == ranks * micro else passes.whole
     outer = first + 2 * TRAINING_OVER_FORWARD * passes.whole + _by_difference(settings, passes)
     if settings.mode == "look_ahead":
-        outer += _unrolled(settings, passes)
+        outer += _unrolled_flops(settings, passes)
     else:
         outer -= passes.whole  # the head's step, with which finding dL_val / dE' began
     return Cycle(inner=_inner(passes), head=passes.whole, outer=outer)
@@ -117,7 +117,7 @@ def _inner(passes: Passes) -> float:
     return TRAINING_OVER_FORWARD * passes.masked + passes.choice
 
 
-def _unrolled(settings: HeadSettings, passes: Passes) -> float:
+def _unrolled_flops(settings: HeadSettings, passes: Passes) -> float:
     """FLOPs that unrolled steps add to an outer step."""
     flops = settings.unroll * _inner(passes)
     if settings.derivative == "full":

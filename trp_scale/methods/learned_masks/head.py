@@ -84,18 +84,18 @@ class Head:
         self.own = HeadParameters(
             weight=nn.Parameter(weight), bias=nn.Parameter(torch.zeros(classes, device=device, dtype=dtype))
         )
-        groups = decay_groups(self._named(), self.settings.head_weight_decay)
+        groups = decay_groups(self._names(), self.settings.head_weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.settings.head_lr, betas=self.betas, eps=self.eps)
-        for _, parameter in self._named():
+        for _, parameter in self._names():
             state = empty_adamw_state(parameter.detach())
             self.optimizer.state[parameter] = {**state, "step": state["step"].cpu()}
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
+    def _names(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", cast(nn.Parameter, self.own.weight)), ("bias", cast(nn.Parameter, self.own.bias))]
 
     def _tensors(self) -> list[Tensor]:
         """Weights and moments."""
-        states = [self.optimizer.state[parameter] for _, parameter in self._named()]
+        states = [self.optimizer.state[parameter] for _, parameter in self._names()]
         moments = [state[name] for state in states for name in STATE_NAMES]
         return [self.own.weight.detach(), self.own.bias.detach(), *moments]
 
@@ -144,7 +144,7 @@ class Head:
         with torch.no_grad():
             for tensor, value in zip(self._tensors(), kept, strict=True):
                 tensor.copy_(torch.where(finite, tensor, value))
-        states = [self.optimizer.state[parameter] for _, parameter in self._named()]
+        states = [self.optimizer.state[parameter] for _, parameter in self._names()]
         beta1, beta2 = self.betas
         steps = float(states[0]["step"])  # on the host, also where the head is on a GPU
         square = torch.cat([state["exp_avg_sq"].reshape(-1) for state in states]) / (1 - beta2**steps)
@@ -161,7 +161,7 @@ class Head:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the layer and its moments, by name."""
         state: dict[str, Any] = {}
-        for name, parameter in self._named():
+        for name, parameter in self._names():
             moments = {key: value.cpu().clone() for key, value in self.optimizer.state.get(parameter, {}).items()}
             state[name] = {"value": parameter.detach().cpu().clone(), **moments}
         return state
@@ -169,7 +169,7 @@ class Head:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what state_dict gave."""
-        for name, parameter in self._named():
+        for name, parameter in self._names():
             stored = dict(state[name])
             parameter.copy_(stored.pop("value"))
             self.optimizer.state[parameter] = {

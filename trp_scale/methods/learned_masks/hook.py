@@ -24,7 +24,7 @@ from trp_scale.methods.learned_masks.finite_difference import HardMaskDerivative
 from trp_scale.methods.learned_masks.hypergradient import OuterObjective, RaisedReconstruction, ValidationLoss
 from trp_scale.methods.learned_masks.joint import JointValidationLoss
 from trp_scale.methods.learned_masks.masking_network import NETWORKS
-from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, Masker, config_of
+from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, Masker, masked_config
 from trp_scale.methods.learned_masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
 from trp_scale.methods.learned_masks.unrolled import UnrolledValidationLoss
 
@@ -62,7 +62,7 @@ class LearnedMasks(Hook):
         self.settings, self.clock = settings, LevelClock(run.device)
         objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
         assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
-        config = config_of(run)
+        config = masked_config(run)
         network = run.make_engine(NETWORKS[settings.network](config), network_config(config))
         self.masker = Masker(config, network, objective)
         derivative: type[MaskDerivative] = HardMaskDerivative if settings.selection == "hard" else SoftMaskDerivative

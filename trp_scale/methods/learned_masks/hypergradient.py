@@ -30,7 +30,7 @@ from trp_scale.data.sources import Downstream
 from trp_scale.methods.learned_masks.exact import ExactComparison, Weights, WholeStep, whole
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative, finite_difference
 from trp_scale.methods.learned_masks.head import Head, HeadLevel, HeadRule, HeadStep
-from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, config_of
+from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, masked_config
 from trp_scale.methods.learned_masks.settings import LabelledSettings, LearnedMasksSettings
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
@@ -56,7 +56,7 @@ class OuterObjective:
     settings: LearnedMasksSettings
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
-        self.config = config_of(run)
+        self.config = masked_config(run)
         self.settings = self.config.multilevel
         self.derivative, self.clock = derivative, clock
 

@@ -78,7 +78,7 @@ class JointObjective:
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         """Sums in float64."""
         if not batch.joined:
-            return padded(self.reconstruction(forward, batch))
+            return pad_absent_task(self.reconstruction(forward, batch))
         level, head, step = self.level, batch.extras[HEAD], int(batch.extras[STEP])
         part = level.head_input(level.features(forward, [batch])[0], batch, learning=True, step=step)
         loss = level.loss(part, level.head.own.like(head)).double()
@@ -87,7 +87,7 @@ class JointObjective:
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
         """The reconstruction's sums for given errors [R, k, M]; linear in them. The last task is absent."""
-        return padded(self.reconstruction.losses(errors, batch))
+        return pad_absent_task(self.reconstruction.losses(errors, batch))
 
     def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
         """[R, k, M] error of each masked patch."""
@@ -98,7 +98,7 @@ class JointObjective:
         return self.reconstruction.patches(batch, pixel_shift)
 
 
-def padded(losses: TaskLosses) -> TaskLosses:
+def pad_absent_task(losses: TaskLosses) -> TaskLosses:
     """[T - 1] -> [T]: the last task is absent."""
     return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
 

@@ -65,7 +65,7 @@ def open_downstream(
         members = rows.members(paths, chosen)
         seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
         plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
-        sized = _sized(config, world)
+        sized = _with_batch_size(config, world)
         notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
         return TrainSource(
             plan,
@@ -102,7 +102,7 @@ def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
     return max(1, total - train - validation), train, validation
 
 
-def _sized(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoencoderConfig:
+def _with_batch_size(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoencoderConfig:
     """Settings with the batches of D_tr and D_val."""
     sized = copy.deepcopy(config)
     sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)

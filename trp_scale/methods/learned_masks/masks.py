@@ -43,13 +43,13 @@ class Selection:
         return self.probabilities.gather(1, self.masked)
 
 
-def config_of(run: RunContext) -> MaskedAutoencoderConfig:
+def masked_config(run: RunContext) -> MaskedAutoencoderConfig:
     """All settings of a run with learned masks, which masked autoencoders alone have."""
     assert isinstance(run.config, MaskedAutoencoderConfig)
     return run.config
 
 
-def split_at(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
+def visible_patches(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
     """Number of visible patches in this step: with a curriculum the ratio grows linearly (D.4)."""
     ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
     patches = (config.crops.size // config.vision.patch_size) ** 2
@@ -180,9 +180,9 @@ class MaskedWindow:
     def batch(self, micro: Batch) -> Batch:
         """The micro-batch with these masks."""
         position = next(n for n, candidate in enumerate(self.micros) if candidate.start == micro.start)
-        return self.weighted(position, self.selections[position].weights() * self.factor)
+        return self.with_weights(position, self.selections[position].weights() * self.factor)
 
-    def weighted(self, position: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
+    def with_weights(self, position: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
         """Micro-batch number `position` with its masks, these weights [B, M] and gates [B, V]."""
         micro, selection = self.micros[position], self.selections[position]
         extras = {PATCH_WEIGHTS: by_row(weights, micro)}
@@ -240,7 +240,7 @@ class Masker:
             step: number of the run's step, for the curriculum.
             keep: keep the network's inputs, for an outer step.
         """
-        split = split_at(step, self.config)
+        split = visible_patches(step, self.config)
         selections = []
         for micro in window:
             patches = self.objective.patches(micro)
@@ -270,7 +270,7 @@ class Masker:
         Returns:
             Whether the step was made.
         """
-        centred = [(window, self._centred(window, gradients)) for window, gradients in hypergradient]
+        centred = [(window, self._centre(window, gradients)) for window, gradients in hypergradient]
         parts = [(window, number, part) for window, gradients in centred for number, part in enumerate(gradients)]
         for position, (window, number, gradient) in enumerate(parts):
             selection, present = window.selections[number], rows(window.micros[number])
@@ -326,7 +326,7 @@ class Masker:
         """Take back what state_dict gave."""
         self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
 
-    def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
+    def _centre(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
         """Subtract the weighted mean if weights are normalised: scaling all probabilities then changes nothing."""
         if self.settings.weights == "raw":
             return gradients

@@ -70,7 +70,7 @@ class UnrolledValidationLoss(ValidationLoss):
         engine, rate = ctx.engine, self.settings.look_ahead_lr or ctx.lr
         with self.clock("look_ahead"):
             steps, end = self._unroll(ctx, choose, rate)
-        with self.clock("validation"), _moved(engine, end):
+        with self.clock("validation"), _offset_weights(engine, end):
             train = on_device(self.sources.train.peek(1)[0], ctx)
             validation = on_device(self.sources.validation.next_window(), ctx)
             rule = partial(self.level.head.gradient_step, scale=self.scale(ctx))
@@ -100,7 +100,7 @@ class UnrolledValidationLoss(ValidationLoss):
         steps: list[InnerStep] = []
         offset: Shards | None = None
         for micros in windows:
-            with _moved(ctx.engine, offset):
+            with _offset_weights(ctx.engine, offset):
                 window = choose(ctx, micros)
                 inner_ctx = ctx.separate_context(micros, window.counts)
                 inner_ctx.balancer.before_step(inner_ctx)
@@ -113,7 +113,7 @@ class UnrolledValidationLoss(ValidationLoss):
         return steps, offset
 
     def _through(self, step: InnerStep, direction: Shards) -> Hypergradient:
-        with _moved(step.ctx.engine, step.place):
+        with _offset_weights(step.ctx.engine, step.place):
             return self.through_inner_step(step.ctx, step.window, direction, None)
 
     def _hessian_product(self, step: InnerStep, direction: Shards) -> Shards:
@@ -123,7 +123,7 @@ class UnrolledValidationLoss(ValidationLoss):
 
         losses = _losses(step.ctx, step.window.micros)
         with (
-            _moved(engine, step.place),
+            _offset_weights(engine, step.place),
             engine.perturb_weights(direction, epsilon) as move_to,
             engine.exact_forwards(),
         ):
@@ -139,5 +139,5 @@ def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
     return [partial(loss, micro) for micro in micros]
 
 
-def _moved(engine: Engine, offset: Shards | None) -> AbstractContextManager[Any]:
+def _offset_weights(engine: Engine, offset: Shards | None) -> AbstractContextManager[Any]:
     return nullcontext() if offset is None else engine.perturb_weights(offset, 1.0)

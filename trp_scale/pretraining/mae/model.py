@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
-from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
-from trp_scale.models.positions import RowsOf, shifted, sine_cosine
+from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed_attribute
+from trp_scale.models.positions import RowsOf, shift_positions, sine_cosine
 from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, block_plan
@@ -137,7 +137,7 @@ class MaskedAutoencoder(nn.Module):
         if give == "patch_embedding":
             return self.patch_embed(patches.to(self.cls_token.dtype))  # type: ignore[no-any-return]
         parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
-        encoder, decoder = (perturbed(part, self.adversary) for part in parts)
+        encoder, decoder = (perturbed_attribute(part, self.adversary) for part in parts)
         seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
         tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
         count = masked.shape[1]
@@ -197,7 +197,7 @@ class MaskedAutoencoder(nn.Module):
     def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
         """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
         if acting.coordinate is not None:  # the same for all: the table is shifted, not each image's part of it
-            positions = shifted(positions, acting.coordinate, self.vision.position_order)
+            positions = shift_positions(positions, acting.coordinate, self.vision.position_order)
             return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
         queries = positions[masked]  # [B, M, D]
         return queries if acting.embedding is None else queries + acting.embedding

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS
-from trp_scale.models.patches import ImagePatches, gather_patches, normalised
+from trp_scale.models.patches import ImagePatches, gather_patches, normalise_patches
 from trp_scale.models.perturbation import PERTURBATION, PIXEL_SHIFT
 from trp_scale.pretraining.mae.model import MaeOutput, Wanted
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
@@ -95,4 +95,4 @@ class MaskedPatchReconstruction:
     def target(self, patches: Tensor) -> Tensor:
         """[B, M, P] what is predicted of the given patches."""
         patches = patches.detach()
-        return normalised(patches) if self.normalised else patches
+        return normalise_patches(patches) if self.normalised else patches

@@ -81,8 +81,8 @@ class RelativeAttention(Attention):  # type: ignore[misc]
         self.relative_table = nn.Parameter(
             torch.zeros((2 * REACH + 1) ** 2 + 1, plain.qkv.in_features // self.num_heads)
         )
-        self.register_buffer("pairs", pairs_of(grid), persistent=False)  # [T, T]
-        self.register_buffer("weights", weights_of(grid, index), persistent=False)  # [R, 50]
+        self.register_buffer("pairs", pair_indices(grid), persistent=False)  # [T, T]
+        self.register_buffer("weights", offset_weights(grid, index), persistent=False)  # [R, 50]
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -99,7 +99,7 @@ class RelativeAttention(Attention):  # type: ignore[misc]
         return self.proj_drop(self.proj(context.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
-def pairs_of(grid: int) -> Tensor:
+def pair_indices(grid: int) -> Tensor:
     """[1 + G^2, 1 + G^2] int64: which vector a query and a key have; the last but one where the key is the class token,
     the last where the query is."""
     most = min(grid - 1, SETTLED)
@@ -112,7 +112,7 @@ def pairs_of(grid: int) -> Tensor:
     return F.pad(numbers, (0, 0, 1, 0), value=span**2 + 1)
 
 
-def weights_of(grid: int, index: str) -> Tensor:
+def offset_weights(grid: int, index: str) -> Tensor:
     """[R, 50] how the vector of each pair of offsets is made of the table's entries, then the class token's own, then
     nothing."""
     most = min(grid - 1, SETTLED)

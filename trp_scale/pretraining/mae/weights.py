@@ -164,7 +164,7 @@ def stored_positions(grid: int, width: int, order: PositionOrder = "column_row")
     return torch.cat([torch.zeros(1, width), sine_cosine(grid, width, order).float()]).unsqueeze(0)
 
 
-def order_of(positions: Tensor) -> PositionOrder | None:
+def position_order(positions: Tensor) -> PositionOrder | None:
     """Return the order of fixed sine-cosine positions of a square grid [N, D]; `None` for other positions."""
     grid, width = round(len(positions) ** 0.5), positions.shape[-1]
     if grid**2 != len(positions) or width % 4:
@@ -189,7 +189,7 @@ def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) 
         raise ValueError(
             f"{name}: {len(positions)} positions given; expected a square grid of patches and a class token"
         )
-    stored = order_of(positions[1:])
+    stored = position_order(positions[1:])
     if stored is not None and stored != order:
         raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
     if stored is None and not positions.any():

@@ -40,7 +40,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """[R, Q, d] and [R, K, d] -> [R, Q, d]."""
-        (asking,) = self.cut.projected(queries, self.query)  # the context is whole, of other tokens
+        (asking,) = self.cut.project(queries, self.query)  # the context is whole, of other tokens
         parts = [asking, *self.key_value(context).chunk(2, dim=-1)]
         asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         output = attend(asked, keys, values, None)  # [R, H, Q, d / H]

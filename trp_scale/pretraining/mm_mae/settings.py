@@ -40,7 +40,7 @@ class ModalitiesConfig(Section):
             if repeated := sorted({entry for entry in listed if listed.count(entry) > 1}):
                 yield f"--modalities.{name} has {', '.join(repeated)} more than once; allowed: each once"
         # What is no input is masked everywhere, and all inputs may then be seen.
-        hidden = any(predicted(task).name not in self.inputs for task in self.outputs)
+        hidden = any(predicted_modality(task).name not in self.inputs for task in self.outputs)
         most = len(self.inputs) * config.patches - (0 if hidden else 1)
         if self.inputs and config.patches and not 0 < self.visible_tokens <= most:
             yield (
@@ -94,12 +94,12 @@ class MmMaeConfig(ImagePretrainConfig):
         """The hooks, and the modalities that are seen or predicted, in the order of a sample's members."""
         section, default = document.get("modalities"), ModalitiesConfig()
         values = section if isinstance(section, Mapping) else {}
-        known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted}
+        known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted_modality}
         components: list[Component | None] = []
         for name, look_up in known.items():
             listed = values.get(name)
             names_given = listed if isinstance(listed, list) else getattr(default, name)
-            components += [_found(look_up, str(entry), problems) for entry in names_given]
+            components += [_look_up(look_up, str(entry), problems) for entry in names_given]
         modalities = [find("modality", name) for name in names("modality")]
         return [*super().parts(document, problems), *(entry for entry in modalities if entry in components)]
 
@@ -115,7 +115,7 @@ def seen(name: str) -> Component:
     return find("modality", name)
 
 
-def predicted(task: str) -> Component:
+def predicted_modality(task: str) -> Component:
     """The modality that a task, one of --modalities.outputs, predicts.
 
     Raises:
@@ -130,17 +130,17 @@ def predicted(task: str) -> Component:
     return find("modality", tasks[task])
 
 
-def used(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
+def used_modalities(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
     """Modalities that are seen or predicted, in the order of a sample's members.
 
     Raises:
         RefusedError: as `seen` and `predicted`.
     """
-    wanted = {modality.name for modality in (*map(seen, inputs), *map(predicted, outputs))}
+    wanted = {modality.name for modality in (*map(seen, inputs), *map(predicted_modality, outputs))}
     return [find("modality", name) for name in names("modality") if name in wanted]
 
 
-def _found(look_up: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
+def _look_up(look_up: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
     try:
         return look_up(name)
     except RefusedError as error:

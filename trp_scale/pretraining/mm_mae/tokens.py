@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, predicted, used
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, predicted_modality, used_modalities
 from trp_scale.pretraining.modalities.base import Modality
 
 
@@ -28,9 +28,9 @@ class RunModalities:
     def __init__(self, config: MmMaeConfig) -> None:
         self.inputs: tuple[str, ...] = tuple(config.modalities.inputs)
         self.tasks: tuple[str, ...] = tuple(config.modalities.outputs)
-        self._names = {task: predicted(task).name for task in self.tasks}
+        self._names = {task: predicted_modality(task).name for task in self.tasks}
         self.used: dict[str, Modality] = {}
-        for kind in used(self.inputs, self.tasks):
+        for kind in used_modalities(self.inputs, self.tasks):
             settings = getattr(config, kind.name, None) if kind.has_settings else None
             modality = kind.load()(settings or kind.settings(), config.vision.patch_size)
             if not isinstance(modality, Modality) or modality.name != kind.name:

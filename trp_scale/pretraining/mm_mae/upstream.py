@@ -33,7 +33,7 @@ CLASS_NAMES = "class_names"
 """In a checkpoint: of each modality's maps that have classes, their names by number."""
 
 
-def classes_of(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
+def class_counts(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
     """Number of classes of each modality's maps, where they have any."""
     return {name: classes for name, maps in meta.maps.items() if (classes := modalities.used[name].classes(maps))}
 
@@ -61,7 +61,7 @@ class MultimodalUpstream(UpstreamParts):
         self.sources = self.open_rank_sources(config, environment)
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
-        self.classes = classes_of(self.objective.modalities, self.sources.meta)
+        self.classes = class_counts(self.objective.modalities, self.sources.meta)
         used, maps = self.objective.modalities.used, self.sources.meta.maps
         self._names = {name: list(used[name].class_names(maps[name])) for name in self.classes}
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
@@ -76,7 +76,7 @@ class MultimodalUpstream(UpstreamParts):
     def facts(cls, config: MmMaeConfig) -> DataFacts:
         meta = open_rows(config, parse_paths(config.data.path)).meta
         assert isinstance(meta, ImageMeta)
-        return DataFacts(classes=classes_of(RunModalities(config), meta))
+        return DataFacts(classes=class_counts(RunModalities(config), meta))
 
     @classmethod
     def outline(cls, config: MmMaeConfig, facts: DataFacts) -> Outline:

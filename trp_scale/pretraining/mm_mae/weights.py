@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
-from trp_scale.models.initialise import give, value_of
+from trp_scale.models.initialise import give, initial_or_current_value
 from trp_scale.models.weight_names import PATCHES, TOKEN, Layout, Pair, WeightNames
-from trp_scale.pretraining.mae.weights import check_timm, order_of, write_encoder
+from trp_scale.pretraining.mae.weights import check_timm, position_order, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -47,7 +47,9 @@ def weight_names(model: MultimodalMaskedAutoencoder) -> WeightNames:
 
     parameters = dict(model.named_parameters())
     # Read now: what it is given replaces it.
-    own_classes = value_of(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
+    own_classes = (
+        initial_or_current_value(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
+    )
     return WeightNames(
         Pair("cls_token", "global_tokens", TOKEN),
         Pair("blocks.*", "encoder.*"),
@@ -120,7 +122,7 @@ def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: T
     """Raises:
     ValueError: these [1, D, G, G] are not the fixed positions that the model has.
     """
-    stored = order_of(positions.float().squeeze(0).flatten(1).T)
+    stored = position_order(positions.float().squeeze(0).flatten(1).T)
     if stored is None:
         raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; learned ones cannot be taken over")
     if stored != model.position_order:

@@ -175,7 +175,7 @@ class DepthFiles(MapFiles):
         if numbers.dtype == np.uint8 or (numbers.dtype.kind == "f" and self.relative):
             if not self.relative:
                 raise DataError(EIGHT_BITS)
-            return stretched(numbers)
+            return stretch(numbers)
         if numbers.dtype.kind == "f":
             if self.scale is None:
                 raise DataError(FLOATS)
@@ -215,7 +215,7 @@ def _has_header(content: bytes | bytearray) -> bool:
         return False
 
 
-def stretched(numbers: npt.NDArray[Any]) -> Map:
+def stretch(numbers: npt.NDArray[Any]) -> Map:
     """The numbers that are finite and not 0, from the smallest to the largest as 1 to 65535; others NOT_MEASURED."""
     known = np.isfinite(numbers) & (numbers != 0)
     return (
@@ -294,7 +294,7 @@ class Depth(Modality):
         return numbers
 
     def patches(self, batch: Batch) -> Tensor:
-        return patchify(standardised(batch[self.name], batch[STATISTICS]).unsqueeze(1), self.side)
+        return patchify(standardise(batch[self.name], batch[STATISTICS]).unsqueeze(1), self.side)
 
     @classmethod
     def meaning(cls, stored: StoredDepth) -> str:
@@ -339,7 +339,7 @@ def crop_statistics(depth: Map, scale: float | None) -> tuple[float, float, floa
     return float(middle), rest / count, unit / math.sqrt(variance + VARIANCE_FLOOR)
 
 
-def standardised(depth: Tensor, statistics: Tensor) -> Tensor:
+def standardise(depth: Tensor, statistics: Tensor) -> Tensor:
     """[R, S, S] uint16, [R, 3] -> [R, S, S] float32, not a number where nothing was measured.
 
     Args:

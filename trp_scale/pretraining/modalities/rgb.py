@@ -14,7 +14,14 @@ from trp_scale.data.images.crops import Cropper, Crops, cut_images
 from trp_scale.data.images.formats import Map
 from trp_scale.data.images.maps import StoredMaps
 from trp_scale.data.images.rows import DecodedRows
-from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, ImagePatches, normalised, unpatchify
+from trp_scale.models.patches import (
+    CHANNEL_DEVIATION,
+    CHANNEL_MEAN,
+    TARGET_EPS,
+    ImagePatches,
+    normalise_patches,
+    unpatchify,
+)
 from trp_scale.models.perturbation import PIXEL_SHIFT
 from trp_scale.pretraining.modalities.base import Modality
 
@@ -58,7 +65,7 @@ class Rgb(Modality):
         return batch["row_weights"].double().unsqueeze(1)  # [R, 1]
 
     def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
-        target = patches if task == RAW else normalised(patches)
+        target = patches if task == RAW else normalise_patches(patches)
         return (guess - target).square().mean(-1)
 
     def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class Layer(BertLayer):  # type: ignore[misc]
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
         """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
-        parts = self.cut.projected(hidden, *projections)
+        parts = self.cut.project(hidden, *projections)
         queries, keys, values = (in_rows(part, places) for part in parts)
         context = self.attend(queries, keys, values, attention_mask)  # [R, L, D]
         if places is not None:
@@ -155,7 +155,7 @@ class Layer(BertLayer):  # type: ignore[misc]
 
     def feed_forward_chunk(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        (parts,) = self.cut.projected(hidden, self.intermediate.dense)  # [..., intermediate]
+        (parts,) = self.cut.project(hidden, self.intermediate.dense)  # [..., intermediate]
         return self.output(self.intermediate.intermediate_act_fn(parts), hidden)  # type: ignore[no-any-return]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -197,8 +197,8 @@ class LastLayer(Layer):
         else:
             numbers = places.numbers.gather(1, positions)  # [R, S]
             chosen = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
-        (queries,) = self.cut.projected(chosen, attention.query)
-        keys, values = (in_rows(part, places) for part in self.cut.projected(hidden, attention.key, attention.value))
+        (queries,) = self.cut.project(chosen, attention.query)
+        keys, values = (in_rows(part, places) for part in self.cut.project(hidden, attention.key, attention.value))
         context = self.attend(queries, keys, values, attention_mask)  # [R, S, D]
         return self.feed_forward_chunk(self.attention.output(context, chosen))
 

@@ -91,7 +91,7 @@ class _Draws:
         self._count += 1
         return low + (high - low) * mix_integer(self._state ^ self._count) / 2.0**64
 
-    def one_of(self, names: tuple[str, ...]) -> str:
+    def choose(self, names: tuple[str, ...]) -> str:
         return names[int(self.between(0, len(names)))]
 
 
@@ -109,8 +109,8 @@ def draw_scene(seed: int, number: int, attempt: int) -> Scene:
     wall = draws.between(8.5, 12.5)
     for _ in range(max(0, int(draws.between(2, 7)) - attempt)):
         z = draws.between(2.9, wall - 1.2)
-        other = _solid(draws, draws.one_of(KINDS), draws.between(-1, 1) * slope * z, z, draws.between(0.28, 0.7))
-        if all(_apart(other, solid) for solid in solids):
+        other = _solid(draws, draws.choose(KINDS), draws.between(-1, 1) * slope * z, z, draws.between(0.28, 0.7))
+        if all(_is_apart(other, solid) for solid in solids):
             solids.append(other)
     azimuth, elevation = draws.between(-2.6, 2.6), draws.between(0.45, 1.2)  # 0: the sun is behind the camera
     warmth = draws.between(-0.12, 0.18)
@@ -167,7 +167,7 @@ def _solid(draws: _Draws, kind: str, x: float, z: float, radius: float) -> Solid
     )
 
 
-def _apart(first: Solid, second: Solid) -> bool:
+def _is_apart(first: Solid, second: Solid) -> bool:
     """Whether two objects do not touch on the ground."""
     across, along = first.centre[0] - second.centre[0], first.centre[2] - second.centre[2]
     return math.hypot(float(across), float(along)) > first.footprint + second.footprint
@@ -184,7 +184,7 @@ def _surface(
     first = _colour(hue, draws.between(least, saturation), draws.between(0.45, 0.95))
     second = _colour(hue + draws.between(-0.5, 0.5), draws.between(0.05, saturation), draws.between(0.2, 0.95))
     return Surface(
-        pattern=draws.one_of(PATTERNS),
+        pattern=draws.choose(PATTERNS),
         first=first,
         second=second,
         scale=draws.between(fine, coarse),

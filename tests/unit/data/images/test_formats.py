@@ -33,7 +33,7 @@ from trp_scale.data.images.rows import decode_image, decode_scaled
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.batch import read_image
-from trp_scale.pretraining.modalities.depth import stretched, units_of_metres
+from trp_scale.pretraining.modalities.depth import stretch, units_of_metres
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.samples import UnusableError
 from trp_scale.sharding.images.stored import check_decodes
@@ -303,6 +303,6 @@ def test_no_memory_is_taken_for_what_a_header_claims() -> None:
 
 
 def test_equal_numbers_and_tiny_depths() -> None:
-    assert stretched(np.full((2, 2), 7.0)).tolist() == [[1, 1], [1, 1]]
-    assert stretched(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
+    assert stretch(np.full((2, 2), 7.0)).tolist() == [[1, 1], [1, 1]]
+    assert stretch(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
     assert units_of_metres(np.array([[1e-6, 0.0, 65.535]]), 0.001).tolist() == [[1, 0, 65535]]

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.synthetic_images import PATCH
 from trp_scale.core.batch import Batch
-from trp_scale.models.patches import ImagePatches, gather_patches, normalised
+from trp_scale.models.patches import ImagePatches, gather_patches, normalise_patches
 
 Weights = dict[str, Tensor]
 MaskOf = Callable[[Tensor, int], Tensor]
@@ -68,7 +68,7 @@ def reconstruction(
         chosen = chosen * hard.gather(1, lower.masked)
         gate = {"gate": 1.0 - hard.gather(1, lower.visible)}
     prediction = functional_call(model, weights, (patches, lower.visible, lower.masked), gate).prediction
-    errors = (prediction - normalised(gather_patches(patches, lower.masked))).square().mean(-1)  # [B, M]
+    errors = (prediction - normalise_patches(gather_patches(patches, lower.masked))).square().mean(-1)  # [B, M]
     return (chosen * errors).sum() / (chosen.sum() if normalise else chosen.numel())
 
 

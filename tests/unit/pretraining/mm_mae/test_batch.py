@@ -34,7 +34,7 @@ from trp_scale.pretraining.base import find_upstream, open_sources
 from trp_scale.pretraining.mm_mae.batch import ModalityMasks, draw_shares, share_out
 from trp_scale.pretraining.mm_mae.tokens import RunModalities
 from trp_scale.pretraining.modalities.base import count_patches
-from trp_scale.pretraining.modalities.depth import standardised
+from trp_scale.pretraining.modalities.depth import standardise
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip:
     for step in steps(config, 1, 10):
         brightness = step["images"].float().mean(dim=1)  # [6, 64, 64]
         sure = (brightness - 127.5).abs() > 60
-        lit = standardised(step["depth"], step["depth_statistics"]) > 0
+        lit = standardise(step["depth"], step["depth_statistics"]) > 0
         wrong = (lit != (brightness > 127.5)) & sure
         assert int(wrong.sum()) <= (0.001 * int(sure.sum()) if scaled else 0)
         clear += int(sure.sum())

@@ -21,7 +21,7 @@ from trp_scale.config.loader import load_recipe
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
-from trp_scale.pretraining.mm_mae.settings import predicted
+from trp_scale.pretraining.mm_mae.settings import predicted_modality
 from trp_scale.pretraining.mm_mae.weights import ADAPTERS, load_multimae
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1, "semseg": CLASSES}
@@ -51,7 +51,7 @@ def published(settings: Config, *, inputs: tuple[str, ...] = ALL, void: int = 0)
 
 
 def their_outputs(tasks: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    return {ADAPTERS[task]: (predicted(task).name, CHANNELS[task]) for task in tasks}
+    return {ADAPTERS[task]: (predicted_modality(task).name, CHANNELS[task]) for task in tasks}
 
 
 def loaded(settings: Config, state: dict[str, Tensor]) -> MultimodalMaskedAutoencoder:
