@@ -89,7 +89,7 @@ def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
             display.update(record, line["tokens_per_second"], worst_task(losses, counts, info.outside_tasks))
             display.line(line)
             if number in wanted:
-                yield rows_of(shown, display.drawn())
+                yield rows_of(shown, display.draw())
     finally:
         display.close()
 

@@ -84,7 +84,7 @@ class Keeper:
         self._run_dir = run_dir
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._problem_of = ReadBack()
-        self._mirror = Mirror(mirror, self._messages.put) if mirror else None
+        self._mirror = CheckpointUpload(mirror, self._messages.put) if mirror else None
         self._thread: threading.Thread | None = None
 
     def written(self, path: Path, kept: Kept) -> None:
@@ -158,7 +158,7 @@ def polite() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-class Mirror:
+class CheckpointUpload:
     """Copies one checkpoint at a time, in a thread, to URL/step_00000123/; of several that wait, the newest.
 
     checkpoint.json goes last: a directory there without it is not a checkpoint. Nothing is removed there.

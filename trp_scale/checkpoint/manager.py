@@ -75,7 +75,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CheckpointPart:
     """Files that one rank has written: its own, and on rank 0 the hooks' tensors."""
 
     entry: FileEntry
@@ -90,7 +90,7 @@ def owned_pieces(engine: Stores) -> Iterator[Piece]:
 
 def write_part(
     temporary: Path, rank: int, pieces: Callable[[], Iterable[Piece]], hooks_tensors: Mapping[str, Tensor]
-) -> Part:
+) -> CheckpointPart:
     """Write what one rank writes, flushed.
 
     Args:
@@ -105,11 +105,11 @@ def write_part(
     if rank == 0:
         header: Header = {key: (dtype_name(tensor), tuple(tensor.shape)) for key, tensor in hooks_tensors.items()}
         hooks = write_tensor_file(temporary / HOOKS_NAME, header, hooks_tensors.items())
-    return Part(entry=entry, pieces=stored, hooks=hooks)
+    return CheckpointPart(entry=entry, pieces=stored, hooks=hooks)
 
 
 def finish(
-    temporary: Path, written: Sequence[Part], hooks_document: Mapping[str, Any], facts: Mapping[str, Any]
+    temporary: Path, written: Sequence[CheckpointPart], hooks_document: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
     """On rank 0: write checkpoint.json, last, once the parts of all ranks are on the disk."""
     tensors = join_pieces(piece for part in written for piece in part.pieces)

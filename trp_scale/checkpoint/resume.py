@@ -34,7 +34,7 @@ from trp_scale.storage.files import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class ResumePoint:
     """Checkpoint that `--resume` selected.
 
     Attributes:
@@ -46,7 +46,7 @@ class Selection:
     notices: tuple[str, ...]
 
 
-def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selection:
+def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePoint:
     """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
     each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
 
@@ -67,23 +67,23 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selectio
         on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
         newest = newest_whole(run_dir, group, every)
         if newest.path is None and not newest.warnings:
-            return Selection(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
+            return ResumePoint(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
         if newest.path is None:
             raise RefusedError(
                 f"--resume auto: {'; '.join(newest.warnings)}; none is left. Put back a whole one, or start again in "
                 "another --run_dir"
             )
-        return Selection(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
+        return ResumePoint(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
     path = Path(resume)
     if on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
         if problem := damage(path, group):
             raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
-        return Selection(checkpoint=path, notices=(f"resuming from {path}",))
+        return ResumePoint(checkpoint=path, notices=(f"resuming from {path}",))
     newest = newest_whole(path, group)
     if newest.path is None:
         why = "; ".join(newest.warnings) or "there is no checkpoint in it"
         raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
-    return Selection(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
+    return ResumePoint(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
 
 
 def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Found:
@@ -123,7 +123,7 @@ def damage(path: Path, group: Group) -> str | None:
     return None
 
 
-def _fresh(run_dir: Path) -> Selection:
+def _fresh(run_dir: Path) -> ResumePoint:
     content = sorted(
         entry.name
         for entry in (run_dir.iterdir() if run_dir.is_dir() else ())
@@ -137,7 +137,7 @@ def _fresh(run_dir: Path) -> Selection:
             f"--resume never, but {run_dir} is not empty (it holds {shown}); give another --run_dir, empty this one, "
             "or say --resume auto to go on with that run"
         )
-    return Selection(checkpoint=None, notices=(f"starting from step 0 in {run_dir}",))
+    return ResumePoint(checkpoint=None, notices=(f"starting from step 0 in {run_dir}",))
 
 
 def _is_checkpoint(path: Path, run_dir: Path) -> bool:

@@ -33,7 +33,7 @@ from trp_scale.checkpoint.agreement import RankError, StorageError, on_rank_zero
 from trp_scale.checkpoint.document import split_state
 from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
 from trp_scale.checkpoint.keeper import Keeper, open_url, polite
-from trp_scale.checkpoint.manager import Content, Part, finish, owned_pieces, write_part
+from trp_scale.checkpoint.manager import CheckpointPart, Content, finish, owned_pieces, write_part
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
 from trp_scale.checkpoint.tensor_file import stored_bytes
 from trp_scale.config import CheckpointConfig
@@ -166,7 +166,7 @@ class _UnderWay:
     kept: Kept
     facts: dict[str, Any]
     hooks: dict[str, Any]
-    result: Part | None = None
+    result: CheckpointPart | None = None
     error: Exception | None = None
     passed: int = 0
     abandoned: bool = False
@@ -210,7 +210,7 @@ class _UnderWay:
                 beat()
             self.thread.join(timeout=1.0)
 
-    def part(self) -> Part:
+    def part(self) -> CheckpointPart:
         """Return the files that this rank has written.
 
         Raises:

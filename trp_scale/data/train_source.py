@@ -205,7 +205,7 @@ class TrainSource:
             cursor += self._global_size
 
 
-class WindowSource(Protocol):
+class EndlessSource(Protocol):
     """An endless source."""
 
     def next_window(self) -> list[Batch]: ...
@@ -222,7 +222,7 @@ class JoinedWindows:
         joined: the other.
     """
 
-    def __init__(self, own: WindowSource, joined: WindowSource) -> None:
+    def __init__(self, own: EndlessSource, joined: EndlessSource) -> None:
         self.own, self.joined = own, joined
 
     def next_window(self) -> list[Batch]:

@@ -59,9 +59,9 @@ def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str],
         against.insert(0, f"the device is a {device.type.upper()}, for which compiling takes minutes")
     elif not has_triton():
         against.insert(0, "torch finds no Triton for this GPU")
-    found = next((first for first in group.gather_objects(against[:1]) if first), None)
-    if found is not None:
-        return "none", f"not compiled: {found[0]}"
+    difference = next((first for first in group.gather_objects(against[:1]) if first), None)
+    if difference is not None:
+        return "none", f"not compiled: {difference[0]}"
     return "blocks", "compiled block by block: the device is a GPU, and nothing speaks against it"
 
 
@@ -106,17 +106,19 @@ class Graphs:
             return objective(forward, batch)
         mark_varying(self._forward.module, **batch.fields)
         before = graphs_so_far() - self.made
-        found = self._losses(objective, self._forward, batch)
-        if made := graphs_so_far() - self.made - before:  # without those of a forward pass that a graph broke before
+        losses = self._losses(objective, self._forward, batch)
+        if (
+            new_graphs := graphs_so_far() - self.made - before
+        ):  # without those of a forward pass that a graph broke before
             module, autocasts = self._forward.module, self._forward.autocasts
-            self.note(made, module, graph_key(module, type(objective), autocasts, batch.fields, batch.extras))
-        return found
+            self.note(new_graphs, module, graph_key(module, type(objective), autocasts, batch.fields, batch.extras))
+        return losses
 
     def note(self, number: int, module: nn.Module, mode: Any, length: int | None = None) -> None:
         """Count `number` graphs of a call of `module` in a mode (`mode_of`); each length, by the module's
         `sequence_length`, has a graph of its own."""
         self.made += number
-        form = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
+        form = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in module.named_parameters())
         graphs_of_lengths = self._graphs_of.setdefault((type(module), form, mode), {})
         known = graphs_of_lengths.setdefault(length, set())
         if known or len(graphs_of_lengths) > MOST_LENGTHS:
@@ -124,8 +126,8 @@ class Graphs:
             guards = "; ".join(failed_guards(known or of_all)) or "torch names no guard"
             self.surplus.append(f"{type(module).__name__} was compiled again for a mode that has a graph: {guards}")
         records = torch._dynamo.utils.get_compilation_metrics()
-        known.update(str(each.compile_id) for each in records if (each.end_time_us or 0) > self._noted)
-        self._noted = max((each.end_time_us or 0 for each in records), default=0)
+        known.update(str(parameter.compile_id) for parameter in records if (parameter.end_time_us or 0) > self._noted)
+        self._noted = max((parameter.end_time_us or 0 for parameter in records), default=0)
 
     def seconds(self) -> float:
         """Spent on compiling, in this process since the engine was made."""
@@ -169,11 +171,11 @@ def cache_directory() -> str:
     return cache_dir()
 
 
-def graph_key(module: nn.Module, *given: Any) -> Any:
+def graph_key(module: nn.Module, *arguments: Any) -> Any:
     """Return the key of a call that decides which graph it gets: whether gradients are wanted, whether the module
     trains, autocast, and the kinds of the arguments. Sizes and numbers are not part of it."""
     autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return (torch.is_grad_enabled(), module.training, autocast, kind(given))
+    return (torch.is_grad_enabled(), module.training, autocast, kind(arguments))
 
 
 def kind(value: Any) -> Any:
@@ -181,9 +183,9 @@ def kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.dtype, value.dim(), value.requires_grad)
     if isinstance(value, Mapping):
-        return tuple((name, kind(each)) for name, each in value.items())
+        return tuple((name, kind(entry)) for name, entry in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(kind(each) for each in value)
+        return tuple(kind(entry) for entry in value)
     return value if isinstance(value, (bool, str)) else type(value)
 
 
@@ -199,9 +201,9 @@ def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
     """
     varying = getattr(module, "varying", None)
     tensors, length = varying(*arguments, **named) if varying is not None else ((), 0)
-    for each in tensors:
-        torch._dynamo.maybe_mark_dynamic(each, 0)
-        each._dynamo_hint_overrides = {0: length}  # mark_dynamic's hint_override, which maybe_mark_dynamic lacks
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        tensor._dynamo_hint_overrides = {0: length}  # mark_dynamic's hint_override, which maybe_mark_dynamic lacks
 
 
 class Compiled:
@@ -217,12 +219,12 @@ class Compiled:
             return self.function(self.module, *arguments, **named)
         mark_varying(self.module, *arguments, **named)
         before = graphs_so_far()
-        found = self.function(self.module, *arguments, **named)
-        if made := graphs_so_far() - before:
+        output = self.function(self.module, *arguments, **named)
+        if new_graphs := graphs_so_far() - before:
             length_of = getattr(self.module, "sequence_length", None)
             length = None if length_of is None else length_of(*arguments, **named)
-            self.graphs.note(made, self.module, graph_key(self.module, arguments, named), length)
-        return found
+            self.graphs.note(new_graphs, self.module, graph_key(self.module, arguments, named), length)
+        return output
 
 
 def compile_model(module: nn.Module, how: str, forward: PlainForward | None = None) -> Graphs | None:

@@ -71,8 +71,8 @@ class Bucket:
             if gradient is None:
                 complete = False
             else:
-                for place, part in self.places(number, gradient):
-                    places.append(place)
+                for target, part in self.places(number, gradient):
+                    places.append(target)
                     present.append(part)
             member.read.grad = member.own.grad = None
         if not complete:
@@ -100,16 +100,16 @@ def cut_into_buckets(
 ) -> list[Bucket]:
     """The members from last to first, as a backward pass makes their gradients: each bucket has at most `limit` bytes,
     or one member."""
-    found: list[list[ReducedParameter]] = []
+    buckets: list[list[ReducedParameter]] = []
     size = 0
     for member in reversed(members):
         taken = member.own.numel() * (dtype or member.own.dtype).itemsize
-        if not found or size + taken > limit or found[-1][0].own.dtype != member.own.dtype:
-            found.append([])
+        if not buckets or size + taken > limit or buckets[-1][0].own.dtype != member.own.dtype:
+            buckets.append([])
             size = 0
-        found[-1].append(member)
+        buckets[-1].append(member)
         size += taken
-    return [kind(some, dtype) for some in found]
+    return [kind(some, dtype) for some in buckets]
 
 
 class GradientReduction:
@@ -234,7 +234,7 @@ class DdpEngine(PlainEngine):
 
     def piece_gradients(self) -> list[Tensor]:
         whole = super().piece_gradients()
-        return [each[start:stop] for each in whole for start, stop in shares(each.numel(), self.data_group.size)]
+        return [vector[start:stop] for vector in whole for start, stop in shares(vector.numel(), self.data_group.size)]
 
     def full_weights(self) -> dict[str, Tensor]:
         return super().full_weights() if self.data_group.rank == 0 else {}

@@ -127,7 +127,7 @@ class DeepSpeedEngine(ShardOperations):
         if not document.get("zero_force_ds_cpu_optimizer"):
             return ours
         try:
-            own: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
                 ours.param_groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps
             )
         except RuntimeError as error:
@@ -135,7 +135,7 @@ class DeepSpeedEngine(ShardOperations):
                 f"zero_force_ds_cpu_optimizer is true, and DeepSpeed's C++ Adam cannot be compiled here ({error}: "
                 f"{error.__cause__}); install ninja and a C++ compiler, or set it to false"
             ) from error
-        return own
+        return adam
 
     def _group_for_backward(self, document: dict[str, Any]) -> None:
         """hpZ: the ranks among which weights are gathered again. DeepSpeed keeps one such group for a process, gives it
@@ -261,8 +261,8 @@ class DeepSpeedEngine(ShardOperations):
     def extra_state(self) -> Mapping[str, float]:
         if not self.engine.fp16_enabled():
             return {}
-        found = {name: getattr(self.layout.loss_scaler, name, None) for name in SCALER_STATE}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        state = {name: getattr(self.layout.loss_scaler, name, None) for name in SCALER_STATE}
+        return {name: float(value) for name, value in state.items() if value is not None}
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
         for name in self.extra_state():
@@ -272,8 +272,8 @@ class DeepSpeedEngine(ShardOperations):
     def full_weights(self) -> dict[str, Tensor]:
         """Assembled from all ranks' master pieces."""
         weights = (piece.tensors["weight"].float() for piece in self.pieces())
-        found = whole_tensors(self.pieces(), weights, self.data_group)
-        return found if self.data_group.rank == 0 else {}
+        tensors = whole_tensors(self.pieces(), weights, self.data_group)
+        return tensors if self.data_group.rank == 0 else {}
 
     def close(self) -> None:
         self.engine.destroy()

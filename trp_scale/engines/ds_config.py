@@ -137,10 +137,10 @@ def read(path: Path) -> Document:
             raise ValueError(f"key {quote(repeated[0])} is given twice")
         return dict(pairs)
 
-    said = f"--ds_config {path}"
-    document = parse_json(read_content(path, RefusedError, source=said), said, pairs=unique)
+    flag = f"--ds_config {path}"
+    document = parse_json(read_content(path, RefusedError, source=flag), flag, pairs=unique)
     if not isinstance(document, dict):
-        raise RefusedError(f"{said} is a {type(document).__name__}; allowed: a JSON object")
+        raise RefusedError(f"{flag} is a {type(document).__name__}; allowed: a JSON object")
     return document
 
 
@@ -368,9 +368,9 @@ def _copies(document: Document, world: int) -> Iterator[str]:
 
 def _agree(block: Document, name: str, value: object, path: str, reason: str) -> Iterator[str]:
     """Fill in `value` where the block says "auto" or nothing; a different value is a problem."""
-    found = block.get(name, AUTO)
-    if found != AUTO and not same(found, value):
-        yield f"{path} is {shorten(json.dumps(found))}, {reason}"
+    setting = block.get(name, AUTO)
+    if setting != AUTO and not same(setting, value):
+        yield f"{path} is {shorten(json.dumps(setting))}, {reason}"
         return
     block[name] = value
 
@@ -387,13 +387,13 @@ def _left_over(value: object, path: str = "") -> Iterator[str]:
         yield f'{path} is "auto", and its value is not known here; write a value'
 
 
-def same(found: object, stated: object) -> bool:
+def same(value: object, stated: object) -> bool:
     """Equality of a JSON value and a recipe's value; numbers up to their decimal notation."""
-    if isinstance(found, bool) or isinstance(stated, bool):
-        return found is stated
-    if isinstance(found, (int, float)) and isinstance(stated, (int, float)):
-        return math.isclose(found, stated, rel_tol=1e-9)
-    return found == stated
+    if isinstance(value, bool) or isinstance(stated, bool):
+        return value is stated
+    if isinstance(value, (int, float)) and isinstance(stated, (int, float)):
+        return math.isclose(value, stated, rel_tol=1e-9)
+    return value == stated
 
 
 def optimizer_differences(block: object, config: Config, path: str = "optimizer") -> Iterator[str]:
@@ -475,9 +475,9 @@ def _betas(betas: object, config: Config, path: str) -> Iterator[str]:
 
 def _differing(block: Mapping[str, Any], stated: Mapping[str, tuple[object, str]], path: str) -> Iterator[str]:
     for name, (value, flag) in stated.items():
-        found = block.get(name, AUTO)
-        if found != AUTO and not same(found, value):
-            yield f"{path}.{name} is {quote(found)}, the recipe says {value!r} ({flag})"
+        setting = block.get(name, AUTO)
+        if setting != AUTO and not same(setting, value):
+            yield f"{path}.{name} is {quote(setting)}, the recipe says {value!r} ({flag})"
 
 
 def _unknown_names(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:

@@ -166,13 +166,13 @@ class FsdpEngine(PlainEngine):
                 yield from group.fsdp_params if group is not None else ()
 
     def leaves(self) -> Iterator[Tensor]:
-        found = list(self._gathered_parameters())
-        if not found:
+        gathered = list(self._gathered_parameters())
+        if not gathered:
             raise EngineError(
                 f"torch {torch.__version__} does not show the gradients of single micro-batches under --engine fsdp; "
                 "leave out what asks for them, or use --engine deepspeed"
             )
-        return iter(found)
+        return iter(gathered)
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -200,17 +200,17 @@ class FsdpEngine(PlainEngine):
         return self.module.named_parameters()
 
     def full_weights(self) -> dict[str, Tensor]:
-        found = whole_tensors(self.pieces(), (piece.tensors["weight"] for piece in self.pieces()), self.data_group)
-        return found if self.data_group.rank == 0 else {}
+        tensors = whole_tensors(self.pieces(), (piece.tensors["weight"] for piece in self.pieces()), self.data_group)
+        return tensors if self.data_group.rank == 0 else {}
 
 
 def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
     """Each thing's place, one after the other where least lies."""
-    held, found = [0] * places, []
+    held, owners = [0] * places, []
     for size in sizes:
-        found.append(place := held.index(min(held)))
-        held[place] += size
-    return found
+        owners.append(owner := held.index(min(held)))
+        held[owner] += size
+    return owners
 
 
 def zeros_on_disk(shape: Sequence[int], dtype: torch.dtype, directory: Path) -> Tensor:

@@ -75,14 +75,14 @@ def megatron_groups(tensor_parallel: int, *, local_world: int) -> tuple[Group, G
                 f"--megatron.tensor_parallel is {tensor_parallel} and does not divide the {ranks} ranks {where}; "
                 f"allowed: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
             )
-    made = parallel_state.model_parallel_is_initialized()
-    if made and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
+    initialised = parallel_state.model_parallel_is_initialized()
+    if initialised and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
         groups = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()  # forgets them, and leaves what each has of threads and connections
         for group in filter(None, groups):
             dist.destroy_process_group(group)
-        made = False
-    if not made:
+        initialised = False
+    if not initialised:
         parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=False)
     return (
         _group("data", parallel_state.get_data_parallel_group()),
@@ -115,7 +115,7 @@ def product(layer: Any, inputs: Tensor, bias: Tensor | None, *, sum_gradient: bo
         )
 
 
-class Columns(ColumnParallelLinear):  # type: ignore[misc]
+class ColumnParallel(ColumnParallelLinear):  # type: ignore[misc]
     """[..., I] on all ranks -> [..., O / ranks]."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ class Vocabulary(VocabParallelEmbedding):  # type: ignore[misc]
     padding_idx: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = super().forward(tokens)
+        output = super().forward(tokens)
         if self.padding_idx is None:
-            return found  # type: ignore[no-any-return]
-        return torch.where((tokens == self.padding_idx).unsqueeze(-1), found.detach(), found)
+            return output  # type: ignore[no-any-return]
+        return torch.where((tokens == self.padding_idx).unsqueeze(-1), output.detach(), output)
 
 
 def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
@@ -169,7 +169,7 @@ def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
     assert isinstance(layer, nn.Linear)
     settings |= {"bias": layer.bias is not None, "skip_bias_add": False}
     if kind == "columns":
-        return Columns(layer.in_features, layer.out_features, gather_output=False, **settings)
+        return ColumnParallel(layer.in_features, layer.out_features, gather_output=False, **settings)
     return RowParallel(layer.in_features, layer.out_features, input_is_parallel=True, **settings)
 
 
@@ -195,7 +195,7 @@ class CutOverRanks(Cut):
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):  # what is summed is what the products read
             tokens = tokens.to(torch.get_autocast_dtype(kind))
-        read, cut = self.share_input(tokens), cast(tuple[Columns, ...], layers)
+        read, cut = self.share_input(tokens), cast(tuple[ColumnParallel, ...], layers)
         return tuple(product(layer, read, layer.bias, sum_gradient=False) for layer in cut)
 
     def join_features(self, tensor: Tensor) -> Tensor:
@@ -218,7 +218,9 @@ class SplitTokens(CutOverRanks):
 
     def __init__(self, tensor_group: Group, device: torch.device) -> None:
         super().__init__(tensor_group, device)
-        self.scatter, self.own = (partial(each, group=tensor_group) for each in (reduce_scatter_tokens, split_tokens))
+        self.scatter, self.own = (
+            partial(operation, group=tensor_group) for operation in (reduce_scatter_tokens, split_tokens)
+        )
         self.count = 0
 
     @property
@@ -366,11 +368,11 @@ class MegatronEngine(DdpEngine):
         cut = next((number for number, size in enumerate(whole) if split_tokens[number] != size), None)
         if cut is None:
             return [Box(tuple(bounds))]
-        size, found = split_tokens[cut] // parts, []
+        size, boxes = split_tokens[cut] // parts, []
         for part in range(parts):
             start = whole[cut] // parts * part + size * self.tensor_group.rank
-            found.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
-        return found
+            boxes.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
+        return boxes
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss, last=last)
@@ -383,7 +385,7 @@ class MegatronEngine(DdpEngine):
         gradients = [split_tokens.grad.view(-1) for split_tokens in self.partial if split_tokens.grad is not None]
         if gradients:
             whole = self.tensor_group.sum(torch.cat(gradients))
-            torch._foreach_copy_(gradients, torch.split(whole, [each.numel() for each in gradients]))
+            torch._foreach_copy_(gradients, torch.split(whole, [gradient.numel() for gradient in gradients]))
 
     def check_gradients(self) -> Tensor:
         cut: list[Tensor] = []
@@ -436,8 +438,8 @@ class MegatronEngine(DdpEngine):
 
     def full_weights(self) -> dict[str, Tensor]:
         pieces = list(self.pieces())
-        found = whole_tensors(pieces, [piece.tensors["weight"] for piece in pieces], self.world)
-        return found if self.world.rank == 0 else {}
+        tensors = whole_tensors(pieces, [piece.tensors["weight"] for piece in pieces], self.world)
+        return tensors if self.world.rank == 0 else {}
 
 
 def rows_of_boxes(boxes: list[Box], split_tokens: Tensor, rows: tuple[int, int]) -> Iterator[Box]:

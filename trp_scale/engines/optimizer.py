@@ -48,15 +48,15 @@ def decay_groups(
     The code of MAE and of AdPE decays class and mask tokens, since they have three dimensions there. MultiMAE's spares
     its global and mask tokens, as here, but not the embeddings of classes and tasks, whose names its list misses.
     """
-    found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+    by_rate: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
     for name, parameter in parameters:
-        matrices, vectors = found.setdefault(scale_of(name), ([], []))
+        matrices, vectors = by_rate.setdefault(scale_of(name), ([], []))
         shape = getattr(parameter, "ds_shape", parameter.shape)  # of one that ZeRO-3 has cut
         decayed = len(shape) >= 2 and not name.endswith(LEARNED_POSITIONS)
         (matrices if decayed else vectors).append(parameter)
     return [
         {"params": members, "weight_decay": decay, "lr_scale": scale, "matrices": decays}
-        for scale, groups in found.items()
+        for scale, groups in by_rate.items()
         for members, decays, decay in zip(groups, (True, False), (weight_decay, 0.0), strict=True)
         if members
     ]
@@ -161,9 +161,9 @@ class Lamb(torch.optim.AdamW):
             directions = self._directions(held, weights, group)
             moves.append((weights, directions, -group["lr"]))
             for tensor, weight, direction in zip(held, weights, directions, strict=True):
-                for number, place in self._places[id(tensor)] if group["matrices"] else ():
+                for number, position in self._places[id(tensor)] if group["matrices"] else ():
                     numbers.append(number)
-                    matrices.append((weight[place], direction[place]))
+                    matrices.append((weight[position], direction[position]))
         if moves:
             ratios = self._ratios(numbers, matrices, moves[0][0][0].device)
             for (_, direction), ratio in zip(matrices, ratios, strict=True):
@@ -229,12 +229,12 @@ def adamw_response(
     if steps == 0:
         raise EngineError("step_response is of the last step, and no step has been made; call it after one")
     scale *= (1 - config.beta1) / (1 - config.beta1**steps)
-    found: list[Tensor] = []
+    scaled: list[Tensor] = []
     squares = [piece.tensors["exp_avg_sq"] for piece in engine.pieces()]
     for parts, square in foreach_chunks(direction.parts, squares):
         steepness = list(torch._foreach_div(square, 1 - config.beta2**steps))
         torch._foreach_sqrt_(steepness)
         torch._foreach_add_(steepness, config.eps)
-        found += torch._foreach_mul(parts, scale)
-        torch._foreach_div_(found[-len(parts) :], steepness)
-    return replace(direction, parts=found)
+        scaled += torch._foreach_mul(parts, scale)
+        torch._foreach_div_(scaled[-len(parts) :], steepness)
+    return replace(direction, parts=scaled)

@@ -34,7 +34,7 @@ class Masters:
     def __init__(self, module: nn.Module) -> None:
         self.names = [name for name, _ in module.named_parameters()]
         self.read = list(module.parameters())
-        self.own = [nn.Parameter(each.detach().clone(), requires_grad=each.requires_grad) for each in self.read]
+        self.own = [nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad) for weight in self.read]
         for parameter in self.read:
             parameter.data = parameter.data.bfloat16()
 
@@ -57,20 +57,20 @@ def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     sums: list[Tensor] = []
     more: list[Tensor] = []
     first: list[Tensor] = []
-    given: list[Tensor] = []
-    for read, own in pairs:
+    values: list[Tensor] = []
+    for read, master in pairs:
         if read.grad is None:
             continue
-        if own.grad is None:
-            own.grad = torch.empty_like(read.grad, dtype=own.dtype)
-            first.append(own.grad)
-            given.append(read.grad)
+        if master.grad is None:
+            master.grad = torch.empty_like(read.grad, dtype=master.dtype)
+            first.append(master.grad)
+            values.append(read.grad)
         else:
-            sums.append(own.grad)
+            sums.append(master.grad)
             more.append(read.grad)
         read.grad = None
     if first:  # in few kernels, where one for each parameter takes longer to be started than to run
-        torch._foreach_copy_(first, given)
+        torch._foreach_copy_(first, values)
     if sums:
         torch._foreach_add_(sums, more)
 

@@ -54,26 +54,26 @@ def reduce_scatter_tokens(tokens: Tensor, group: Group) -> Tensor:
 def split_tokens(tokens: Tensor, group: Group) -> Tensor:
     """[..., T, D] that all ranks have -> this one's [..., share(T), D]."""
     part = share(tokens.shape[-2], group)
-    found = tokens[..., group.rank * part : (group.rank + 1) * part, :]
-    return F.pad(found, (0, 0, 0, part - found.shape[-2]))
+    part_tokens = tokens[..., group.rank * part : (group.rank + 1) * part, :]
+    return F.pad(part_tokens, (0, 0, 0, part - part_tokens.shape[-2]))
 
 
 class Exchange(torch.autograd.Function):
     """One of these, whose backward pass is another of them."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, there: Operation, back: Operation) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, operation: Operation, back: Operation) -> Tensor:
         ctx.back = back
-        return there(tokens)
+        return operation(tokens)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return ctx.back(gradient), None, None
 
 
-def exchange(tokens: Tensor, there: Operation, back: Operation) -> Tensor:
+def exchange(tokens: Tensor, forward: Operation, back: Operation) -> Tensor:
     """`Exchange`, with types."""
-    return Exchange.apply(tokens, there, back)  # type: ignore[no-untyped-call, no-any-return]
+    return Exchange.apply(tokens, forward, back)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Products(torch.autograd.Function):
@@ -88,7 +88,7 @@ class Products(torch.autograd.Function):
         ctx.gather, ctx.scatter = gather, scatter
         ctx.save_for_backward(tokens, *weights)
         whole = gather(tokens)
-        return tuple(F.linear(whole, *each) for each in zip(weights, biases, strict=True))
+        return tuple(F.linear(whole, *layer) for layer in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -110,7 +110,7 @@ def products(tokens: Tensor, gather: Operation, scatter: Operation, layers: tupl
     kind = tokens.device.type
     parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
     if torch.is_autocast_enabled(kind):
-        tokens, *parameters = (each.to(torch.get_autocast_dtype(kind)) for each in (tokens, *parameters))
+        tokens, *parameters = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (tokens, *parameters))
     with torch.autocast(kind, enabled=False):
         return Products.apply(tokens, gather, scatter, len(layers), *parameters)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -89,12 +89,12 @@ class SharedBucket(Bucket):
     def publish(self) -> None:
         """Gather the rows of all ranks into what forwards read."""
         dtype = self.members[0].read.dtype
-        own = torch.empty(self.width, dtype=dtype, device=self.flat.device)
-        torch._foreach_copy_(self._own_rows(own), [member.rows for member in self.members])
+        rows = torch.empty(self.width, dtype=dtype, device=self.flat.device)
+        torch._foreach_copy_(self._own_rows(rows), [member.rows for member in self.members])
         whole = torch.empty(len(self.flat), dtype=dtype, device=self.flat.device)
-        dist.all_gather_into_tensor(whole, own, group=self.group.handle)
+        dist.all_gather_into_tensor(whole, rows, group=self.group.handle)
         pairs = [pair for number, m in enumerate(self.members) for pair in self._places(whole, number, m.read.detach())]
-        torch._foreach_copy_([weights for _, weights in pairs], [found for found, _ in pairs])
+        torch._foreach_copy_([weights for _, weights in pairs], [gathered for gathered, _ in pairs])
 
 
 class OwnRows(Masters):
@@ -134,10 +134,10 @@ class OwnRows(Masters):
     def reduction(self, dtype: torch.dtype | None) -> GradientReduction:
 
         def bucket(members: list[SharedMember], dtype: torch.dtype | None) -> SharedBucket:
-            self.buckets.append(made := SharedBucket(members, dtype, group=self.group))
-            return made
+            self.buckets.append(bucket := SharedBucket(members, dtype, group=self.group))
+            return bucket
 
-        members = [SharedMember(*each) for each in zip(self.read, self.sums, self.own, strict=True)]
+        members = [SharedMember(*member) for member in zip(self.read, self.sums, self.own, strict=True)]
         return GradientReduction(members, self.group, dtype=dtype, kind=bucket)
 
     def publish(self) -> None:

@@ -130,11 +130,11 @@ class WholeLayout(ZeroLayout):
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def piece_gradients(self) -> list[Tensor]:
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for parameter in self.module.parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found += [gradient.reshape(-1)[start:stop] for start, stop in shares(parameter.numel(), self.world)]
-        return found
+            parts += [gradient.reshape(-1)[start:stop] for start, stop in shares(parameter.numel(), self.world)]
+        return parts
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -202,12 +202,12 @@ class FlatLayout(ZeroLayout):
             flat = self.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
             state = self.torch_optimizer.state.get(flat, {})
             whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
-            place = fragment.hp_fragment_address
+            address = fragment.hp_fragment_address
             yield Piece(
                 name=name,
                 shape=tuple(parameter.shape),
-                region=FlatRange(start := int(fragment.lp_fragment_address.start), start + place.numel),
-                tensors={key: tensor.narrow(0, place.start, place.numel) for key, tensor in whole.items()},
+                region=FlatRange(start := int(fragment.lp_fragment_address.start), start + address.numel),
+                tensors={key: tensor.narrow(0, address.start, address.numel) for key, tensor in whole.items()},
             )
 
     def gradients(self) -> list[Tensor]:
@@ -244,11 +244,11 @@ class FlatLayout(ZeroLayout):
         rest = optimizer.overlapping_partition_gradients_reduce_epilogue
 
         def reduce_the_others_too() -> None:
-            taken = {name for bucket in optimizer.ipg_buckets.values() for _, _, name in bucket.params}
+            names = {name for bucket in optimizer.ipg_buckets.values() for _, _, name in bucket.params}
             for number, group in enumerate(optimizer.bit16_groups):
                 for parameter in group:
                     name = optimizer.get_param_id(parameter)
-                    missed = name not in taken and not optimizer.params_already_reduced[name]
+                    missed = name not in names and not optimizer.params_already_reduced[name]
                     if missed and optimizer.get_gradient_for_reduction(parameter) is not None:
                         optimizer.reduce_ready_partitions_and_remove_grads(parameter, number)
             rest()
@@ -274,7 +274,7 @@ class FlatOffloadLayout(FlatLayout):
         self.optimizer._wait_for_offload_copies()
         flat = [weights.grad for weights in self.flat_weights()]
         places = [(fragment.param_group_index, fragment.hp_fragment_address) for _, _, fragment in self._fragments()]
-        return [flat[group].narrow(0, place.start, place.numel) for group, place in places]  # type: ignore[union-attr]
+        return [flat[group].narrow(0, position.start, position.numel) for group, position in places]  # type: ignore[union-attr]
 
     def clear_gradients(self) -> None:
         super().clear_gradients()
@@ -376,11 +376,11 @@ class PartitionedOffloadLayout(PartitionedLayout):
 
     def piece_gradients(self) -> list[Tensor]:
         flat = [weights.grad for weights in self.flat_weights()]
-        found = []
+        parts = []
         for parameter in self.module.parameters():
             group, offset = self._place(parameter)
-            found.append(flat[group].narrow(0, offset, self._valid(parameter)[1]))  # type: ignore[union-attr]
-        return found
+            parts.append(flat[group].narrow(0, offset, self._valid(parameter)[1]))  # type: ignore[union-attr]
+        return parts
 
     def clear_gradients(self) -> None:
         super().clear_gradients()

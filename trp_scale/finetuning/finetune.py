@@ -145,6 +145,23 @@ def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -
         )
 
 
+def _seed_result(
+    task: DownstreamTask, seed: int, metrics: dict[str, Any], *, settings: dict[str, Any], data: str
+) -> SeedResult:
+    detail = metrics.pop("detail", {})
+    return SeedResult(
+        task=task.name,
+        metric=task.metric,
+        split=task.split,
+        lower_is_better=task.lower_is_better,
+        seed=seed,
+        metrics=metrics,
+        detail=detail,
+        settings=settings,
+        data=data,
+    )
+
+
 def run_seed(
     arguments: FinetuneArguments,
     environment: Environment,
@@ -187,21 +204,9 @@ def run_seed(
         task = tasks[-1]  # the first ones only told of the sizes
         with run.hooks.validation():
             metrics = measure(run.engine, task, run.sources.validation.windows())
-        detail = metrics.pop("detail", {})
         asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
-        results.append(
-            SeedResult(
-                task=task.name,
-                metric=task.metric,
-                split=task.split,
-                lower_is_better=task.lower_is_better,
-                seed=arguments.config.training.seed,
-                metrics=metrics,
-                detail=detail,
-                settings=asked,
-                data=run.sources.digest(),
-            )
-        )
+        seed = arguments.config.training.seed
+        results.append(_seed_result(task, seed, metrics, settings=asked, data=run.sources.digest()))
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, results[0]))
 
     try:

@@ -20,7 +20,7 @@ COLOURS = 3
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Conversion of a tensor's layout; `to_theirs` is `None` where nothing is exported."""
 
     to_ours: Callable[[Tensor], Tensor]
@@ -40,10 +40,10 @@ def convolution_from_linear(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, side, side, COLOURS).permute(0, 3, 1, 2).contiguous()
 
 
-SAME = Layout(lambda tensor: tensor, lambda tensor: tensor)
-TOKEN = Layout(lambda tensor: tensor.flatten(), lambda tensor: tensor.reshape(1, 1, -1))
+SAME = WeightLayout(lambda tensor: tensor, lambda tensor: tensor)
+TOKEN = WeightLayout(lambda tensor: tensor.flatten(), lambda tensor: tensor.reshape(1, 1, -1))
 """A vector [D] here, [1, 1, D] there."""
-PATCHES = Layout(linear_from_convolution, convolution_from_linear)
+PATCHES = WeightLayout(linear_from_convolution, convolution_from_linear)
 """The patch embedding: a matrix here, a convolution there."""
 
 
@@ -59,7 +59,7 @@ class Pair:
 
     ours: str
     theirs: str | tuple[str, ...]
-    layout: Layout = SAME
+    layout: WeightLayout = SAME
 
     @property
     def sources(self) -> tuple[str, ...]:

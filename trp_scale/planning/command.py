@@ -19,7 +19,7 @@ from trp_scale.planning import tables
 from trp_scale.planning.arguments import NO_DATA, PlanArguments
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import Given, Plan, fitting, make_plans, refusal
+from trp_scale.planning.plan import ClusterPlan, Given, fitting, make_plans, refusal
 from trp_scale.pretraining.base import DataFacts, find_upstream
 
 
@@ -89,9 +89,9 @@ def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Gi
 
 def best_on(
     counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given | None = None
-) -> dict[int, Plan | RefusedError]:
+) -> dict[int, ClusterPlan | RefusedError]:
     """The fastest plan on each number of GPUs, or why there is none."""
-    plan_of_world: dict[int, Plan | RefusedError] = {}
+    plan_of_world: dict[int, ClusterPlan | RefusedError] = {}
     for gpus in worlds:
         try:
             plans = make_plans(counted, Cluster(gpu=gpu, gpus=gpus), choices)

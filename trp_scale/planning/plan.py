@@ -38,7 +38,7 @@ BYTES_OF = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """A layout on a cluster. Attributes: micro: rows of a micro-batch; accumulation: of them in a step; limit: bytes of
     a GPU's memory that it may take; messages: collectives of a step."""
 
@@ -208,7 +208,7 @@ OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 """Keys that the run itself compares with the micro-batch that it takes."""
 
 
-def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[Plan]:
+def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[ClusterPlan]:
     """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
     lacks least.
 
@@ -219,7 +219,7 @@ def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None)
     if choices.engine == "megatron":
         return in_order(_plans_of_megatron(counted, cluster))
     sizes = _sizes(counted.config, cluster.gpus)
-    plans: list[Plan] = []
+    plans: list[ClusterPlan] = []
     enough: set[tuple[str, int | None, str, int]] = set()
     for layout in layouts(counted.config, cluster.gpus, choices, cluster.gpu.per_node):
         same = (layout.engine, layout.stage, layout.ds_config, layout.shard_ranks)
@@ -233,12 +233,12 @@ def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None)
     return in_order(plans)
 
 
-def in_order(plans: Sequence[Plan]) -> list[Plan]:
+def in_order(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
     """Sort plans: those that fit by speed, then the others by missing memory."""
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
 
 
-def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
+def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[ClusterPlan]:
     """Return plans for the configured tensor-parallel size, or for each allowed size if it is 1.
 
     Raises:
@@ -284,7 +284,7 @@ def _sizes(config: Config, gpus: int) -> list[int]:
     return [config.batch.micro_rows]
 
 
-def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int]) -> Plan:
+def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int]) -> ClusterPlan:
     """The largest micro-batch that fits, or the smallest where none does."""
     config, gpus = counted.config, cluster.gpus
     limit = (SURE if config.batch.micro_size == "auto" else STATED) * cluster.gpu.memory
@@ -293,7 +293,7 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
         memory_needed = memory(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
         if memory_needed.device <= limit:
             break
-    plan = Plan(
+    plan = ClusterPlan(
         layout=layout,
         cluster=cluster,
         micro=micro,
@@ -311,12 +311,12 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
     return replace(plan, messages=messages, step=step)
 
 
-def fitting(plans: Sequence[Plan]) -> list[Plan]:
+def fitting(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
     """Return the plans that fit, fastest first."""
     return [plan for plan in plans if plan.fits]
 
 
-def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None = None) -> Plan | None:
+def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None = None) -> ClusterPlan | None:
     """The smallest cluster that some layout fits on: other GPUs before more of them; None: none of those tried."""
     larger = [gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory]
     gpus = cluster.gpus
@@ -333,7 +333,7 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None 
     return None
 
 
-def refusal(counted: Counted, plans: Sequence[Plan], choices: Given | None = None) -> RefusedError:
+def refusal(counted: Counted, plans: Sequence[ClusterPlan], choices: Given | None = None) -> RefusedError:
     """Return an error that names the missing memory and the nearest plan that fits."""
     least = min(plans, key=lambda plan: plan.short)
     cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, choices)
@@ -353,4 +353,4 @@ def refusal(counted: Counted, plans: Sequence[Plan], choices: Given | None = Non
     )
 
 
-__all__ = ["MASTER", "Given", "Plan", "best", "fitting", "layouts", "make_plans", "nearest_that_fits", "refusal"]
+__all__ = ["MASTER", "ClusterPlan", "Given", "best", "fitting", "layouts", "make_plans", "nearest_that_fits", "refusal"]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from trp_scale.config import RefusedError
 from trp_scale.planning import clusters, step
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import Plan
+from trp_scale.planning.plan import ClusterPlan
 from trp_scale.table import GIB, Table
 
 
@@ -20,12 +20,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "GB sent", "collectives", "bound by")
 
 
-def ranking(plans: Sequence[Plan]) -> list[str]:
+def ranking(plans: Sequence[ClusterPlan]) -> list[str]:
     """A line for each plan that fits."""
     return table(RANKING, [_rank_rows(plan) for plan in plans])
 
 
-def _rank_rows(plan: Plan) -> list[str]:
+def _rank_rows(plan: ClusterPlan) -> list[str]:
     assert plan.step is not None, "of a plan that fits"
     return [
         plan.layout.name,
@@ -40,7 +40,7 @@ def _rank_rows(plan: Plan) -> list[str]:
     ]
 
 
-def memory_lines(plans: Sequence[Plan]) -> list[str]:
+def memory_lines(plans: Sequence[ClusterPlan]) -> list[str]:
     """GiB of each kind, a line for each plan."""
     names = [field_.name for field_ in fields(plans[0].memory)]
     rows = [
@@ -51,11 +51,11 @@ def memory_lines(plans: Sequence[Plan]) -> list[str]:
     return table([head[n] for n in used], [[row[n] for n in used] for row in rows])
 
 
-def _fit(plan: Plan) -> str:
+def _fit(plan: ClusterPlan) -> str:
     return "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"
 
 
-def time_lines(plan: Plan) -> list[str]:
+def time_lines(plan: ClusterPlan) -> list[str]:
     """Return the lines on the duration of a run and of the parts of a step."""
     step = plan.step
     assert step is not None, "of a plan that fits"
@@ -79,9 +79,9 @@ def time_lines(plan: Plan) -> list[str]:
 CURVE = ("GPUs", "layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "efficiency", "peak", "days", "GPU-hours")
 
 
-def curve(plan_of_world: Mapping[int, Plan | RefusedError]) -> list[str]:
+def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
     """The best plan on each number of GPUs. Efficiency: rows a second and GPU over those of the first that fits."""
-    plans = [plan for plan in plan_of_world.values() if isinstance(plan, Plan)]
+    plans = [plan for plan in plan_of_world.values() if isinstance(plan, ClusterPlan)]
     rows = []
     for gpus, plan in plan_of_world.items():
         if isinstance(plan, RefusedError):

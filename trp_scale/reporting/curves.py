@@ -74,18 +74,18 @@ class Curve:
 
     def scaled(self, factor: float) -> Curve:
         """Each value times a factor."""
-        found = Curve()
-        found.steps, found.counts = self.steps, self.counts
-        found.values = array("d", (factor * value for value in self.values))
-        return found
+        curve = Curve()
+        curve.steps, curve.counts = self.steps, self.counts
+        curve.values = array("d", (factor * value for value in self.values))
+        return curve
 
     def below(self, limit: float) -> Curve:
         """The values up to a limit."""
-        found = Curve()
+        curve = Curve()
         for step, value in zip(self.steps, self.values, strict=True):
             if value <= limit:
-                found.add(int(step), value)
-        return found
+                curve.add(int(step), value)
+        return curve
 
     def points(self, most: int = MOST_POINTS) -> Points:
         """The curve in at most `most` points."""
@@ -173,7 +173,9 @@ class RunCurves:
     def _take_validation(self, step: int, validation: Mapping[str, Any]) -> None:
         figures = [("", name, value) for name, value in validation.items()]
         figures += [
-            (task, name, value) for task, own in validation.get("tasks", {}).items() for name, value in own.items()
+            (task, name, value)
+            for task, measured in validation.get("tasks", {}).items()
+            for name, value in measured.items()
         ]
         for task, name, value in figures:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "count":
@@ -182,15 +184,15 @@ class RunCurves:
                 curve.add(step, value)
 
     def _take_hook(self, step: int, hook: str, values: Mapping[str, Any]) -> None:
-        own = values.get(OWN_STEP)
-        at = own if isinstance(own, int) and 0 <= own <= step else step
+        own_step = values.get(OWN_STEP)
+        at = own_step if isinstance(own_step, int) and 0 <= own_step <= step else step
         _grow(self.hooks.setdefault(hook, {}), values, at)
         words = {name: value for name, value in values.items() if isinstance(value, str)}
         if words:
             self.words[hook] = words
 
     def _go_back(self, step: int) -> None:
-        self.skipped = [each for each in self.skipped if each < step]
+        self.skipped = [number for number in self.skipped if number < step]
         for curve in self.curves():
             curve.cut(step)
 
@@ -205,8 +207,8 @@ def leaves(tree: Mapping[str, Any] | Curve) -> Iterator[Curve]:
     if isinstance(tree, Curve):
         yield tree
     else:
-        for each in tree.values():
-            yield from leaves(each)
+        for child in tree.values():
+            yield from leaves(child)
 
 
 def _grow(tree: Tree, values: Mapping[str, Any], step: int) -> None:

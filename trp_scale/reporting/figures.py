@@ -32,11 +32,11 @@ FEW_POINTS = 40
 
 def colours(names: Iterable[str]) -> dict[str, Colour]:
     """A colour for each name, in their order; from MOST_LINES on they come again."""
-    found: dict[str, Colour] = {}
-    for place, name in enumerate(dict.fromkeys(names)):
-        turn, colour = divmod(place, len(LIGHT))
-        found[name] = Colour(light=LIGHT[colour], dark=DARK[colour], dash=DASHES[turn % len(DASHES)])
-    return found
+    colours: dict[str, Colour] = {}
+    for number, name in enumerate(dict.fromkeys(names)):
+        turn, colour = divmod(number, len(LIGHT))
+        colours[name] = Colour(light=LIGHT[colour], dark=DARK[colour], dash=DASHES[turn % len(DASHES)])
+    return colours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +99,15 @@ class Plot:
     def figure(self) -> dict[str, Any]:
         """{"data": traces, "layout": layout}. A line has one trace, and one more for its band, of one legend group."""
         traces: list[dict[str, Any]] = []
-        for place, line in enumerate(self.lines):
+        for number, line in enumerate(self.lines):
             if line.points.averaged > 1:
-                traces.append(_band(line, place))
+                traces.append(_band(line, number))
         # Thick lines last: they lie on top.
-        for place, line in sorted(enumerate(self.lines), key=lambda item: bool(item[1].emphasis)):
-            traces.append(self._curve(line, place))
+        for number, line in sorted(enumerate(self.lines), key=lambda item: bool(item[1].emphasis)):
+            traces.append(self._curve(line, number))
         return {"data": traces, "layout": self._layout()}
 
-    def _curve(self, line: Line, place: int) -> dict[str, Any]:
+    def _curve(self, line: Line, number: int) -> dict[str, Any]:
         points = line.points
         few = len(points.steps) <= FEW_POINTS
         form = ".4~g" if self.unit != "share" else ".2e" if self._per_cent().endswith("e") else ".2%"
@@ -124,7 +124,7 @@ class Plot:
             },
             "marker": {"size": 7 if line.emphasis else 5, "color": line.colour.light},
             "opacity": 0.8 if any(other.emphasis for other in self.lines) and not line.emphasis else 1.0,
-            "legendgroup": str(place),
+            "legendgroup": str(number),
             "hovertemplate": f"%{{y:{form}}}",
         }
 
@@ -166,7 +166,7 @@ def as_text(words: str) -> str:
     return html.escape(words, quote=False)
 
 
-def _band(line: Line, place: int) -> dict[str, Any]:
+def _band(line: Line, number: int) -> dict[str, Any]:
     """Return the band from the least to the largest of the steps behind each point."""
     points = line.points
     return {
@@ -180,7 +180,7 @@ def _band(line: Line, place: int) -> dict[str, Any]:
         "opacity": 0.2 if line.emphasis else 0.1,
         "line": {"width": 0, "color": line.colour.light},
         "hoverinfo": "skip",
-        "legendgroup": str(place),
+        "legendgroup": str(number),
     }
 
 

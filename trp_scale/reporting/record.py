@@ -104,8 +104,10 @@ class RunRecord:
         """The words of the last start's command line, from `trp-scale` or the script's name on; empty: not known."""
         words = self.start.command
         script = next((n for n, word in enumerate(words) if Path(word).name in _SCRIPTS), len(words))
-        found = words[script:]
-        return [Path(found[0]).name, *found[1:]] if found and found[0].endswith("trp-scale") else found
+        arguments = words[script:]
+        return (
+            [Path(arguments[0]).name, *arguments[1:]] if arguments and arguments[0].endswith("trp-scale") else arguments
+        )
 
 
 _SCRIPTS = ("trp-scale", "pretrain.py", "finetune.py")
@@ -178,25 +180,27 @@ def _changed_settings(settings: Mapping[str, Any], start: Start, config: Config 
         before = _defaults(config) | flat(to_dict(load_recipe(recipe)))
     except RefusedError as error:
         return Changed(recipe=recipe, problem=f"the recipe cannot be read here: {shorten(str(error), 300)}")
-    found = flat(settings)
-    names = [name for name in found if before.get(name) != found[name]]
-    return Changed(recipe=recipe, settings=[(name, before.get(name), found[name]) for name in names])
+    values = flat(settings)
+    names = [name for name in values if before.get(name) != values[name]]
+    return Changed(recipe=recipe, settings=[(name, before.get(name), values[name]) for name in names])
 
 
 def _defaults(config: Config) -> dict[str, Any]:
     """Return the defaults of every section of the run, by its kinds."""
-    sections: dict[str, Any] = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    kinds: dict[str, Any] = {name: type(own) for name, own in sections.items() if dataclasses.is_dataclass(own)}
-    made: dict[str, Any] = {name: kind() for name, kind in kinds.items()}
-    return flat(to_dict(dataclasses.replace(config, **made)))
+    sections: dict[str, Any] = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    kinds: dict[str, Any] = {
+        name: type(section) for name, section in sections.items() if dataclasses.is_dataclass(section)
+    }
+    defaults: dict[str, Any] = {name: kind() for name, kind in kinds.items()}
+    return flat(to_dict(dataclasses.replace(config, **defaults)))
 
 
 def _recipe(start: Start) -> str:
     """--recipe of the last start; a path as it was given, from the directory of that start."""
     words = start.command
-    given = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
-    name = given[-1] if given else ""
+    recipes = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
+    recipes += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
+    name = recipes[-1] if recipes else ""
     if name.endswith((".yaml", ".yml")) and not Path(name).is_absolute():
         return str(Path(start.directory) / name)
     return name

@@ -113,8 +113,8 @@ class Results:
 
 def constant_figure(task: TaskResult) -> float | None:
     """Return the task metric of the best constant prediction; `None` if unknown."""
-    found = task.metrics.get(CONSTANT + task.metric)
-    return None if found is None else statistics.fmean(found)
+    constant = task.metrics.get(CONSTANT + task.metric)
+    return None if constant is None else statistics.fmean(constant)
 
 
 def judged_together(task: TaskResult) -> tuple[str, str]:
@@ -124,25 +124,25 @@ def judged_together(task: TaskResult) -> tuple[str, str]:
     return (task.metric if task.lower_is_better else "higher is better", task.split)
 
 
-def join(found: list[SeedResult]) -> TaskResult:
+def join(results: list[SeedResult]) -> TaskResult:
     """The runs of one task as one result."""
-    first = found[0]
-    values = [one.metrics[first.metric] for one in found]
+    first = results[0]
+    values = [result.metrics[first.metric] for result in results]
     return TaskResult(
         task=first.task,
         metric=first.metric,
         split=first.split,
         lower_is_better=first.lower_is_better,
-        seeds=[one.seed for one in found],
+        seeds=[result.seed for result in results],
         values=values,
         mean=statistics.fmean(values),
         spread=seed_spread(values),
         metrics={
-            name: [one.metrics[name] for one in found]
+            name: [result.metrics[name] for result in results]
             for name in first.metrics
-            if all(name in one.metrics for one in found)
+            if all(name in result.metrics for result in results)
         },
-        detail=[one.detail for one in found],
+        detail=[result.detail for result in results],
         rows=first.rows,
         judged=first.judged,
     )
@@ -169,10 +169,10 @@ def read_seed(path: Path) -> SeedResult | None:
     if not path.is_file():
         return None
     advice = "it is not written by this version of trp-scale finetune; give another --run_dir"
-    found = record(SeedResult, _read(path), str(path), RefusedError, advice)
-    if found.metric not in found.metrics:
-        raise RefusedError(f"{path}: metrics {quote(found.metrics)} found, {quote(found.metric)} among them expected")
-    return found
+    result = record(SeedResult, _read(path), str(path), RefusedError, advice)
+    if result.metric not in result.metrics:
+        raise RefusedError(f"{path}: metrics {quote(result.metrics)} found, {quote(result.metric)} among them expected")
+    return result
 
 
 def read_results(run_dir: Path) -> Results:
@@ -187,12 +187,12 @@ def read_results(run_dir: Path) -> Results:
     advice = "it is not written by trp-scale finetune, evaluate or probe"
     results = record(Results, _read(path), str(path), RefusedError, advice)
     for task in results.tasks:
-        said = f"{path}: {shorten(task.task)} has the figures {quote(task.values)}"
+        message = f"{path}: {shorten(task.task)} has the figures {quote(task.values)}"
         if not len(set(task.seeds)) == len(task.seeds) == len(task.values) > 0:
-            raise RefusedError(f"{said} of seeds {quote(task.seeds)}; one of each is expected; {advice}")
+            raise RefusedError(f"{message} of seeds {quote(task.seeds)}; one of each is expected; {advice}")
         if not all(map(math.isfinite, task.values)):
             raise RefusedError(
-                f"{said}; allowed: finite numbers. Run the seed again with other settings, or leave the task out"
+                f"{message}; allowed: finite numbers. Run the seed again with other settings, or leave the task out"
             )
     return results
 

@@ -56,21 +56,21 @@ class RunningPage:
     def newest(self) -> tuple[str, str]:
         """(version, HTML)."""
         with self._lock:
-            found = self._fingerprint()
-            if found != self._version and (self.clock() >= self._until or not self._text):
+            fingerprint = self._fingerprint()
+            if fingerprint != self._version and (self.clock() >= self._until or not self._text):
                 began = self.clock()
-                self._text = page_text(self._page(), served=found)
-                self._version = found
+                self._text = page_text(self._page(), served=fingerprint)
+                self._version = fingerprint
                 self._until = self.clock() + REST * (self.clock() - began)
             return self._version, self._text
 
     def _fingerprint(self) -> str:
         """Return a short fingerprint of the files."""
-        said = []
+        parts = []
         for name in WATCHED:
             path = self.run_dir / name
-            said.append(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" if path.exists() else "-")
-        return hashlib.sha256(" ".join(said).encode()).hexdigest()[:16]
+            parts.append(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" if path.exists() else "-")
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def _page(self) -> Page:
         try:
@@ -132,9 +132,9 @@ def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
     try:
         return Server((HOST, port), Handler)
     except OSError as error:
-        taken = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        reason = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror)
         raise RefusedError(
-            f"--port {port} of {HOST} cannot be used: {taken}; allowed: another port, or --port 0 for one that is free"
+            f"--port {port} of {HOST} cannot be used: {reason}; allowed: another port, or --port 0 for one that is free"
         ) from error
     except OverflowError as error:
         raise RefusedError(f"--port is {port}; allowed: 0 ... 65535") from error

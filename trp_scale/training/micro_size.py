@@ -146,9 +146,9 @@ def candidates(config: Config, ranks: int) -> list[int]:
     for rows in (size for size in range(1, share + 1) if share % size == 0):
         sized = copy.copy(config)
         sized.batch = replace(config.batch, micro_size=rows)
-        found = list(general_problems(sized))
-        problems += found
-        if not found:
+        reasons = list(general_problems(sized))
+        problems += reasons
+        if not reasons:
             sizes.append(rows)
     if not sizes:
         listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
@@ -186,12 +186,12 @@ def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[in
             tried, because a rank that is out of memory would leave the others in a collective.
     """
     for rows in reversed(sizes):
-        taken = need.of(rows)
-        words = f"{taken / 2**30:.1f} GiB counted of {free / 2**30:.1f} GiB free"
-        if taken <= SURE * free:
+        needed = need.of(rows)
+        words = f"{needed / 2**30:.1f} GiB counted of {free / 2**30:.1f} GiB free"
+        if needed <= SURE * free:
             whole = ", a rank's whole share" if rows == sizes[-1] else ""
             return Choice(rows=rows, why=f"{words}{whole}")
-        if attempt is not None and taken <= free and attempt(rows):
+        if attempt is not None and needed <= free and attempt(rows):
             return Choice(rows=rows, why=f"{words}, tried by one step")
     return Choice(rows=sizes[0], why=f"{words}; there is no smaller size, and it may not fit")
 

@@ -69,13 +69,13 @@ class PlainDisplay:
         if not self._lines or (now < self._next and record.step < self._steps):
             return
         self._next = now + PLAIN_SECONDS
-        said = f"elapsed {timedelta(seconds=round(now - self._began))}"
+        text = f"elapsed {timedelta(seconds=round(now - self._began))}"
         if self._paced is None:
             self._paced = record.step, now
         elif record.step > self._paced[0]:
             a_step = (now - self._paced[1]) / (record.step - self._paced[0])
-            said += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
-        self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {said}")
+            text += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
+        self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {text}")
         before, self._shown = self._shown, list(self._standing.more())
         for line in self._shown:
             if line not in before:

@@ -107,10 +107,10 @@ class StartUp:
     def figures(self) -> dict[str, Any]:
         """Figures for summary.json."""
         graphs = self.graphs
-        made = graphs and {
+        summary = graphs and {
             "made": graphs.made,
             "surplus": len(graphs.surplus),
             "found": graphs.found(),
             "seconds": graphs.seconds(),
         }
-        return {"start_seconds": self.seconds, "start_compile_seconds": self.compiling, "graphs": made}
+        return {"start_seconds": self.seconds, "start_compile_seconds": self.compiling, "graphs": summary}

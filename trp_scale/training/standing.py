@@ -18,7 +18,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(kw_only=True)
-class Curve:
+class SparkLine:
     """A loss over the steps.
 
     Attributes:
@@ -79,9 +79,9 @@ class Standing:
 
     def __init__(self, info: RunInfo) -> None:
         self.info = info
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, SparkLine] = {}
         self.record: StepRecord | None = None
-        self._loss = Curve()
+        self._loss = SparkLine()
         self._worst: str | None = None
         self._speed = 0.0
         self._line: Mapping[str, Any] = {}
@@ -95,7 +95,7 @@ class Standing:
         self._loss.add(record.loss)
         for name, task in record.tasks.items():
             if task.loss is not None:
-                self.curves.setdefault(name, Curve()).add(task.loss)
+                self.curves.setdefault(name, SparkLine()).add(task.loss)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """A line of metrics was written."""

@@ -13,7 +13,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import Given, Plan, fitting, make_plans, nearest_that_fits, refusal
+from trp_scale.planning.plan import ClusterPlan, Given, fitting, make_plans, nearest_that_fits, refusal
 from trp_scale.pretraining.base import DataFacts
 
 H100 = GPUS["h100"]
@@ -69,7 +69,7 @@ def test_the_curve_has_a_plan_or_a_reason_for_each_number(counted: Counted) -> N
     found = best_on(counted, H100, [8, 64, 100])
     assert isinstance(found[100], RefusedError)
     eight, many = found[8], found[64]
-    assert isinstance(eight, Plan) and isinstance(many, Plan)
+    assert isinstance(eight, ClusterPlan) and isinstance(many, ClusterPlan)
     assert many.rows_a_second < 8 * eight.rows_a_second
 
 
@@ -197,7 +197,7 @@ def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
     assert "fsdp" in {plan.layout.engine for plan in found}
 
 
-def fsdp_on(gpus: int, **settings: object) -> list[Plan]:
+def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
     """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
     config = load_recipe("pos_bert_tiny")
     for name, value in settings.items():

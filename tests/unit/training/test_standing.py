@@ -6,11 +6,11 @@ import pytest
 
 from tests.unit.training.small_run import record
 from trp_scale.training.records import RunInfo
-from trp_scale.training.standing import HORIZON, POINTS, Curve, Standing, sparks
+from trp_scale.training.standing import HORIZON, POINTS, SparkLine, Standing, sparks
 
 
 def test_a_curve_is_an_average_without_the_bias_of_its_start() -> None:
-    curve, values = Curve(), [4.0, 2.0, 7.0, 1.0]
+    curve, values = SparkLine(), [4.0, 2.0, 7.0, 1.0]
     for value in values:
         curve.add(value)
     keep = 1 - 1 / HORIZON
@@ -20,7 +20,7 @@ def test_a_curve_is_an_average_without_the_bias_of_its_start() -> None:
 
 
 def test_a_curve_of_any_length_has_few_points_at_even_distances() -> None:
-    curve = Curve()
+    curve = SparkLine()
     for step in range(10_000):
         curve.add(float(step))
     assert POINTS // 2 <= len(curve.points) < POINTS

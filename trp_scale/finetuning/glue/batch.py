@@ -128,7 +128,7 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
     )
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where each row lies: the number of its sequence, its first place there, and how many rows begin before it in that
     sequence; [R] each."""
 
@@ -137,7 +137,7 @@ class Places(NamedTuple):
     slot: Integers
 
 
-def place_rows(lengths: Integers, width: int) -> Places:
+def place_rows(lengths: Integers, width: int) -> TokenPlaces:
     """Put rows into sequences of `width` places, the longest first, each into the first sequence that still has room.
 
     32 rows of SST-2 fill 93 % of the sequences they share, and 33 % of rows padded to the longest of them; of MRPC,
@@ -158,13 +158,13 @@ def place_rows(lengths: Integers, width: int) -> Places:
         places[:, row] = sequence, used[sequence], counts[sequence]
         used[sequence] += length
         counts[sequence] += 1
-    return Places(*places)
+    return TokenPlaces(*places)
 
 
-def one_each(count: int) -> Places:
+def one_each(count: int) -> TokenPlaces:
     """A sequence for each of `count` rows."""
     zeros = np.zeros(count, dtype=np.int64)
-    return Places(np.arange(count), zeros, zeros)
+    return TokenPlaces(np.arange(count), zeros, zeros)
 
 
 WIDTH_MULTIPLE = 64

@@ -90,7 +90,7 @@ class PositionAdversary(Hook):
         if self.saturation is not None and self.resets:
             candidate, state = self.saturation.restart(candidate, state)
         # Decided on the device: the host would have to wait to know.
-        finite = torch.stack([each.isfinite().all() for each in (self.gradient, candidate, *state.values())]).all()
+        finite = torch.stack([tensor.isfinite().all() for tensor in (self.gradient, candidate, *state.values())]).all()
         finite = finite if applied is None else finite & applied
         self._moved = finite & (candidate != self.vector).any()
         self.vector.copy_(torch.where(finite, candidate, self.vector))

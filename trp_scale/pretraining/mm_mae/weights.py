@@ -16,7 +16,7 @@ from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
 from trp_scale.models.initialise import give, initial_or_current_value
-from trp_scale.models.weight_names import PATCHES, TOKEN, Layout, Pair, WeightNames
+from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.mae.weights import check_timm, position_order, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
@@ -53,7 +53,7 @@ def weight_names(model: MultimodalMaskedAutoencoder) -> WeightNames:
     return WeightNames(
         Pair("cls_token", "global_tokens", TOKEN),
         Pair("blocks.*", "encoder.*"),
-        Pair(CLASS_EMBEDDING, f"{INPUTS}.semseg.class_emb.weight", Layout(join_classes)),
+        Pair(CLASS_EMBEDDING, f"{INPUTS}.semseg.class_emb.weight", WeightLayout(join_classes)),
         Pair("tokenisers.*.projection.*", f"{INPUTS}.*.proj.*", PATCHES),
         Pair("tokenisers.*.*", f"{INPUTS}.*.proj.*", PATCHES),
         *(pair for task in model.outputs for pair in _decoder_pairs(task, model.classes)),
@@ -72,7 +72,7 @@ def _decoder_pairs(task: str, classes: Mapping[str, int]) -> list[Pair]:
     return [
         Pair(f"{ours}.*_embedding", f"{theirs}.task_embeddings.*", TOKEN),
         Pair(f"{ours}.mask_token", f"{theirs}.mask_token", TOKEN),
-        Pair(f"{ours}.prediction.*", f"{theirs}.out_proj.*", Layout(order_pixels)),
+        Pair(f"{ours}.prediction.*", f"{theirs}.out_proj.*", WeightLayout(order_pixels)),
         Pair(f"{ours}.embed.*", f"{theirs}.proj_context.*"),
         Pair(f"{ours}.cross_attention.query.*", f"{theirs}.decoder.q.*"),
         Pair(f"{ours}.cross_attention.key_value.*", f"{theirs}.decoder.kv.*"),

@@ -19,7 +19,7 @@ from trp_scale.data.rows import Rows, require_kind
 from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import TextDataset, TextMeta, agree, open_text_dataset
 from trp_scale.data.text.rows import TextRowReader, TextRows
-from trp_scale.pretraining.pos_bert.masking import Masked, Masker
+from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
 from trp_scale.pretraining.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -58,7 +58,7 @@ class TextBatchBuilder:
             token_dtype=meta.token_dtype,
             vocab_size=meta.vocab_size,
         )
-        self._masker = Masker(
+        self._masker = TokenMasker(
             config.masking,
             length=meta.length,
             vocab_size=meta.vocab_size,

@@ -45,7 +45,7 @@ class Masked:
     weights: npt.NDArray[np.float32]
 
 
-class Masker:
+class TokenMasker:
     """Draws masks.
 
     Args:

@@ -22,7 +22,7 @@ from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.errors import CheckpointError
 from trp_scale.models.initialise import check_names, check_shapes
-from trp_scale.models.weight_names import Layout, Pair, WeightNames
+from trp_scale.models.weight_names import Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary
 
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
@@ -38,7 +38,7 @@ TIED_PARAMETERS = {
 def weight_names(vocab_size: int) -> WeightNames:
     """Return the table of names; padding rows of the vocabulary, which transformers has not, become zero."""
     rows = padded_vocabulary(vocab_size) - vocab_size
-    padded = Layout(
+    padded = WeightLayout(
         lambda tensor: F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows)), lambda tensor: tensor[:vocab_size]
     )
     return WeightNames(*(Pair(name, name, padded) for name in PADDED_PARAMETERS), Pair("*", "*"))

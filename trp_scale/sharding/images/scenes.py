@@ -154,12 +154,12 @@ def see(scene: Scene, directions: Floats) -> Seen:
     t = np.where(first, floor, t)
     body[first] = GROUND
     normal[1], normal[2] = first, ~first * np.float32(-1)
-    for place, solid in enumerate(scene.solids):
+    for number, solid in enumerate(scene.solids):
         rays = _near(solid, origins, directions)
         hit = _meet(solid, origins[:, rays], directions[:, rays])
         nearer = hit.t < t[rays]
         rays = rays[nearer]
-        t[rays], body[rays] = hit.t[nearer], FIRST_SOLID + place
+        t[rays], body[rays] = hit.t[nearer], FIRST_SOLID + number
         across = solid.rotation @ (hit.normal[:, nearer] / solid.size[:, None])
         normal[:, rays] = across / np.sqrt(dot(across, across))
     return Seen(body, t, normal)
@@ -212,10 +212,10 @@ def _openness(scene: Scene, points: Floats, seen: Seen) -> Floats:
     """How much of the sky each point sees, [n]: the ground sees less of it close to where an object stands."""
     openness = np.ones(len(seen.t), dtype=np.float32)
     ground = np.flatnonzero(seen.body == GROUND)
-    place = points[:, ground][[0, 2]]
+    position = points[:, ground][[0, 2]]
     factor = np.ones(len(ground), dtype=np.float32)
     for solid in scene.solids:
-        across = place - solid.centre[[0, 2], None]
+        across = position - solid.centre[[0, 2], None]
         distance = np.sqrt(dot(across, across)) / np.float32(1.5 * solid.footprint)
         factor *= 1 - np.float32(0.6) * np.maximum(1 - distance, 0)
     openness[ground] = factor
@@ -229,12 +229,12 @@ def _albedo(scene: Scene, points: Floats, seen: Seen) -> tuple[Floats, Floats]:
     surfaces = [scene.backdrop, scene.ground, *(solid.surface for solid in scene.solids)]
     for body, surface in enumerate(surfaces):
         rays = np.flatnonzero(seen.body == body)
-        place = points[:, rays]
+        position = points[:, rays]
         if body >= FIRST_SOLID:
             solid = scene.solids[body - FIRST_SOLID]
-            place = solid.rotation.T @ (place - solid.centre[:, None])
+            position = solid.rotation.T @ (position - solid.centre[:, None])
             gloss[rays] = surface.gloss
-        albedo[:, rays] = _pattern(surface, place)
+        albedo[:, rays] = _pattern(surface, position)
     # Far ground fades into one colour: its pattern would be finer than the pixels there.
     far = np.flatnonzero((seen.body == GROUND) & (seen.t > 4))
     mean = (scene.ground.first + scene.ground.second)[:, None] / 2
@@ -242,12 +242,12 @@ def _albedo(scene: Scene, points: Floats, seen: Seen) -> tuple[Floats, Floats]:
     return albedo, gloss
 
 
-def _pattern(surface: Surface, place: Floats) -> Floats:
+def _pattern(surface: Surface, position: Floats) -> Floats:
     """Colour [3, n] of a surface at place [3, n], metres."""
     first, second = surface.first[:, None], surface.second[:, None]
     if surface.pattern == "plain":
         return first
-    x, y, z = place * np.float32(surface.scale) + surface.phase[:, None]
+    x, y, z = position * np.float32(surface.scale) + surface.phase[:, None]
     if surface.pattern == "stripes":
         wave = np.sin(x + z)
     elif surface.pattern == "bands":
@@ -296,7 +296,7 @@ def write_coco_scenes(directory: Path, *, count: int, size: int, seed: int) -> P
 
 def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
     """COCO's annotation of each object that shows enough of itself."""
-    found = []
+    samples = []
     for body in range(FIRST_SOLID, int(scene.bodies.max()) + 1):
         mask = scene.bodies == body
         if mask.sum() < FEWEST_PIXELS:
@@ -304,7 +304,7 @@ def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
         lines, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
         left, top, right, bottom = columns[0], lines[0], columns[-1] + 1, lines[-1] + 1
         kind = SEGMENTATION_CLASSES[int(scene.segmentation[mask][0])]
-        found.append(
+        samples.append(
             {
                 "category_id": SCENE_CLASSES.index(kind) + 1,
                 "bbox": [int(left), int(top), int(right - left), int(bottom - top)],
@@ -313,7 +313,7 @@ def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
                 "segmentation": {"size": list(mask.shape), "counts": run_lengths(mask)},
             }
         )
-    return found
+    return samples
 
 
 def run_lengths(mask: npt.NDArray[np.bool_]) -> list[int]:

@@ -156,8 +156,8 @@ def _cone(o: Floats, d: Floats) -> Hit:
     normal[1] = (1 - normal[1]) / 4
     upward = d[1] > _SMALLEST  # only then the base can be met first
     base = np.where(upward, (-1 - o[1]) / np.where(upward, d[1], 1), 0)
-    place = across + base * along
-    on_disc = (base > 0) & (base < nearest) & (dot(place, place) <= 1)
+    position = across + base * along
+    on_disc = (base > 0) & (base < nearest) & (dot(position, position) <= 1)
     normal[:, on_disc] = [[0], [-1], [0]]
     return Hit(np.where(on_disc, base, nearest), normal)
 

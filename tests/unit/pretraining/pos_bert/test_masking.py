@@ -11,7 +11,7 @@ import pytest
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import mix
 from trp_scale.data.text.dataset import GROUPS, OTHER, WORD_START
-from trp_scale.pretraining.pos_bert.masking import Masked, Masker
+from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
 from trp_scale.pretraining.pos_bert.settings import PosBertMaskingConfig
 
 LENGTH, VOCABULARY = 128, 1000
@@ -42,8 +42,8 @@ class Rows:
         return masker(spare_other=spare_other, **settings).mask(self.tokens, self.tags, self.pieces, self.states)
 
 
-def masker(*, spare_other: bool = False, **settings: Any) -> Masker:
-    return Masker(
+def masker(*, spare_other: bool = False, **settings: Any) -> TokenMasker:
+    return TokenMasker(
         PosBertMaskingConfig(**settings),
         length=LENGTH,
         vocab_size=VOCABULARY,
