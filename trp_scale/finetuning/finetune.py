@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
