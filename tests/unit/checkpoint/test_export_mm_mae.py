@@ -49,7 +49,7 @@ def test_timm_loads_it_and_computes_the_same(tmp_path: Path, norm: bool, order: 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "blind", config(inputs=("depth", "semseg")))
-    with pytest.raises(RefusedError, match=r"modalities.inputs are depth, semseg"):
+    with pytest.raises(RefusedError, match=r"modalities.inputs"):
         export(tmp_path / "blind", tmp_path / "out", to="timm", image_size=SIDE)
     write_run(tmp_path / "run", config())
     with pytest.raises(RefusedError, match=r"--to hf"):

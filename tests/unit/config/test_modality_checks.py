@@ -112,7 +112,7 @@ def test_a_modality_has_its_section_where_it_is_used() -> None:
     both = settings(modalities={"inputs": ["rgb"], "outputs": ["raw_rgb"]})
     assert "semseg" in settings() and "semseg" not in both and "semseg" not in to_dict(load_recipe("mae_vit_b"))
     assert settings(modalities={"inputs": ["rgb"], "outputs": ["semseg"]})["semseg"]["stride"] == 4
-    with pytest.raises(RefusedError, match=r"semseg: .*modalities\.inputs or modalities\.outputs"):
+    with pytest.raises(RefusedError, match=r".*modalities\.inputs.*modalities\.outputs"):
         from_dict({**both, "semseg": {"stride": 2}})
     with pytest.raises(RefusedError, match="modality semseg"):
         from_dict({**to_dict(load_recipe("mae_vit_b")), "semseg": {"stride": 2}})
@@ -133,7 +133,7 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
     assert "--semseg.stride INT" in words and "--crops.size INT" in words
     assert "--crops.count" not in words and "--crops.from" not in words and "--crops.view_size" not in words
     assert "--semseg." not in words_of(capsys, "--help-all", *two)
-    with pytest.raises(RefusedError, match=r"--semseg\.stride: .* --modalities\.inputs rgb depth semseg"):
+    with pytest.raises(RefusedError, match=r"--semseg\.stride.*--modalities\.inputs"):
         parse([*tiny, *two, "--semseg.stride", "2"])
     with pytest.raises(RefusedError, match=r"--modalities\.inputs has 'dept': .*depth"):
         parse([*tiny, "--modalities.inputs", "dept"])

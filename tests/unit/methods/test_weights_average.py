@@ -93,10 +93,10 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
 
 def test_where_there_is_no_average_it_is_refused(tmp_path: Path) -> None:
     _, alone = write_pair(tmp_path, "images")
-    with pytest.raises(CheckpointError, match="holds no average of the weights, its run had no hook weight_average"):
+    with pytest.raises(CheckpointError, match="weight_average"):
         open_encoder(f"{alone}@average").read()
     exported(alone, tmp_path / "timm", "--to", "timm", "--image_size", "32")
-    with pytest.raises(RefusedError, match="is no run of trp-scale; allowed: --weights last"):
+    with pytest.raises(RefusedError, match="--weights"):
         open_encoder(f"{tmp_path / 'timm'}@average")
 
 

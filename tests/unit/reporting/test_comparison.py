@@ -54,7 +54,7 @@ def text_of(*arguments: Any, width: int = 200) -> str:
 
 
 def test_one_seed_is_not_tested() -> None:
-    with pytest.raises(ValueError, match="1 seeds that both runs have, at least 2"):
+    with pytest.raises(ValueError, match="1.*least 2"):
         paired_test([0.1], [0.2])
     found = compare_results({"a": run(task("cola", [0.1])), "b": run(task("cola", [0.4]))})
     (one,) = found.differences[key("cola")]

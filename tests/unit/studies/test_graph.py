@@ -105,9 +105,7 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: di
 
 def test_equal_time_of_a_baseline_that_takes_none_is_refused(tmp_path: Path) -> None:
     given = document(budgets=["steps", "time"]) | {"baseline": "scratch", "ground": ""}
-    with pytest.raises(
-        RefusedError, match=r"budgets has time, and the baseline 'scratch' is not trained; allowed: steps"
-    ):
+    with pytest.raises(RefusedError, match=r"'scratch'"):
         graph_of(tmp_path, given)
 
 
@@ -159,7 +157,7 @@ def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> N
 def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
     claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
     claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
-    with pytest.raises(RefusedError, match="holds a study with scale 'cpu', 'gpu' is asked for"):
+    with pytest.raises(RefusedError, match="'cpu'.*'gpu'"):
         claim(tmp_path / "study", Claim(study="one", scale="gpu", inputs={}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

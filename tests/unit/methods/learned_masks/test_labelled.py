@@ -134,7 +134,7 @@ def test_resume_continues_every_source(images: Path) -> None:
     after.seek(cursors)
     expected, found = next_of_all(before), next_of_all(after)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    with pytest.raises(RefusedError, match=r"cursors of train found.* downstream_train, downstream_validation"):
+    with pytest.raises(RefusedError, match=r"downstream_train.*downstream_validation"):
         after.seek({"train": 36})
     with pytest.raises(RefusedError, match="this run's sources are train;"):
         opened(config_for(images)).seek(cursors)
@@ -223,7 +223,7 @@ def changed(path: Path, **changes: object) -> Path:
 def test_what_cannot_be_learned_from_is_refused(images: Path, tmp_path: Path) -> None:
     bare = [{name: value for name, value in sample(number, 8, 8).items() if name != "cls"} for number in range(20)]
     unlabelled = write_images(tmp_path / "bare", [bare], changes={"suffixes": ["jpg"], "classes": None})
-    with pytest.raises(RefusedError, match=r"bare have none .*--multilevel\.kind reconstruction or none"):
+    with pytest.raises(RefusedError, match=r".*--multilevel\.kind"):
         opened(learned(unlabelled))
     assert opened(learned(unlabelled, multilevel={"kind": "reconstruction"})).downstream is None
     with pytest.raises(RefusedError, match="have none"):
@@ -238,9 +238,9 @@ def test_what_cannot_be_learned_from_is_refused(images: Path, tmp_path: Path) ->
     with pytest.raises(RefusedError, match=r"all 1 training blocks D_val.* smaller --rows_per_block"):
         opened(learned(few))
     for share in (0.0, 1.0):
-        with pytest.raises(RefusedError, match=r"validation_share is [01]\.0, allowed: more than 0 and below 1"):
+        with pytest.raises(RefusedError, match=r"validation_share.*[01]\.0.*than 0.*below 1"):
             opened(learned(images, multilevel={"validation_share": share}))
-    with pytest.raises(RefusedError, match=r"6 does not divide.*--multilevel\.batch_size, --multilevel\.micro_size"):
+    with pytest.raises(RefusedError, match=r"6.*divide.*--multilevel\.batch_size.*--multilevel\.micro_size"):
         opened(learned(images, multilevel={"batch_size": 6, "micro_size": 4}))
     with pytest.raises(RefusedError, match="over 4 ranks x micro-batch 3"):
         opened(learned(images, multilevel={"batch_size": 6}), world=4)

@@ -271,7 +271,7 @@ def test_a_tar_whose_header_says_a_huge_size_is_refused(kind: bytes, size: int) 
     header = tarfile.TarInfo("x")
     header.type, header.size = kind, size
     stream = io.BytesIO(header.tobuf(tarfile.GNU_FORMAT) + bytes(10_240))
-    with pytest.raises(DataError, match=rf"x\.tar.*{size} bytes at byte 512"):
+    with pytest.raises(DataError, match=rf"x\.tar.*{size}.*byte 512"):
         list(tar_members("x.tar", stream))
 
 

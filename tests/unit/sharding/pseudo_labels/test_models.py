@@ -242,7 +242,7 @@ def test_data_sets_of_another_kind(tmp_path: Path, models: Models, changes: dict
     data = write_images(tmp_path / "data", [[]], changes=changes)
     with pytest.raises(DataError, match=message):
         label(data, models)
-    with pytest.raises(DataError, match=r"--data .*nothing: no such file"):
+    with pytest.raises(DataError, match=r"--data"):
         label(tmp_path / "nothing", models)
     assert not (tmp_path / "nothing").exists()
 
