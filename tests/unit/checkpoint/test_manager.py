@@ -117,7 +117,7 @@ def test_before_the_first_step_moments_are_zero(tmp_path: Path) -> None:
 
 def test_missing_moments_after_a_step_are_refused(tmp_path: Path) -> None:
     path = save_step(tmp_path, 1, engine=FakeEngine(0, ONE, {"weight": whole_state(0)["weight"]}, steps=1))
-    with pytest.raises(CheckpointError, match="exp_avg.*F32"):
+    with pytest.raises(CheckpointError, match=r"exp_avg.*F32"):
         load_one(path, FakeEngine.empty(0, ONE))
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_whose_files_have_a_gap_is_refused(tmp_path: Path) -> None:
     document["files"] = [entry for entry in document["files"] if entry["name"] != "rank-00001.safetensors"]
     (path / "checkpoint.json").write_text(json.dumps(document))
     renew_digest(path / "checkpoint.json")
-    with pytest.raises(CheckpointError, match="6:13.*of 13"):
+    with pytest.raises(CheckpointError, match=r"6:13.*of 13"):
         load_one(path, FakeEngine.empty(0, ONE))
 
 

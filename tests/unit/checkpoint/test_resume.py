@@ -246,7 +246,7 @@ def test_a_checkpoint_of_version_0_1_is_refused_in_one_line_that_says_so(tmp_pat
     content = json.loads(document.read_text(encoding="utf-8"))
     document.write_text(json.dumps(content | {"format": 1}), encoding="utf-8")
     for resume in ("auto", str(tmp_path), str(document.parent)):
-        with pytest.raises(RefusedError, match="format 1.*format 2") as caught:
+        with pytest.raises(RefusedError, match=r"format 1.*format 2") as caught:
             select(tmp_path, resume, ALONE)
         assert "\n" not in str(caught.value)
 

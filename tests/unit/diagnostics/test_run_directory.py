@@ -169,7 +169,7 @@ def test_steps_behind_the_newest_checkpoint_are_counted(run_dir: Path) -> None:
 def test_an_agreed_end(run_dir: Path, why: str, status: int, state: str) -> None:
     ending = Ending(run_dir=run_dir, rank=0)
     ending.begin()
-    ending.stopped(why, 8, ExitStatus(status))
+    ending.note_stop(why, 8, ExitStatus(status))
     found = of(run_dir, "stop")
     assert found.state == state and found.result.startswith(f"{why}; step 8, status {status}, again: ")
     assert ("again: yes" in found.result) == why.startswith("SIGTERM")

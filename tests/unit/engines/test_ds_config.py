@@ -302,7 +302,7 @@ def test_copies_of_hpz_are_of_as_many_ranks_each() -> None:
     def document(ranks: int) -> dict[str, Any]:
         return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": ranks}}
 
-    with pytest.raises(RefusedError, match="is 3.*the 4.*allowed: 1.*2.*4"):
+    with pytest.raises(RefusedError, match=r"is 3.*the 4.*allowed: 1.*2.*4"):
         resolved(document(3), world=4, accumulation=2)
     for ranks in (1, 2, 4, 8):  # on fewer ranks than a node has they share one copy
         resolved(document(ranks), world=4, accumulation=2)

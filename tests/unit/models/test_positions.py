@@ -37,7 +37,7 @@ def test_they_are_those_of_transformers_vitmae(grid: int, width: int) -> None:
 
 
 def test_a_width_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="width 30.*of 4"):
+    with pytest.raises(ValueError, match=r"width 30.*of 4"):
         sine_cosine(3, 30)
 
 

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(counted: Counte
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_ranks_that_do(counted: Counted) -> None:
-    with pytest.raises(RefusedError, match="batch 4096.*over 12"):
+    with pytest.raises(RefusedError, match=r"batch 4096.*over 12"):
         make_plans(counted, Cluster(gpu=H100, gpus=12))
 
 

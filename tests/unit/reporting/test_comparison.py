@@ -54,7 +54,7 @@ def text_of(*arguments: Any, width: int = 200) -> str:
 
 
 def test_one_seed_is_not_tested() -> None:
-    with pytest.raises(ValueError, match="1.*least 2"):
+    with pytest.raises(ValueError, match=r"1.*least 2"):
         paired_test([0.1], [0.2])
     found = compare_results({"a": run(task("cola", [0.1])), "b": run(task("cola", [0.4]))})
     (one,) = found.differences[key("cola")]
@@ -200,11 +200,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for name, values in (("a", [0.5, 0.52]), ("b", [0.6, 0.61])):
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / RESULTS_FILE, run(task("cola", values)))
-    files = ["--markdown", str(tmp_path / "out" / "table.md"), "--csv", str(tmp_path / "out" / "table.csv")]
+    files = ["--markdown", str(tmp_path / "out" / "table.markdown"), "--csv", str(tmp_path / "out" / "table.csv")]
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), *files]) == 0
     printed = capsys.readouterr().out
     assert "0.5100 ± 0.0141 (2)" in printed and "b less a" in printed
-    assert (tmp_path / "out" / "table.md").read_text().startswith("| task |")
+    assert (tmp_path / "out" / "table.markdown").read_text().startswith("| task |")
     assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 3
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
     assert f"{tmp_path / RESULTS_FILE}: missing" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> N
 def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
     claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
     claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
-    with pytest.raises(RefusedError, match="'cpu'.*'gpu'"):
+    with pytest.raises(RefusedError, match=r"'cpu'.*'gpu'"):
         claim(tmp_path / "study", Claim(study="one", scale="gpu", inputs={}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

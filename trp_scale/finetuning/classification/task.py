@@ -262,7 +262,7 @@ def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
 
 
 class ImageClassification(TaskObjective):
-    """The mean over images of the cross-entropy of their targets, which the data makes (classification/batch.py)."""
+    """The mean over images of the cross-entropy of their targets, which the batch builder makes."""
 
     tasks: tuple[str, ...] = ("classification",)
 
