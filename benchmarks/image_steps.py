@@ -87,7 +87,7 @@ def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
     """`rows` images of noise with depth and segmentation of noise, and random visible patches."""
     generator = torch.Generator().manual_seed(0)
     side, patches = config.crops.size, config.patches
-    semseg = RunModalities(config).of("semseg")
+    semseg = RunModalities(config).output_modality("semseg")
     order = torch.rand(rows, len(config.modalities.inputs) * patches, generator=generator).argsort(-1)
     labels = (rows, side // semseg.stride, side // semseg.stride)
     fields = {

@@ -30,7 +30,7 @@ def chosen(words: list[str], rows: tuple[int, int]) -> tuple[int, str]:
     with Environment() as environment:
         upstream = build_upstream(sized, environment)
         need = micro_size.count_memory(upstream, sized, environment, "fsdp", None)
-        free = int(need.of(rows[environment.info.rank]) / micro_size.SURE) + 1
+        free = int(need.step_bytes(rows[environment.info.rank]) / micro_size.SURE) + 1
         workspace, micro_size.WORKSPACE = micro_size.WORKSPACE, 0
         try:
             free -= int(workspace / micro_size.SURE)

@@ -44,7 +44,7 @@ class Failure:
     status: ExitStatus = ExitStatus.REFUSED
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def from_error(cls, error: Exception) -> Failure:
         if isinstance(error, RefusedError):
             storage = isinstance(error, StorageError)
             return cls(
@@ -70,7 +70,7 @@ def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T
         result = action()
     except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
         cause = error
-    gathered = group.gather_objects((None if cause is None else Failure.of(cause), result))
+    gathered = group.gather_objects((None if cause is None else Failure.from_error(cause), result))
     failures = {rank: failure for rank, (failure, _) in enumerate(gathered) if failure is not None}
     if failures:
         messages = {failure.message for failure in failures.values()}

@@ -83,8 +83,8 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
     shapes = {name: tuple(document.tensors[stored_name].shape) for name, stored_name in stored.items()}
     model_settings = document.config.get("model")
     theirs = model_settings.get("heads") if isinstance(model_settings, Mapping) else 0
-    outline = ModelOutline.of(shapes, theirs if isinstance(theirs, int) else 0)
-    here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in parameters.items()}, heads)
+    outline = ModelOutline.from_shapes(shapes, theirs if isinstance(theirs, int) else 0)
+    here = ModelOutline.from_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()}, heads)
     try:
         check_names(parameters, stored)
         check_shapes(parameters, shapes)
@@ -139,7 +139,7 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
         state = load_file(file)
     kind, theirs = _said_beside(file)
     outline, here = (
-        ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors}, head_count)
+        ModelOutline.from_shapes({name: tuple(tensor.shape) for name, tensor in tensors}, head_count)
         for tensors, head_count in ((state.items(), theirs), (model.named_parameters(), heads))
     )
     try:
@@ -224,7 +224,7 @@ class ModelOutline:
     heads: int = 0
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], heads: int = 0) -> ModelOutline:
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], heads: int = 0) -> ModelOutline:
         """The outline of a model's tensors, by name, and of what else is said of it."""
         reads = next((kind for kind, marks in _MARKS.items() if any(mark in n for n in shapes for mark in marks)), "")
         stacks: dict[str, set[int]] = defaultdict(set)

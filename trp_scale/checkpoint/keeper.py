@@ -87,7 +87,7 @@ class Keeper:
         self._mirror = CheckpointUpload(mirror, self._messages.put) if mirror else None
         self._thread: threading.Thread | None = None
 
-    def written(self, path: Path, kept: Kept) -> None:
+    def note_written(self, path: Path, kept: Kept) -> None:
         """A checkpoint has its name."""
         before = self._thread
 

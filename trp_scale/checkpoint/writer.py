@@ -293,7 +293,7 @@ class CheckpointWriter:
         if not behind:
             self.settle()
 
-    def written(self) -> bool:
+    def has_written(self) -> bool:
         """Whether a checkpoint is under way of which this rank's part is over; asked once a step."""
         self._speak()
         return self._under_way is not None and self._under_way.over
@@ -326,7 +326,7 @@ class CheckpointWriter:
             raise RankError(str(error)) from error
         self.failures, self.problem, self.newest = 0, "", under_way.step
         if self._keeper is not None:
-            self._keeper.written(under_way.final, under_way.kept)
+            self._keeper.note_written(under_way.final, under_way.kept)
         self.whole(under_way.final)
 
     def given_up(self) -> str | None:

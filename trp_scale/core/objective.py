@@ -68,7 +68,7 @@ class Tap(NamedTuple):
 class TappedObjective(Objective, Protocol):
     """An objective whose tasks' gradients can be told apart where they branch."""
 
-    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+    def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
         """Positions of the tasks that pass this place."""
         ...
 

@@ -72,7 +72,7 @@ class Rows:
     stored: Sequence[StoredTars] = ()
 
     @classmethod
-    def of(
+    def from_datasets(
         cls,
         datasets: Sequence[OpenedDataset],
         meta: TextMeta | ImageMeta,

@@ -82,7 +82,7 @@ class Kernel:
         for tensor in writes:
             self.created[storage(tensor)] = (weak(tensor), tensor_bytes(tensor))
 
-    def moved(self) -> int:
+    def moved_bytes(self) -> int:
         """Bytes read, and written to what is still alive."""
         alive = [size for storage, size in self.created.values() if not storage.expired()]  # type: ignore[no-untyped-call]
         return sum(self.read.values()) + sum(alive)
@@ -140,7 +140,7 @@ class RecordsOperations(TorchDispatchMode):
         """Count what was put together."""
         kernel, self.kernel = self.kernel, None
         if kernel is not None:
-            self.add(" + ".join(sorted(kernel.names)), kernel.moved(), 0)
+            self.add(" + ".join(sorted(kernel.names)), kernel.moved_bytes(), 0)
 
     def add(self, name: str, moved: int, flops: int) -> None:
         """One operation of the present phase."""

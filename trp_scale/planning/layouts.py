@@ -343,7 +343,7 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
     """
     states = _states(counted, layout, ranks, accumulation)
     part = counted.over(layout.tensor, layout.split)
-    activations = part.saved(layout.checkpointing, layout.rounded).of(micro)
+    activations = part.saved(layout.checkpointing, layout.rounded).step_bytes(micro)
     share = layout.sharers(ranks) if layout.engine == "fsdp" or layout.stage == 3 else 1
     network = 5 * MASTER * counted.network / share  # weights, gradient, two moments, and the first weights
     if layout.engine == "megatron":  # each rank has all of the network

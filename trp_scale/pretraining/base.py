@@ -188,7 +188,7 @@ class UpstreamParts:
             config,
             partial(cls.open_rows, config),
             workers_import=cls.open_rows.__module__,
-            labelled=cls.labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
+            labelled=cls.open_labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
             rank=rank,
             world=world,
             device_type=device_type,
@@ -202,7 +202,7 @@ class UpstreamParts:
         return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
 
     @staticmethod
-    def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
+    def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
         """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
         return None
 

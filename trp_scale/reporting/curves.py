@@ -72,7 +72,7 @@ class Curve:
         """Whether two of its values differ."""
         return len(self) > 0 and min(self.values) < max(self.values)
 
-    def scaled(self, factor: float) -> Curve:
+    def multiply(self, factor: float) -> Curve:
         """Each value times a factor."""
         curve = Curve()
         curve.steps, curve.counts = self.steps, self.counts

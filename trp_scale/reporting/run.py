@@ -187,7 +187,7 @@ def _speed_plot(
                 note += f"Left out: {left_out:,} of more than {most:g} times the median, the longest of "
                 note += f"{longest:,.1f} {unit}."
             curve = usual
-        line = Line(name=name, points=curve.scaled(scale).points(), colour=colours(FIELDS)[name])
+        line = Line(name=name, points=curve.multiply(scale).points(), colour=colours(FIELDS)[name])
         yield Plot(title=title, lines=[line], unit=unit, note=note, from_zero=True)
 
 

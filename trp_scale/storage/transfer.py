@@ -242,7 +242,7 @@ class Remote:
         """
         return self._range(name, start, end, whole=size)
 
-    def stored(self, name: str) -> Stored:
+    def stat_file(self, name: str) -> Stored:
         """Size and version of a file.
 
         Raises:
@@ -255,7 +255,7 @@ class Remote:
             raise RemoteSetupError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
         return Stored(int(entry["size"]), _version(entry))
 
-    def listed(self) -> dict[str, Stored] | None:
+    def list_files(self) -> dict[str, Stored] | None:
         """All files by their names under the URL; None where a server does not list them.
 
         Raises:
@@ -310,7 +310,7 @@ class Remote:
         began = time.monotonic()
         pause, asked = FIRST_PAUSE, 0
 
-        def left() -> float:
+        def seconds_left() -> float:
             signal = first_signal_time()
             most = self._seconds if signal is None else min(self._seconds, max(0.0, signal - began) + SECONDS_TO_STOP)
             return began + most - time.monotonic()
@@ -318,7 +318,7 @@ class Remote:
         while True:
             asked += 1
             try:
-                return ask(max(0.1, min(REQUEST_SECONDS, left())))
+                return ask(max(0.1, min(REQUEST_SECONDS, seconds_left())))
             except FileNotFoundError as error:
                 advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
                 raise NotThereError(f"{where}: not found{advice}") from error
@@ -328,7 +328,7 @@ class Remote:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 if asked == TOLD_AFTER:
                     logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
-                if self._once or pause > left():
+                if self._once or pause > seconds_left():
                     ended = f"not read within {self._seconds:g} s"
                     if first_signal_time() is not None:
                         ended = "not read before this process was asked to stop"
@@ -337,7 +337,9 @@ class Remote:
                         f"reaches it, or set {SECONDS} to wait longer"
                     ) from error
             again = time.monotonic() + pause * random.uniform(0.5, 1.0)
-            while (rest := again - time.monotonic()) > 0 and left() > 0:  # in pieces: a signal does not end a sleep
+            while (
+                rest := again - time.monotonic()
+            ) > 0 and seconds_left() > 0:  # in pieces: a signal does not end a sleep
                 time.sleep(min(rest, 0.5))
             pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -245,7 +245,7 @@ class Trainer:
         go_back = self.control.mark()
         window = self._next_window()
         counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
-        written = self.control.checkpoints is not None and self.control.checkpoints.written()
+        written = self.control.checkpoints is not None and self.control.checkpoints.has_written()
         local_counts = torch.stack(counts).sum(0)  # [T], on the host
         agreed = self.agreement.reach(
             local_counts, window, stop=self.control.stop_requested() is not None, written=written

@@ -60,7 +60,7 @@ class Need:
     fixed: int
     row: int
 
-    def of(self, rows: int) -> int:
+    def step_bytes(self, rows: int) -> int:
         """Bytes with micro-batches of `rows` rows."""
         return self.fixed + self.row * rows
 
@@ -186,7 +186,7 @@ def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[in
             tried, because a rank that is out of memory would leave the others in a collective.
     """
     for rows in reversed(sizes):
-        needed = need.of(rows)
+        needed = need.step_bytes(rows)
         words = f"{needed / 2**30:.1f} GiB counted of {free / 2**30:.1f} GiB free"
         if needed <= SURE * free:
             whole = ", a rank's whole share" if rows == sizes[-1] else ""

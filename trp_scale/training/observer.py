@@ -123,7 +123,7 @@ class Observer:
         if self.enabled:
             self._display.message(text)
 
-    def diverged(self) -> str:
+    def divergence(self) -> str:
         """Return the reason why the run's end is no result (`RunHistory.diverged`), or ""."""
         self._write_held()
         why = read_history(self.run_dir).diverged

@@ -362,7 +362,7 @@ class Run:
                     self.ended = self.trainer.run()
                     if self.ended == FINISHED:
                         what = f"reading {self.run_dir}"
-                        self.diverged = on_rank_zero(self.world, what, self.observer.diverged)
+                        self.diverged = on_rank_zero(self.world, what, self.observer.divergence)
                         self.ended = self.diverged or FINISHED
                 finally:
                     self.profile.close()

@@ -29,7 +29,7 @@ __all__ = ["s3", "signed"]
 def kept(run_dir: Path, keeper: Keeper, *steps: int, **rules: int) -> list[int]:
     """Write these, one after the other; returns which are left."""
     for step in steps:
-        keeper.written(save_step(run_dir, step), Kept(**{"newest": 2, **rules}))
+        keeper.note_written(save_step(run_dir, step), Kept(**{"newest": 2, **rules}))
         keeper.finish(lambda: None)
     return [step for step, _ in checkpoints(run_dir)]
 
@@ -73,7 +73,7 @@ def test_one_that_does_not_read_back_removes_none_and_says_so(tmp_path: Path) ->
     assert kept(tmp_path, keeper, 1, 2) == [1, 2]
     path = save_step(tmp_path, 3)
     flip(path / "rank-00000.safetensors")
-    keeper.written(path, Kept(newest=1))
+    keeper.note_written(path, Kept(newest=1))
     keeper.finish(lambda: None)
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 3]
     (message,) = keeper.messages()
@@ -93,7 +93,7 @@ def test_each_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(keeper_module, "damage", damage)
     keeper = Keeper(tmp_path)
     for path in paths:
-        keeper.written(path, Kept(newest=3))
+        keeper.note_written(path, Kept(newest=3))
         keeper.finish(lambda: None)
     assert len(read) == len(set(read)) == 8
 
@@ -166,7 +166,7 @@ def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
     came: list[float | None] = [None]
     monkeypatch.setattr(keeper_module, "first_signal_time", lambda: came[0])
     keeper = Keeper(tmp_path, f"file://{tmp_path / 'far'}")
-    keeper.written(save_step(tmp_path, 1), Kept(newest=1))
+    keeper.note_written(save_step(tmp_path, 1), Kept(newest=1))
 
     def beat() -> None:
         asked.append(len(asked))
@@ -204,7 +204,7 @@ def test_a_checkpoint_in_a_bucket_is_the_local_one(
     client.create_bucket(Bucket="mirror")
     signed.of = {"hooks.safetensors": ["500"], "checkpoint.json": ["503"]}
     keeper, path = Keeper(tmp_path, "s3://mirror/runs/one"), save_step(tmp_path, 3)
-    keeper.written(path, Kept(newest=2))
+    keeper.note_written(path, Kept(newest=2))
     keeper.finish(lambda: None)
     assert keeper.messages() == ["step_00000003 was copied to s3://mirror/runs/one"]
     assert not any(signed.of.values()), "every failure was met"
@@ -218,7 +218,7 @@ def test_a_bucket_that_is_not_there_stops_nothing(
 ) -> None:
     monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
     keeper = Keeper(tmp_path, "s3://nowhere/runs/one")
-    keeper.written(save_step(tmp_path, 3), Kept(newest=2))
+    keeper.note_written(save_step(tmp_path, 3), Kept(newest=2))
     keeper.finish(lambda: None)
     (message,) = keeper.messages()
     assert message.startswith(

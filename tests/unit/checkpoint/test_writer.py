@@ -103,11 +103,11 @@ def test_what_is_written_later_is_of_the_step_that_it_is_named_by(tmp_path: Path
     state["list"].append(2)
     cursors["train"] = extra["vocab_size"] = config["training"]["seed"] = engine.steps = 99
     engine.extra["loss_scale"] = 1.0
-    assert not writer.written() and steps(tmp_path / "behind") == []
+    assert not writer.has_written() and steps(tmp_path / "behind") == []
     gate.set()
     until(writer.written)
     writer.settle()
-    assert not writer.written(), "nothing is under way"
+    assert not writer.has_written(), "nothing is under way"
     assert files(tmp_path / "behind" / "checkpoints" / "step_00000003") == files(expected)
     writer.finish(lambda: None)
 
@@ -127,7 +127,7 @@ def test_it_has_its_name_once_all_ranks_have_written(tmp_path: Path, monkeypatch
         writer.save(content(3, of_rank(group)))
         if group.rank == 0:
             until(writer.written)
-        seen = group.gather_objects(writer.written())
+        seen = group.gather_objects(writer.has_written())
         assert steps(tmp_path) == []
         slow.set()
         until(writer.written)
@@ -252,7 +252,7 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path: Path, monkeypat
     monkeypatch.setattr(writer_module, "BESIDE_TENSORS", 10**18)
     writer, said = made(tmp_path)
     writer.save(content(3, of_rank(ALONE)))
-    assert writer.failures == 1 and not writer.written()
+    assert writer.failures == 1 and not writer.has_written()
     assert "free, a checkpoint needs 1000000000.00 GB: make room there, or keep fewer (--checkpoint.keep" in said[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 

@@ -231,4 +231,4 @@ def test_nodes_by_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_share_of_a_machine() -> None:
     share = Share(first=10, size=8, read=range(4, 6))
-    assert share.of(np.arange(10, 34)).tolist() == [14, 15, 22, 23, 30, 31]
+    assert share.select(np.arange(10, 34)).tolist() == [14, 15, 22, 23, 30, 31]

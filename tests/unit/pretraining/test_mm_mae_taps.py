@@ -41,7 +41,7 @@ def test_each_task_s_gradient_of_the_last_shared_weights(reduction: Any) -> None
     (WEIGHTS * losses.sums / losses.counts).sum().backward()
     assert tap.grad is not None and losses.shared_inputs is not None and not losses.shared_inputs.requires_grad
     parts = objective.task_gradients(rows, "weights", tap.grad)
-    assert set(parts) == set(objective.tapped("weights")) == {0, 1, 2, 3}
+    assert set(parts) == set(objective.tapped_tasks("weights")) == {0, 1, 2, 3}
     for task, one in enumerate(expected):
         torch.testing.assert_close(parts[task].T @ losses.shared_inputs, one, rtol=0, atol=1e-10)
         assert one.norm() > 1e-3
@@ -60,7 +60,7 @@ def test_each_task_s_gradient_of_the_shared_representation() -> None:
     objective(model, batch_with_tap).sums.sum().backward()
     assert tap.grad is not None
     parts = objective.task_gradients(rows, "representation", tap.grad)
-    for task in objective.tapped("representation"):
+    for task in objective.tapped_tasks("representation"):
         torch.testing.assert_close(parts[task], expected[task], rtol=0, atol=1e-10)
     assert not torch.allclose(parts[0], parts[1])
 

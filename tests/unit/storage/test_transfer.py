@@ -171,11 +171,11 @@ def test_a_server_that_sends_whole_files_only(tmp_path: Path, small_pieces: None
 def test_listed_files_have_sizes_and_versions(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "a.tar").write_bytes(CONTENT)
-    listed = Remote(f"file://{tmp_path}").listed()
+    listed = Remote(f"file://{tmp_path}").list_files()
     assert listed is not None and list(listed) == ["shards/a.tar"] and listed["shards/a.tar"].size == len(CONTENT)
     before = listed["shards/a.tar"].version
     os.utime(tmp_path / "shards" / "a.tar", (1, 1))
-    again = Remote(f"file://{tmp_path}").listed()
+    again = Remote(f"file://{tmp_path}").list_files()
     assert before and again is not None and again["shards/a.tar"].version != before
 
 

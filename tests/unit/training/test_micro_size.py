@@ -92,7 +92,7 @@ def test_the_largest_divisor_that_fits(text_dataset: Path, tmp_path: Path, monke
     assert need.fixed > micro_size.WORKSPACE and need.row > 1000
     monkeypatch.setattr(micro_size, "SURE", 1.0)  # nothing is tried
     for rows in (1, 6, 24):
-        choice = chosen(config, free=need.of(rows))
+        choice = chosen(config, free=need.step_bytes(rows))
         assert choice.rows == rows
         assert str(choice).startswith(f"micro-batches of {rows} row{'s' if rows > 1 else ''}: ")
     assert "GiB counted of" in str(choice) and "whole share" in choice.why
@@ -124,7 +124,7 @@ def test_where_it_is_close_it_is_tried_and_steps_back(
     monkeypatch.setattr(micro_size, "build_engine", build)
     config = settings(text_dataset, tmp_path)
     config.training.compile = "whole"
-    free = counted(config).of(24)
+    free = counted(config).step_bytes(24)
     for room, tried in ((24, (24,)), (11, (24, 12, 8))):
         Full.room, Full.asked = room, ()
         choice = chosen(config, free=free)

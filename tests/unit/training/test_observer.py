@@ -168,7 +168,7 @@ def test_losses_far_above_their_start_are_no_result(
             if task.loss is not None
         }
         observer.step(record(step, tasks=tasks))
-    why = observer.diverged()
+    why = observer.divergence()
     assert bool(why) == diverged
     assert not why or ("6.267" in why and "63.29" in why and "step 3" in why)
     observer.close("finished")
@@ -178,10 +178,10 @@ def test_one_skipped_step_at_the_end_is_no_divergence(start: Callable[..., Obser
     observer = start()
     for step in (1, 2, 3):
         observer.step(record(step, **({"loss": math.nan, "applied": False} if step == 3 else {})))
-    assert not observer.diverged()
+    assert not observer.divergence()
     observer.step(record(4, loss=math.nan, applied=False))
     observer.step(record(5, loss=math.inf, applied=False))
-    assert "3 of 5 steps" in (why := observer.diverged()) and "step 5" in why
+    assert "3 of 5 steps" in (why := observer.divergence()) and "step 5" in why
     observer.close("finished")
 
 

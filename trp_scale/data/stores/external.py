@@ -57,7 +57,7 @@ def look_up(place: str) -> ExternalTar:
     """
     if is_url(place):
         remote, name = _split_url(place)
-        stored = remote.stored(name)
+        stored = remote.stat_file(name)
         return ExternalTar(place=place, size=stored.size, version=stored.version)
     try:
         with open_regular(place) as stream:
@@ -117,7 +117,7 @@ class ExternalTars(CachedStore):
 
         def fetch(descriptor: int) -> None:
             reader.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
-            now = reader.stored(name)  # after reading: it may have been replaced meanwhile
+            now = reader.stat_file(name)  # after reading: it may have been replaced meanwhile
             self._refuse_changed(known, ExternalTar(place=known.place, size=now.size, version=now.version))
 
         return fetch

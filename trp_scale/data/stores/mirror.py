@@ -82,7 +82,7 @@ class _Update:
         self._remote = Remote(url)
 
     def run(self) -> None:
-        listed = self._remote.listed()
+        listed = self._remote.list_files()
         if listed is not None and "dataset.json" not in listed:
             contents = f"{len(listed)} other files" if listed else "nothing"
             raise DataError(f"{self._url}/dataset.json: not found, {contents} there")
@@ -227,10 +227,10 @@ class Mirror(CachedStore):
             remote = shared_remote(self.url) if retry else shared_remote(self.url).once()
             remote.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
             with suppress(RemoteSetupError):  # a server that does not say the size
-                now = remote.stored(name)
+                now = remote.stat_file(name)
                 if now.size == size and known.version in ("", now.version):
                     return
-                listed = remote.listed() or {}  # a server may give versions of two kinds
+                listed = remote.list_files() or {}  # a server may give versions of two kinds
                 if now.size == size and listed.get(name) == known:
                     return
                 raise DataReplacedError(

@@ -58,7 +58,7 @@ class Share:
     size: int
     read: range
 
-    def of(self, positions: Integers) -> Integers:
+    def select(self, positions: Integers) -> Integers:
         """Return the positions that this rank reads."""
         places = (positions - self.first) % self.size
         return positions[(places >= self.read.start) & (places < self.read.stop)]
@@ -160,7 +160,7 @@ class TarsAhead:
         blocks: set[tuple[int, int]] = set()
         for first in range(position, position + _CHUNKS * _CHUNK, _CHUNK):
             positions = np.arange(first, first + _CHUNK, dtype=np.int64)
-            positions = positions if self._share is None else self._share.of(positions)
+            positions = positions if self._share is None else self._share.select(positions)
             if not len(positions):
                 continue
             addresses = self._plan.locate(positions)

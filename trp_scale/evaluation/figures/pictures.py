@@ -308,10 +308,10 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
     objective = trained.objective
     patches = objective.patches(batch)
     output = trained.model(objective.seen(patches, batch), batch["visible"])
-    hidden = objective.masked(batch)
+    hidden = objective.masked_patches(batch)
     shown = {}
     for task, prediction in zip(objective.tasks, output.predictions, strict=True):
-        modality = objective.modalities.of(task)
+        modality = objective.modalities.output_modality(task)
         true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
         guess = modality.reconstruction(task, prediction, true)
         unknown = torch.tensor(torch.nan if true.is_floating_point() else modality.blank, dtype=true.dtype)
@@ -342,7 +342,7 @@ def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
         output = trained.model(seen, visible)
         predictions = []
         for task, prediction in zip(objective.tasks, output.predictions, strict=True):
-            modality = objective.modalities.of(task)
+            modality = objective.modalities.output_modality(task)
             predictions.append(modality.plainest(task, prediction, patches[modality.name]))
         return output._replace(predictions=tuple(predictions))
 

@@ -282,7 +282,7 @@ def own_modality_images(trained: TrainedModalities, files: Sequence[Path]) -> Ba
     seen = np.sort(random_order(words, patches)[:, : config.modalities.visible_tokens], axis=1)  # [R, at most N]
     fields = {"visible": torch.from_numpy(seen + inputs.index("rgb") * patches)}
     for modality in trained.objective.modalities.used.values():
-        fields |= {"images": images} if modality.format is None else modality.unknown(len(images), config.crops)
+        fields |= {"images": images} if modality.format is None else modality.empty_fields(len(images), config.crops)
     return _own_batch(fields, words)
 
 

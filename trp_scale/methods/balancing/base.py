@@ -49,7 +49,7 @@ class TaskBalancer(Balancer):
         """[T] bool: the balanced tasks that have elements."""
         return self.balanced & (counts > 0)
 
-    def totalled(self, weights: Tensor, counts: Tensor) -> Tensor:
+    def scale_total(self, weights: Tensor, counts: Tensor) -> Tensor:
         """[T] the present tasks' weights, 0 elsewhere: with `total: 1` divided by their sum, with `paper` as they are.
 
         Args:
@@ -126,17 +126,17 @@ class LossReadingBalancer(TaskBalancer):
         """[T] float64 of one value."""
         return torch.full((len(self.objective.tasks),), value, dtype=torch.float64, device=self.device)
 
-    def scaled(self, losses: Tensor) -> Tensor:
+    def scale_losses(self, losses: Tensor) -> Tensor:
         """[T] losses as the balancer reads them."""
         if self.settings.scale == "initial":
             first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
             return losses / first.clamp(min=SMALLEST_LOSS)  # segmentation into a single class begins at 0
         return losses - self.reference if self.settings.scale == "reference" else losses
 
-    def left(self, losses: Tensor) -> Tensor:
+    def remaining_losses(self, losses: Tensor) -> Tensor:
         """[T] the same, kept above 0: a loss at its reference or below counts as SMALLEST_EXCESS above it."""
         smallest = SMALLEST_EXCESS if self.settings.scale == "reference" else SMALLEST_LOSS
-        return self.scaled(losses).clamp(min=smallest)
+        return self.scale_losses(losses).clamp(min=smallest)
 
     def after_step(self, ctx: StepContext) -> None:
         first = torch.where(self.first_losses.isnan() & (ctx.counts > 0), ctx.losses, self.first_losses)
@@ -153,7 +153,7 @@ class LossReadingBalancer(TaskBalancer):
         values = dict(super().metrics())
         losses = self.losses_read()
         if self.settings.scale != "none" and losses is not None:
-            values["scaled"] = self.by_task(self.scaled(losses))
+            values["scaled"] = self.by_task(self.scale_losses(losses))
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class IntervalMeans:
     last: Tensor
     earlier: Tensor
 
-    def at(self, interval: int) -> IntervalMeans:
+    def interval_means(self, interval: int) -> IntervalMeans:
         """Return the means at the start of, or within, a later interval. One in which a task was never seen does not
         count for that task: its means stay."""
         if interval == self.interval:
@@ -72,25 +72,25 @@ class Dwa(LossReadingBalancer):
         nothing, unseen = self.vector(0.0), self.vector(torch.nan)
         self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
 
-    def means_known_at(self, step: int) -> IntervalMeans:
+    def known_means(self, step: int) -> IntervalMeans:
         """Return the means known at a step."""
-        return self.means.at(step // self.interval_steps)
+        return self.means.interval_means(step // self.interval_steps)
 
     def ratios(self, step: int) -> Tensor:
         """[T] L[e-1] / L[e-2]; the mean of the others' where it is not known, 1 where none is."""
-        means = self.means_known_at(step)
+        means = self.known_means(step)
         known = self.balanced & ~means.earlier.isnan()
-        ratios = torch.where(known, self.left(means.last) / self.left(means.earlier), 0.0)
+        ratios = torch.where(known, self.remaining_losses(means.last) / self.remaining_losses(means.earlier), 0.0)
         mean = torch.where(known.any(), ratios.sum() / known.sum().clamp(min=1), 1.0)
         return torch.where(known, ratios, mean)
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         scores = torch.where(self.balanced, self.ratios(ctx.step) / self.settings.temperature, -torch.inf)
-        return self.totalled(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
+        return self.scale_total(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
 
     def after_step(self, ctx: StepContext) -> None:
         super().after_step(ctx)
-        means = self.means_known_at(ctx.step)
+        means = self.known_means(ctx.step)
         self.means = replace(
             means,
             sums=ctx.commit(means.sums + ctx.losses, means.sums),

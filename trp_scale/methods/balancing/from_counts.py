@@ -19,7 +19,7 @@ class Uniform(TaskBalancer):
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         divided = self.settings.total == "paper" and self.settings.form == "mean"
         counted = self.balanced.double()
-        return self.totalled(counted / counted.sum().clamp(min=1) if divided else counted, ctx.counts)
+        return self.scale_total(counted / counted.sum().clamp(min=1) if divided else counted, ctx.counts)
 
 
 class Proportional(TaskBalancer):

@@ -59,7 +59,7 @@ class TaskGradients:
         """Forget what was collected; a tap that no backward pass reached is dropped."""
         self._pending = self._sums = None
 
-    def tapped(self, batch: Batch) -> Batch:
+    def attach_tap(self, batch: Batch) -> Batch:
         """The batch with a fresh tap in its extras; the one before it is read."""
         self._fold()
         key, shape = self.objective.tap(batch, self.at)
@@ -146,7 +146,7 @@ class GradNorm(LossReadingBalancer):
         self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        return self.totalled(self.task_weights, ctx.counts)
+        return self.scale_total(self.task_weights, ctx.counts)
 
     def before_step(self, ctx: StepContext) -> None:
         super().before_step(ctx)
@@ -155,7 +155,7 @@ class GradNorm(LossReadingBalancer):
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         if not ctx.trains or not torch.is_grad_enabled():
             return micro
-        return self.gradients_of_tasks.tapped(micro)
+        return self.gradients_of_tasks.attach_tap(micro)
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         self.gradients_of_tasks.note(losses)
@@ -176,7 +176,7 @@ class GradNorm(LossReadingBalancer):
         """[T] r_t: what is left of each loss, as a share of its first value, over the mean of that share; 0 where
         absent."""
         first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
-        shares = torch.where(present, self.left(losses) / self.left(first), 0.0)
+        shares = torch.where(present, self.remaining_losses(losses) / self.remaining_losses(first), 0.0)
         mean = shares.sum() / present.sum().clamp(min=1)
         return torch.where(present, shares / mean, 0.0)
 
@@ -233,7 +233,7 @@ def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
             f"--balancer.kind gradnorm needs each task's gradient, and the objective {type(objective).__name__} does "
             "not tell them apart; allowed: any other --balancer.kind"
         )
-    passing = objective.tapped(at)
+    passing = objective.tapped_tasks(at)
     if aside := [objective.tasks[position] for position in objective.balanced if position not in passing]:
         raise RefusedError(
             f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "

@@ -44,7 +44,7 @@ class GroupDro(GlobalLossBalancer):
         """[T] log q + rate (scaled loss + C / sqrt(n)), not normalised."""
         sizes = counts if self.group_sizes is None else self.group_sizes
         adjustment = self.settings.adjustment / sizes.clamp(min=1).sqrt()
-        return self.log_shares + self.settings.rate * (self.scaled(losses) + adjustment)
+        return self.log_shares + self.settings.rate * (self.scale_losses(losses) + adjustment)
 
     def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
         return softmax_weights(self.raise_weights(losses, counts), 1.0, eligible)

@@ -77,7 +77,7 @@ class Minimax(GlobalLossBalancer):
         return self.settings.alpha
 
     def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
-        return self._softmax(ctx, self.scaled(losses), eligible)
+        return self._softmax(ctx, self.scale_losses(losses), eligible)
 
     def _softmax(self, ctx: StepContext, scores: Tensor, eligible: Tensor) -> Tensor:
         self._alpha = self.alpha(ctx.step)
@@ -88,7 +88,7 @@ class Minimax(GlobalLossBalancer):
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
         """A task that comes for the first time enters with the mean of the others' scores, neither pushed nor held
         back. Before any is known all scores are 0, and the step is uniform."""
-        scores = self.scaled(self.last_losses)
+        scores = self.scale_losses(self.last_losses)
         known = self.balanced & ~self.last_losses.isnan()
         mean = torch.where(known, scores, 0.0).sum() / known.sum().clamp(min=1)
         return self._softmax(ctx, torch.where(known, scores, mean), eligible)

@@ -44,7 +44,7 @@ class Uncertainty(LossReadingBalancer):
 
     def after_step(self, ctx: StepContext) -> None:
         assert ctx.applied is not None, "decided before the hooks' after_step"
-        gradient = self.slope - self.task_weights() * self.left(ctx.losses)
+        gradient = self.slope - self.task_weights() * self.remaining_losses(ctx.losses)
         self.log_variances = self.adam.step(self.log_variances, gradient, self.present(ctx.counts) & ctx.applied)
         super().after_step(ctx)
 

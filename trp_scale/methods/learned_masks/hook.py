@@ -86,7 +86,7 @@ class LearnedMasks(Hook):
 
     def before_step(self, ctx: StepContext) -> None:
         if self.head_steps == self.settings.every - 1 and not self.unrolled:
-            self._outer_step(ctx, self.outer.unrolled(ctx, self.choose))
+            self._outer_step(ctx, self.outer.unrolled_gradient(ctx, self.choose))
             self.unrolled = True
         self.masked = {}
         window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.of_last_step)
@@ -109,7 +109,7 @@ class LearnedMasks(Hook):
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         if micro.joined:
-            return self.outer.joined(ctx, micro)
+            return self.outer.joined_view(ctx, micro)
         return self.masked[micro.start].batch(micro)
 
     def gradients(self, ctx: StepContext) -> None:

@@ -64,7 +64,7 @@ class OuterObjective:
         """The present learning rates as a share of their peaks: all levels have the weights' schedule."""
         return ctx.lr / self.config.optimizer.lr
 
-    def unrolled(self, ctx: StepContext, choose: Choose) -> Hypergradient:
+    def unrolled_gradient(self, ctx: StepContext, choose: Choose) -> Hypergradient:
         """The hypergradient of steps that are taken back: at the start of a cycle with an outer step, before its first
         masks are chosen."""
         return ()
@@ -76,7 +76,7 @@ class OuterObjective:
         """[T] elements of each task in the global batch with these masks."""
         return window.counts
 
-    def joined(self, ctx: StepContext, micro: Batch) -> Batch:
+    def joined_view(self, ctx: StepContext, micro: Batch) -> Batch:
         """Return the objective's view of a micro-batch that was joined to the window."""
         raise NotImplementedError(f"{type(self).__name__} joins no micro-batches to a window")
 

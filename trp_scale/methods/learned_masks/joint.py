@@ -129,7 +129,7 @@ class JointValidationLoss(ValidationLoss):
     def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
         return torch.cat([window.counts[:-1], ctx.counts[-1:]])  # classification is the last task
 
-    def joined(self, ctx: StepContext, micro: Batch) -> Batch:
+    def joined_view(self, ctx: StepContext, micro: Batch) -> Batch:
         return micro.adding({HEAD: self.leaf, STEP: torch.tensor(ctx.step)})
 
     def gradients(self, ctx: StepContext) -> None:

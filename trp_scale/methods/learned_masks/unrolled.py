@@ -66,7 +66,7 @@ class UnrolledValidationLoss(ValidationLoss):
         self.head_step(ctx)
         return ()
 
-    def unrolled(self, ctx: StepContext, choose: Choose) -> Hypergradient:
+    def unrolled_gradient(self, ctx: StepContext, choose: Choose) -> Hypergradient:
         engine, rate = ctx.engine, self.settings.look_ahead_lr or ctx.lr
         with self.clock("look_ahead"):
             steps, end = self._unroll(ctx, choose, rate)

@@ -103,6 +103,6 @@ def open_rows(config: MaeConfig, paths: Sequence[MemberPath]) -> Rows:
     if config.multilevel.learns:
         refuse_test_sets(datasets, config.multilevel.kind)
     meta = agree_images(datasets)
-    return Rows.of(
+    return Rows.from_datasets(
         datasets, meta, ImageBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
     )

@@ -115,7 +115,7 @@ class ImageUpstream(UpstreamParts):
         return config
 
     @staticmethod
-    def labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
+    def open_labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
         if not config.multilevel.reads_labels:
             return None
         return partial(open_downstream, config, rank=rank, world=world, pin=pin)

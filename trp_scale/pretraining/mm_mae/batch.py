@@ -194,6 +194,6 @@ def open_rows(config: MmMaeConfig, paths: Sequence[MemberPath]) -> Rows:
     stored = RunModalities(config).stored
     datasets = [open_image_dataset(path.path, path.name, stored) for path in paths]
     meta = agree_images(datasets)
-    return Rows.of(
+    return Rows.from_datasets(
         datasets, meta, MultimodalBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
     )

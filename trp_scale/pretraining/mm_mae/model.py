@@ -95,19 +95,19 @@ class TaskDecoder(nn.Module):
             [R, N, P].
         """
         entered = self.embed(tokens)  # [R, 1 + V, d]
-        places = torch.cat([self.placed(modality) for modality in self.inputs])  # [I N, d]
+        places = torch.cat([self.position_values(modality) for modality in self.inputs])  # [I N, d]
         seen = entered[:, 1:] + F.embedding(visible, places)
         context = torch.cat([entered[:, :1], seen], dim=1)
         masked = (slots == visible.shape[1]).unsqueeze(-1)  # [R, N, 1]
         known = gather_patches(seen, slots.clamp(max=visible.shape[1] - 1))  # [R, N, d]
-        queries = self.cut.split(torch.where(masked, self.mask_token + self.placed(self.own), known))
+        queries = self.cut.split(torch.where(masked, self.mask_token + self.position_values(self.own), known))
         output = self.cross_attention(self.query_norm(queries), self.context_norm(context))
         output = output + feed_forward(self.mlp, self.norm(output), self.cut)[0]
         for block in self.blocks:
             output = block(output)
         return self.prediction(self.cut.whole(output))  # type: ignore[no-any-return]
 
-    def placed(self, modality: str) -> Tensor:
+    def position_values(self, modality: str) -> Tensor:
         """[N, d] what a token of this modality gets at each place."""
         embedding: Tensor = getattr(self, f"{modality}_embedding")
         return self.positions.to(embedding.dtype) + embedding
@@ -147,7 +147,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         self.grid = config.crops.size // vision.patch_size
         modalities = RunModalities(config)
         self.inputs, self.outputs = modalities.inputs, modalities.tasks
-        self.predicted = {task: modalities.of(task).name for task in self.outputs}
+        self.predicted = {task: modalities.output_modality(task).name for task in self.outputs}
         self.divided = {
             "model__heads": model.heads,
             "model__intermediate_size": model.intermediate_size,
@@ -167,7 +167,9 @@ class MultimodalMaskedAutoencoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if config.modalities.encoder_norm else nn.Identity()
         self.decoders = nn.ModuleDict(
             {
-                task: TaskDecoder(config, modality, modalities.of(task).values(task, classes.get(modality, 0)))
+                task: TaskDecoder(
+                    config, modality, modalities.output_modality(task).values(task, classes.get(modality, 0))
+                )
                 for task, modality in self.predicted.items()
             }
         )

@@ -40,7 +40,7 @@ class MultimodalReconstruction:
         self.tasks: tuple[str, ...] = self.modalities.tasks
         self.balanced: tuple[int, ...] = tuple(range(len(self.tasks)))
         self.regression: tuple[int, ...] = tuple(
-            number for number, task in enumerate(self.tasks) if self.modalities.of(task).regression
+            number for number, task in enumerate(self.tasks) if self.modalities.output_modality(task).regression
         )
         self.per_sample = config.objective.reduction == "sample"
         self.patches_per_row = (config.crops.size // config.vision.patch_size) ** 2
@@ -53,18 +53,18 @@ class MultimodalReconstruction:
 
     def elements(self, batch: Batch) -> Tensor:
         """[T, R, N] float64, elements of each patch; 0 where it is visible."""
-        masked = self.masked(batch)
-        predicted = [self.modalities.of(task) for task in self.tasks]
+        masked = self.masked_patches(batch)
+        predicted = [self.modalities.output_modality(task) for task in self.tasks]
         return torch.stack([modality.elements(batch) * masked[modality.name] for modality in predicted])
 
-    def masked(self, batch: Batch) -> dict[str, Tensor]:
+    def masked_patches(self, batch: Batch) -> dict[str, Tensor]:
         """[R, N] bool for each modality that is predicted: patches that the encoder does not see, all of them where it
         is no input."""
         visible, count = batch["visible"], self.patches_per_row
         slots = visible_slots(visible, len(self.inputs) * count)
         masked = (slots == visible.shape[1]).view(len(visible), len(self.inputs), count)  # [R, I, N]
         every = torch.ones_like(masked[:, 0])
-        predicted = {self.modalities.of(task).name for task in self.tasks}
+        predicted = {self.modalities.output_modality(task).name for task in self.tasks}
         return {
             name: masked[:, self.inputs.index(name)] if name in self.inputs else every for name in sorted(predicted)
         }
@@ -107,10 +107,10 @@ class MultimodalReconstruction:
     def _errors(self, task: str, prediction: Tensor, patches: dict[str, Tensor]) -> Tensor:
         """[R, N] sum of a task's losses over the elements of each patch, masked or not, in fp32 at least."""
         guess = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
-        modality = self.modalities.of(task)
+        modality = self.modalities.output_modality(task)
         return modality.errors(task, guess, patches[modality.name])
 
-    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+    def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
         """Every task passes the encoder's last matrix, whose output is what the decoders share."""
         return self.balanced
 

@@ -40,7 +40,7 @@ class RunModalities:
                 )
             self.used[kind.name] = modality
 
-    def of(self, task: str) -> Modality:
+    def output_modality(self, task: str) -> Modality:
         """Return the modality that a task predicts."""
         return self.used[self._names[task]]
 

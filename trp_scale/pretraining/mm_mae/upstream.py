@@ -46,7 +46,7 @@ def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
         "row_weights": torch.ones(rows),
     }
     for modality in RunModalities(config).used.values():
-        fields |= modality.unknown(rows, config.crops)
+        fields |= modality.empty_fields(rows, config.crops)
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 

@@ -236,7 +236,7 @@ class Modality(ABC):
             f"{self.name}_counts": torch.from_numpy(count_patches(known, self.side)),
         }
 
-    def unknown(self, rows: int, crops: CropConfig) -> dict[str, Tensor]:
+    def empty_fields(self, rows: int, crops: CropConfig) -> dict[str, Tensor]:
         """Return the fields of a batch for rows without content."""
         cropper, sizes = Cropper(crops), np.ones((rows, 2), dtype=np.int64)
         drawn = cropper.draw(np.zeros(rows, dtype=np.uint64), sizes)

@@ -191,4 +191,4 @@ def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
             f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
             f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
         )
-    return Rows.of(datasets, meta, TextBatchBuilder(config, datasets, meta))
+    return Rows.from_datasets(datasets, meta, TextBatchBuilder(config, datasets, meta))

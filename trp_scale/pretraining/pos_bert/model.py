@@ -82,7 +82,7 @@ class Places(NamedTuple):
     numbers: Tensor
 
     @classmethod
-    def of(cls, kept: Tensor, rows: Tensor) -> Places:
+    def from_mask(cls, kept: Tensor, rows: Tensor) -> Places:
         """Index these places in rows of this shape, [R, L]."""
         numbers = torch.zeros_like(rows, dtype=torch.int64).view(-1)
         numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
@@ -319,7 +319,7 @@ class BertForMaskedPositions(nn.Module):
         """
         assert kept is None or attention_mask is not None, "where places are left out, a mask says so"
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
-        places = None if kept is None else Places.of(kept, tokens)
+        places = None if kept is None else Places.from_mask(kept, tokens)
         hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
         *layers, last = self.layers
         hidden = self.cut.split(hidden)

@@ -111,7 +111,7 @@ class PosMaskedLanguageModelling:
         weights = batch["row_weights"].double() if self.config.next_sentence != "off" else torch.zeros_like(pairs)
         return torch.cat([words @ self._membership(batch), (pairs @ weights).reshape(1)])
 
-    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+    def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
         """The last layer with weights that masked words share is the head's transform, which next-sentence prediction
         does not pass; at the head's input each row belongs to one task, the first to next-sentence prediction."""
         words = tuple(range(self.next_sentence))

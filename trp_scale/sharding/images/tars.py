@@ -122,7 +122,7 @@ def _expand_name(tar_name: str, item: str) -> list[str]:
 
 
 def _of_remote_folder(url: str) -> list[str]:
-    listed = shared_remote(url).listed()
+    listed = shared_remote(url).list_files()
     if listed is None:
         raise DataError(f"{url}: this server lists no files; give the tars, as {url}/train-{{000000..000146}}.tar")
     tars = sorted(name for name in listed if name.endswith(".tar") and "/" not in name and name[0] != ".")

@@ -137,4 +137,4 @@ def test_without_credentials_the_error_says_what_to_set(signed: Faults, monkeypa
 def test_a_wrong_key_is_refused_at_once(signed: Faults) -> None:
     signed.of = {"": ["403"] * 100}
     with pytest.raises(RemoteError, match="AWS_ACCESS_KEY_ID"):
-        Remote("s3://third/books").listed()
+        Remote("s3://third/books").list_files()

@@ -53,7 +53,7 @@ def test_visible_patches_are_the_input_s_and_masked_ones_are_not_seen(run: Path)
     assert shown["depth"]["seen"].isnan().all(), "depth is no input"
     assert torch.equal(shown["depth"]["input"], depth_of(batch))
     for task, modality, hidden in (("rgb", "rgb", 0.5), ("semseg", "semseg", 255)):
-        masked = trained.objective.masked(batch)[modality].view(-1, GRID, GRID)
+        masked = trained.objective.masked_patches(batch)[modality].view(-1, GRID, GRID)
         side = shown[task]["input"].shape[-1] // GRID
         masked = masked.repeat_interleave(side, 1).repeat_interleave(side, 2)
         masked = masked.unsqueeze(1).expand_as(shown[task]["input"]) if task == "rgb" else masked

@@ -66,14 +66,14 @@ class BranchingObjective(ToyObjective):
             shared_inputs=out.shared_inputs.detach() if "weights_tap" in batch.extras else None,
         )
 
-    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+    def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
         return tuple(t for t in range(len(self.tasks)) if at == "representation" or t not in self.beside)
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
         return Tap(TAPS[at], (batch.rows, WIDTH))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        return {t: gradient * (batch["task"] == t)[:, None] for t in self.tapped(at)}
+        return {t: gradient * (batch["task"] == t)[:, None] for t in self.tapped_tasks(at)}
 
 
 def elements(step: int, absent: Mapping[int, tuple[int, ...]], tasks: int) -> dict[str, Tensor]:
