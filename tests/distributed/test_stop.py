@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_in_its_last_validation_is_finished_by_the_next_s
     left: list[bool] = []  # validations
     with monkeypatch.context() as patch:
         patch.setattr(pretrain, "validate", lambda *arguments, **named: left.append(True))
-        patch.setattr(StopRequests, "requested", lambda self: "SIGTERM" if left else None)
+        patch.setattr(StopRequests, "reason_to_stop", lambda self: "SIGTERM" if left else None)
         assert pretrain_here(flags(text_dataset, tmp_path, **changes)) == 0
     first = json.loads((tmp_path / "summary.json").read_text())
     assert (first["steps"], first["exit_reason"].partition(" ")[0]) == (2, "SIGTERM")
