@@ -39,7 +39,7 @@ def save_checkpoint(
     settings = CheckpointConfig(every=1, keep=keep, asynchronous=False)
     writer = CheckpointWriter(run_dir=run_dir, group=group, settings=settings)
     if (keeper := writer._keeper) is not None:
-        keeper.written = keeper._keep  # type: ignore[method-assign]  # in this thread, so that its end ends the save
+        keeper.note_written = keeper._keep  # type: ignore[method-assign]  # in this thread, so that its end ends the save
     content = Content(
         step=step, engine=engine, hooks_state=hooks_state, cursors=cursors, config=config or {}, extra=extra or {}
     )

@@ -105,7 +105,7 @@ def test_what_is_written_later_is_of_the_step_that_it_is_named_by(tmp_path: Path
     engine.extra["loss_scale"] = 1.0
     assert not writer.has_written() and steps(tmp_path / "behind") == []
     gate.set()
-    until(writer.written)
+    until(writer.has_written)
     writer.settle()
     assert not writer.has_written(), "nothing is under way"
     assert files(tmp_path / "behind" / "checkpoints" / "step_00000003") == files(expected)
@@ -126,11 +126,11 @@ def test_it_has_its_name_once_all_ranks_have_written(tmp_path: Path, monkeypatch
         writer, _ = made(tmp_path, group)
         writer.save(content(3, of_rank(group)))
         if group.rank == 0:
-            until(writer.written)
+            until(writer.has_written)
         seen = group.gather_objects(writer.has_written())
         assert steps(tmp_path) == []
         slow.set()
-        until(writer.written)
+        until(writer.has_written)
         group.gather_objects(None)
         writer.settle()
         group.gather_objects(None)

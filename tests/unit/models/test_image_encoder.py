@@ -11,7 +11,7 @@ from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
 from tests.unit.models.vitmae_peer import vitmae
-from trp_scale.models.image_encoder import ImageEncoder, interpolated
+from trp_scale.models.image_encoder import ImageEncoder, interpolate
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
@@ -107,7 +107,7 @@ def test_the_offsets_of_a_batch_of_whole_images_are_made_once() -> None:
 def test_positions_are_stretched_as_in_timm(size: int) -> None:
     stored = torch.randn(1, 1 + 14**2, 12, generator=torch.Generator().manual_seed(0))
     expected = resample_abs_pos_embed(stored, [size // 16, size // 16])
-    torch.testing.assert_close(interpolated(stored[0], size // 16), expected[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(interpolate(stored[0], size // 16), expected[0], rtol=0, atol=1e-6)
 
 
 def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:

@@ -72,12 +72,12 @@ def watched(settings: dict[str, Any], *, second_level: str, micro_size: int) -> 
         return [
             moments(encoder.optimizer, list(run.model.named_parameters()), key),
             moments(second.optimizer, list(tuned.named_parameters()), key),
-            moments(head.optimizer, head._named(), key),
+            moments(head.optimizer, head._names(), key),
         ]
 
     for _ in range(CYCLES * UNROLL - 1):
         run.trainer.train_step()
-    weights = [copies(run.model), copies(tuned), {name: value.detach().clone() for name, value in head._named()}]
+    weights = [copies(run.model), copies(tuned), {name: value.detach().clone() for name, value in head._names()}]
     means = state("exp_avg")
     run.trainer.train_step()
     squares = state("exp_avg_sq")

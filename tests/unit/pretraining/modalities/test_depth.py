@@ -83,6 +83,6 @@ def test_the_device_standardises_depth_to_the_bit_as_the_host_did(precision: tor
     crops[0, random.random((24, 24)) < 0.3] = 0
     statistics = torch.tensor([crop_statistics(crop, 0.001) for crop in crops], dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
-        found = of_crop(torch.from_numpy(crops), statistics)
+        found = standardise(torch.from_numpy(crops), statistics)
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy(), np.stack([on_the_host(crop, 0.001) for crop in crops]))
