@@ -106,13 +106,13 @@ def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **k
     weights, named = copies(run.model), list(run.model.named_parameters())
     before = moments(engine.optimizer, named, "exp_avg")
     own_head = (head.own.weight.detach().clone(), head.own.bias.detach().clone())
-    head_before = moments(head.optimizer, head._named(), "exp_avg")
+    head_before = moments(head.optimizer, head._names(), "exp_avg")
     size = config.batch.global_size
     first = (cycles - 1) * size
     run.trainer.train_step()
     lr = run.trainer.history[-1].lr  # type: ignore[attr-defined]
     after = moments(engine.optimizer, named, "exp_avg_sq")
-    head_after = moments(head.optimizer, head._named(), "exp_avg_sq")
+    head_after = moments(head.optimizer, head._names(), "exp_avg_sq")
     decay = {name: config.optimizer.weight_decay if value.ndim > 1 else 0.0 for name, value in named}
     head_decay = {"weight": config.multilevel.head_weight_decay, "bias": 0.0}
     state = {name: {"exp_avg": before[name], "held": after[name]} for name in before}
