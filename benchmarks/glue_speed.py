@@ -32,12 +32,14 @@ from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.finetuning.task import DownstreamTask, build_task
-from trp_scale.training.pretrain import Run, require_unguarded
+from trp_scale.training.ending import Ending
+from trp_scale.training.pretrain import Guard, Run
 
 WARM_UP = 5
 """Steps at the beginning of each round that are not measured."""
@@ -99,7 +101,8 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
     }
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     run_dir.mkdir(parents=True)
-    return Run(arguments, environment, run_dir, "plain", require_unguarded(run_dir), build_glue)
+    guard = Guard(lambda: None, Watchdog(run_dir / HANGS, limit=0.0), Ending(run_dir=run_dir, rank=0))
+    return Run(arguments, environment, run_dir, "plain", guard, build_glue)
 
 
 def build_glue(config: Config, environment: Environment) -> DownstreamTask:

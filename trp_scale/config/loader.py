@@ -46,15 +46,13 @@ def load_recipe(name_or_path: str | Path) -> Config:
 def resolve(path: Path) -> tuple[Config, Inherited]:
     """Return the settings of the recipe at `path`, and the origin of each value.
 
-    Raises: as `load_recipe`; a wrong setting is reported with the first file that has it.
+    Raises: as `load_recipe`; a wrong setting is reported with the first file that has it, also if another file replaces
+        it.
     """
     recipe = inherit(path)
-    try:
-        return from_dict(recipe.document, source=str(path)), recipe
-    except RefusedError:
-        for file in recipe.chain[:-1]:
-            from_dict(inherit(file).document, source=str(file))
-        raise
+    for file in recipe.chain[:-1]:
+        from_dict(inherit(file).document, source=str(file))
+    return from_dict(recipe.document, source=str(path)), recipe
 
 
 def data_command(recipe: str, path: str) -> str:

@@ -338,6 +338,11 @@ class BinaryIndex:
     def _advice(self) -> str:
         return f"make it again: trp-scale index {self.path.parent.parent}"
 
+    @property
+    def _stale_advice(self) -> str:
+        directory = self.path.parent.parent
+        return f"it is older than the data, or the data was copied in part; trp-scale index {directory} makes it again"
+
     def blocks(self) -> OrderBlocks:
         """Blocks for order and split.
 
@@ -369,42 +374,35 @@ class BinaryIndex:
             DataError: the index is of other tars, members, sizes or blocks.
         """
         directory = self.path.parent
-        advice = f"it is older than the data, or the data was copied in part; trp-scale index {directory.parent}"
+        advice = self._stale_advice
         for name in shards:
             if not is_plain_name(name):
                 raise DataError(f"{directory}: shard {quote(name)} is not a plain file name")
         if list(shards) != self.tars:
-            raise DataError(f"{self.path}: of other tars than dataset.json lists; {advice} makes it again")
+            raise DataError(f"{self.path}: of other tars than dataset.json lists; {advice}")
         for what, here, asked in (
             ("members", self.suffixes, tuple(suffixes)),
             ("images of a block", self.rows_per_block, rows_per_block),
         ):
             if here != asked:
-                raise DataError(
-                    f"{self.path}: {what} {quote(here)} there, {quote(asked)} in dataset.json; {advice} makes it again"
-                )
+                raise DataError(f"{self.path}: {what} {quote(here)} there, {quote(asked)} in dataset.json; {advice}")
         if not first_rank_here():
             return
-        sizes = list(zip(self.paths, self.sizes.tolist(), strict=True))
-        for tar, size in sizes:
-            actual_size = store.size(tar)
-            if actual_size not in (None, size):
-                raise DataError(
-                    f"{tar}: {actual_size} bytes found, {NAME} was made of {size} bytes; {advice} makes it again"
-                )
-        if store.uses_cache:  # the JSON indexes may be elsewhere
-            return
         modified = self.path.stat().st_mtime_ns
-        for (tar, _), (json_size, json_end) in zip(sizes, self._beside, strict=True):
-            path = index_path(tar)
-            status = _status(path)
-            if status.st_size != json_size:
-                raise DataError(
-                    f"{path}: {status.st_size} bytes found, {NAME} was made of {json_size} bytes; {advice} "
-                    "makes it again"
-                )
-            if status.st_mtime_ns > modified and _end_digest(path) != json_end:
-                raise DataError(f"{path}: newer than {NAME}, and other content; {advice} makes it again")
+        for tar, size, (json_size, json_end) in zip(self.paths, self.sizes.tolist(), self._beside, strict=True):
+            if store.uses_cache:  # the JSON indexes may be elsewhere
+                self._compare_size(tar, store.size(tar), size)
+                continue
+            beside = index_path(tar)
+            statuses = _status(tar), _status(beside)
+            self._compare_size(tar, statuses[0].st_size, size)
+            self._compare_size(beside, statuses[1].st_size, json_size)
+            if max(status.st_mtime_ns for status in statuses) > modified and _end_digest(beside) != json_end:
+                raise DataError(f"{beside}: newer than {NAME}, and other content; {advice}")
+
+    def _compare_size(self, path: Path, size: int | None, expected: int) -> None:
+        if size not in (None, expected):
+            raise DataError(f"{path}: {size} bytes found, {NAME} was made of {expected} bytes; {self._stale_advice}")
 
     def verify(self) -> None:
         """Read all arrays.

@@ -30,7 +30,7 @@ MOST_OF_A_REASON = 300
 """Characters of an error that are kept: it may quote what a damaged file holds."""
 
 
-def read_failure(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Return the reason of a read error, in one line.
 
     Raises:
@@ -135,11 +135,19 @@ class IndexDocument:
             raise self.refusal() from None
         return keys  # type: ignore[return-value]
 
+    def check_blocks(self) -> None:
+        """Check the fields of every block and their types.
+
+        Raises:
+            DataError: naming the first block which is none.
+        """
+        for block in self.blocks:
+            _block(self.path, block)
+
     def refusal(self) -> DataError:
         """The error that names the first block which is none."""
         try:
-            for block in self.blocks:
-                _block(self.path, block)
+            self.check_blocks()
         except DataError as error:
             return error
         return DataError(f"{self.path}: not the index of a shard; shard the data again")

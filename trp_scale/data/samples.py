@@ -319,6 +319,8 @@ def _read_columns(store: TarStore, path: Path, suffixes: tuple[str, ...], rows_p
     """
     index = read_index_document(path)
     blocks, size, keys = index.blocks, index.size, index.keys()
+    if rows_per_block is None:  # few: each is checked as a whole
+        index.check_blocks()
     _check_size(store, path, index.shard, size)
     wanted = frozenset(suffixes)
     try:

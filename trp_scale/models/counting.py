@@ -153,12 +153,11 @@ def short(function: Any) -> str:
 
 
 def weak(tensor: Tensor) -> StorageWeakRef:
-    """Says whether the tensor's content is still there."""
+    """Return a reference that tells whether the tensor's content is still alive."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -179,11 +178,13 @@ def launches(function: Any, outputs: list[Tensor]) -> bool:
 def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Tensor]) -> list[Tensor]:
     """Tensors whose content an operation writes: those it changes in place, or those it makes."""
     parameters = function._schema.arguments
-    inputs = [*arguments, *(named[value_.name] for value_ in parameters[len(arguments) :] if value_.name in named)]
+    by_name = (named[parameter.name] for parameter in parameters[len(arguments) :] if parameter.name in named)
     if not function._schema.is_mutable:
         return outputs
-    changed = [value for value_, value in zip(parameters, inputs, strict=False) if value_.is_write]
-    return [value_ for value_ in tree_leaves(changed) if isinstance(value_, Tensor)]
+    changed = [
+        value for parameter, value in zip(parameters, [*arguments, *by_name], strict=False) if parameter.is_write
+    ]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 WIDENING = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
@@ -251,12 +252,12 @@ def fake_pass(
             with torch.autocast(device.type, torch.bfloat16, enabled=half and not rounded):
                 return model(*arguments, **named)
 
-        def losses_of(objective: Objective, batch: Batch) -> TaskLosses:
+        def compute_losses(objective: Objective, batch: Batch) -> TaskLosses:
             fields = {name: fake(tensor) for name, tensor in batch.fields.items()}
             return objective(forward, replace(batch, fields=fields))
 
         replace_parameters(model, fake)
-        yield losses_of
+        yield compute_losses
 
 
 def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:

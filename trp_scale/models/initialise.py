@@ -60,7 +60,7 @@ def give(parameter: Tensor, make: Callable[[], Value]) -> None:
             parameter.fill_(value)
 
 
-def initial_or_current_value(parameter: Tensor) -> Tensor:
+def current_value(parameter: Tensor) -> Tensor:
     """The parameter's value now; where it has no content, what it would be filled with."""
     if not parameter.is_meta:
         return parameter.detach()

@@ -7,7 +7,7 @@ tests/unit/reporting/test_figures.py has plotly check them.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log10
 from typing import Any
@@ -207,8 +207,3 @@ def _annotation(value: float, words: str, *, log: bool) -> dict[str, Any]:
         "showarrow": False,
         "font": {"size": 11},
     }
-
-
-def curve_traces(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The traces of a figure that hold curves, no bands."""
-    return [trace for trace in figure["data"] if trace.get("hoverinfo") != "skip"]

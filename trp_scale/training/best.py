@@ -61,7 +61,7 @@ class Best:
             self.value, self.step, self.since = state["value"], int(state["step"]), int(state["since"])
 
 
-def build_best(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
+def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
     """Return the tracker of a run's best checkpoint; `None` if none is configured.
 
     Args:

@@ -72,7 +72,7 @@ class Observer:
     def wants(self, step: int) -> bool:
         """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
         every, last = self.config.logging.every, self.config.training.steps
-        return self._first or step % max(1, every) == 0 or step >= last or self._validation_done(step)
+        return self._first or step % max(1, every) == 0 or step >= last or self._is_validated(step)
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step; call it for each one. Writes a line when `wants` says so or the step was skipped.
@@ -102,7 +102,7 @@ class Observer:
         if logged:
             self._held = self._line(record, speed)
             self._seconds, self._used, self._waits = [], [], []
-            if not self._validation_done(record.step):
+            if not self._is_validated(record.step):
                 self._write_held()
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Observer:
         path = self.run_dir / SUMMARY_FILE
         return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
 
-    def _validation_done(self, step: int) -> bool:
+    def _is_validated(self, step: int) -> bool:
         every = self.config.validation.every
         return every > 0 and (step % every == 0 or step >= self.config.training.steps)
 

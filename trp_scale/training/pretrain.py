@@ -42,7 +42,7 @@ from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
-from trp_scale.training.best import build_best
+from trp_scale.training.best import build_best_tracker
 from trp_scale.training.ending import Ending
 from trp_scale.training.incidents import Incidents
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
@@ -106,10 +106,6 @@ class Guard(NamedTuple):
     stop_requested: Callable[[], str | None]
     watchdog: Watchdog
     ending: Ending
-
-
-def require_unguarded(run_dir: Path) -> Guard:
-    return Guard(lambda: None, Watchdog(run_dir / HANGS, limit=0.0), Ending(run_dir=run_dir, rank=0))
 
 
 @contextmanager
@@ -284,7 +280,7 @@ class Run:
         )
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
-        self.best = build_best(config.checkpoint, self.objective.tasks, self.hooks.figures())
+        self.best = build_best_tracker(config.checkpoint, self.objective.tasks, self.hooks.figures())
         self.agreement = StepAgreement(
             self.world,
             config.data.max_corrupt_blocks,

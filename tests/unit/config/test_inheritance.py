@@ -98,8 +98,9 @@ def test_a_circle_names_its_files(tmp_path: Path) -> None:
     assert all(f"{name}.yaml" in message for name in files)
 
 
-def test_a_wrong_setting_is_told_of_the_file_it_stands_in(tmp_path: Path) -> None:
-    path = write(tmp_path, base="optimizer: {ls: 1}\n", mine="extends: base.yaml\n")
+@pytest.mark.parametrize("mine", ["", "optimizer: {ls: null}\n", "optimizer: null\n"])
+def test_a_wrong_setting_is_told_of_the_file_it_stands_in(tmp_path: Path, mine: str) -> None:
+    path = write(tmp_path, base="optimizer: {ls: 1}\n", mine=f"extends: base.yaml\n{mine}")
     assert f"{tmp_path / 'base.yaml'} has 1 wrong setting(s)" in refusal(path)
 
 

@@ -143,6 +143,15 @@ def replaced_json_of_one_size(directory: Path) -> None:
     os.utime(path, ns=(later, later))
 
 
+def newer_tar_beside_an_older_json(directory: Path) -> None:
+    """Both of the former sizes, as a copy that keeps the times of some files leaves them."""
+    replaced_json_of_one_size(directory)
+    now = (directory / "shards" / NAME).stat().st_mtime_ns
+    tar = directory / "shards" / "image-000002.tar"
+    os.utime(index_path(tar), ns=(now - 10**9, now - 10**9))
+    os.utime(tar, ns=(now + 10**9, now + 10**9))
+
+
 def missing_tar(directory: Path) -> None:
     (directory / "shards" / "image-000001.tar").unlink()
 
@@ -162,6 +171,7 @@ def other_blocks(directory: Path) -> None:
         (replaced_tar, r"image-000001\.tar: \d+ .*index\.bin .*trp-scale index .*images"),
         (replaced_json, r"image-000001\.index\.json: \d+ .*index\.bin .*trp-scale index"),
         (replaced_json_of_one_size, r"image-000002\.index\.json: .*index\.bin"),
+        (newer_tar_beside_an_older_json, r"image-000002\.index\.json: .*index\.bin"),
         (missing_tar, r"image-000001\.tar"),
         (fewer_tars, r"index\.bin: .*trp-scale index"),
         (other_blocks, r"index\.bin: .* 4 .* 5 in dataset\.json"),

@@ -130,3 +130,8 @@ def write(
 
 FINISHED = {"why": "finished", "status": 0, "step": 20, "advice": "all steps are done"}
 FAILED = {"why": f"ValueError: no more {HOSTILE}", "status": 1, "step": 20, "advice": "read the error"}
+
+
+def curve_traces(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The traces of a figure that hold curves, no bands."""
+    return [trace for trace in figure["data"] if trace.get("hoverinfo") != "skip"]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.reporting.small_runs import FINISHED, HOSTILE, image_lines, line, task, text_lines, write
+from tests.unit.reporting.small_runs import FINISHED, HOSTILE, curve_traces, image_lines, line, task, text_lines, write
 from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
 from trp_scale.cli import main as cli
-from trp_scale.reporting.figures import curve_traces
 
 
 def results(run: Path, values: list[float]) -> Path:

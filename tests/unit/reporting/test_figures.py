@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from tests.unit.reporting.small_runs import curve_traces
 from trp_scale.reporting.curves import Points
-from trp_scale.reporting.figures import DARK, LIGHT, MOST_LINES, Line, Plot, colours, curve_traces
+from trp_scale.reporting.figures import DARK, LIGHT, MOST_LINES, Line, Plot, colours
 
 POINTS = Points(steps=[1.0, 2.0], values=[0.5, 0.25])
 BAND = Points(steps=[1.0, 2.0], values=[0.5, 0.25], least=[0.1, 0.2], largest=[0.9, 0.4], averaged=7)

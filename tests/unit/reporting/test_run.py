@@ -16,6 +16,7 @@ from tests.unit.reporting.small_runs import (
     FAILED,
     FINISHED,
     HOSTILE,
+    curve_traces,
     image_lines,
     line,
     mask_lines,
@@ -30,7 +31,7 @@ from trp_scale.config.registry import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
 from trp_scale.reporting import document
 from trp_scale.reporting.document import page_text
-from trp_scale.reporting.figures import Plot, curve_traces
+from trp_scale.reporting.figures import Plot
 from trp_scale.reporting.metric_sections import optimizer_section
 from trp_scale.reporting.record import read_run
 from trp_scale.reporting.run import export_format, pictures_section, run_page

@@ -15,7 +15,7 @@ from tests.synthetic import Layout, small_config, trainer_for
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import CheckpointConfig, RefusedError
 from trp_scale.training import pretrain as training
-from trp_scale.training.best import Best, build_best, of_validation
+from trp_scale.training.best import Best, build_best_tracker, of_validation
 
 
 def test_less_is_better_of_losses_and_more_of_accuracies() -> None:
@@ -50,10 +50,10 @@ def test_the_figures_of_a_validation() -> None:
 
 
 def test_unknown_figures_are_refused_with_those_there_are() -> None:
-    assert build_best(CheckpointConfig(), ["noun"], []) is None
+    assert build_best_tracker(CheckpointConfig(), ["noun"], []) is None
     with pytest.raises(RefusedError, match=r"validation.noun\?.*validation.worst, validation.noun"):
-        build_best(CheckpointConfig(best="validation.nuon"), ["noun"], [])
-    assert build_best(CheckpointConfig(best="probes.knn", patience=3), [], ["probes.knn"]) == Best(
+        build_best_tracker(CheckpointConfig(best="validation.nuon"), ["noun"], [])
+    assert build_best_tracker(CheckpointConfig(best="probes.knn", patience=3), [], ["probes.knn"]) == Best(
         figure="probes.knn", patience=3
     )
 

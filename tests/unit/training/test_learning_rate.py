@@ -98,3 +98,13 @@ def test_one_step_of_decay_has_the_full_rate_and_in_earlier_versions_the_least(s
     assert rates(11, schedule=schedule)[-2:] == pytest.approx([PEAK, PEAK])
     assert rates(1, schedule=schedule, warmup_steps=0, decay_end="last_step") == pytest.approx([LEAST])
     assert rates(11, schedule=schedule, decay_end="last_step")[-2:] == pytest.approx([PEAK, LEAST])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_it_depends_on_the_step_alone(schedule: str) -> None:
+    """Asked in any order, and again: a resumed run gets the same values."""
+    config = OptimizerConfig(lr=PEAK, warmup_steps=4, schedule=schedule)  # type: ignore[arg-type]
+    forwards = [learning_rate(step, 20, config) for step in range(20)]
+    backwards = [learning_rate(step, 20, config) for step in reversed(range(20))]
+    assert forwards == backwards[::-1]
+    assert config == OptimizerConfig(lr=PEAK, warmup_steps=4, schedule=schedule)  # type: ignore[arg-type]

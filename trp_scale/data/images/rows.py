@@ -27,7 +27,7 @@ from trp_scale.data.images.formats import (
     refuse_too_many_scans,
 )
 from trp_scale.data.images.maps import IMAGE, map_formats
-from trp_scale.data.index import read_failure
+from trp_scale.data.index import failure_reason
 from trp_scale.data.plan import Addresses
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, error_text
@@ -198,7 +198,7 @@ class RowReader:
             return prepare(member, number)
         except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
             name, key = self._names[member], self._readers[member][0].table.key(number)
-            corrupt[f"{name}/{key}" if name else key] = read_failure(error)
+            corrupt[f"{name}/{key}" if name else key] = failure_reason(error)
             return None
 
     def _contents(self, member: int, number: int) -> dict[str, bytearray]:

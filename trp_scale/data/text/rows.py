@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers
-from trp_scale.data.index import read_failure
+from trp_scale.data.index import failure_reason
 from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS
 from trp_scale.errors import DataError
@@ -127,7 +127,7 @@ class TextRowReader:
             if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
                 raise DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
         except Exception as error:  # whatever a damaged file leads to
-            reasons[self._key(code)] = read_failure(error)
+            reasons[self._key(code)] = failure_reason(error)
             return None
         return tokens, tags, sentences
 

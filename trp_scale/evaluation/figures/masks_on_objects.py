@@ -21,7 +21,7 @@ from trp_scale.evaluation.figures.trained_images import TrainedImages, load_mask
 from trp_scale.finetuning.dense.batch import SegmentationMaps
 from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import DenseData, open_dense
-from trp_scale.methods.learned_masks.masks import select, visible_patches
+from trp_scale.methods.learned_masks.masks import scheduled_split, select
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import Results, SeedResult, join
 
@@ -95,7 +95,7 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
     size = trained.config.vision.patch_size
     split = split_patches(config.crops.size, size, trained.config.masking.ratio)
     if trained.config.multilevel.learns:  # a curriculum has a ratio of its own at the end
-        split = visible_patches(trained.config.training.steps - 1, trained.config)
+        split = scheduled_split(trained.config.training.steps - 1, trained.config)
     overlaps: dict[str, MaskOverlap] = {}
     with torch.no_grad():
         for batch in _batches(opened, config, rows):

@@ -25,7 +25,7 @@ from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
 from trp_scale.data.images.formats import png_format, refuse_too_many_pixels
 from trp_scale.data.images.rows import decode_image
-from trp_scale.data.index import read_failure
+from trp_scale.data.index import failure_reason
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError, error_text
 from trp_scale.finetuning.detection.annotations import Annotations, decode
@@ -219,7 +219,7 @@ class DetectionBatchBuilder:
             try:
                 images[-1] = read_image(path, tuple(dataset.sizes[number].tolist()))
             except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
-                corrupt[str(path)] = read_failure(error)
+                corrupt[str(path)] = failure_reason(error)
         return images, corrupt
 
     def _place(self, addresses: Addresses, sizes: np.ndarray) -> list[Placement]:

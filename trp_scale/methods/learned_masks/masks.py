@@ -49,7 +49,7 @@ def masked_config(run: RunContext) -> MaskedAutoencoderConfig:
     return run.config
 
 
-def visible_patches(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
+def scheduled_split(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
     """Number of visible patches in this step: with a curriculum the ratio grows linearly (D.4)."""
     ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
     patches = (config.crops.size // config.vision.patch_size) ** 2
@@ -240,7 +240,7 @@ class Masker:
             step: number of the run's step, for the curriculum.
             keep: keep the network's inputs, for an outer step.
         """
-        split = visible_patches(step, self.config)
+        split = scheduled_split(step, self.config)
         selections = []
         for micro in window:
             patches = self.objective.patches(micro)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
-from trp_scale.models.initialise import give, initial_or_current_value
+from trp_scale.models.initialise import current_value, give
 from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.mae.weights import check_timm, position_order, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
@@ -47,9 +47,7 @@ def weight_names(model: MultimodalMaskedAutoencoder) -> WeightNames:
 
     parameters = dict(model.named_parameters())
     # Read now: what it is given replaces it.
-    own_classes = (
-        initial_or_current_value(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
-    )
+    own_classes = current_value(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
     return WeightNames(
         Pair("cls_token", "global_tokens", TOKEN),
         Pair("blocks.*", "encoder.*"),

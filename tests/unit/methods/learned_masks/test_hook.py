@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.methods.learned_masks.masks import visible_patches
+from trp_scale.methods.learned_masks.masks import scheduled_split
 
 STILL = {"lr": 1e-30, "weight_decay": 0.0}
 """A masking network that does not learn: every outer objective then gives the same run."""
@@ -84,7 +84,7 @@ def test_a_curriculum_s_counts_are_those_of_the_masks_that_were_learned_from() -
     run = after(6, multilevel={"final_ratio": 0.9})
     config = run.trainer.config
     images = config.batch.global_size * config.crops.count
-    masked = [visible_patches(step, config).masked for step in range(6)]
+    masked = [scheduled_split(step, config).masked for step in range(6)]
     assert masked[0] < masked[-1]
     assert [stats.task_counts for stats in run.trainer.history] == [(images * each,) for each in masked]  # type: ignore[attr-defined]
 

@@ -43,7 +43,7 @@ class Watched:
     validation: Batch
     lr: float
 
-    def separate_context(self, exact: Found) -> tuple[float, float, float]:
+    def differences(self, exact: Found) -> tuple[float, float, float]:
         """How far the hypergradient, the asked encoder and the head are from the exact ones."""
         run = self.run
         assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
@@ -126,7 +126,7 @@ def joint(settings: dict[str, Any], micro_size: int) -> tuple[float, float, floa
         normalise=config.multilevel.weights == "normalised",
         gamma=config.multilevel.gamma,
     )
-    return found.separate_context(exact)
+    return found.differences(exact)
 
 
 @pytest.mark.parametrize("micro_size", [8, 4])
@@ -161,7 +161,7 @@ def fine_tuned(settings: dict[str, Any], micro_size: int) -> tuple[float, float,
         head_rule=found.head_rule,
         pull=2 * found.lr * found.run.trainer.config.multilevel.proximity,
     )
-    return found.separate_context(exact)
+    return found.differences(exact)
 
 
 @pytest.mark.parametrize("micro_size", [8, 4])

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +27,7 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.images.samples import Sample, cut_into_portions
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.merge import merge
+from trp_scale.storage.locks import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -267,3 +273,43 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str
     with pytest.raises(DataError, match=message):
         shard_images(config_of(tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
+@pytest.mark.parametrize("processes", [3])
+def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:
+    shard_images(config_of(tmp_path / "more", processes=processes))
+    assert content(tmp_path / "more") == content(made)
+
+
+def test_two_runs_at_once_are_refused(made: Path, tmp_path: Path) -> None:
+    with only_run(tmp_path / "data"), pytest.raises(DataError, match="another run is making this data set"):
+        shard_images(config_of(tmp_path / "data"))
+    shard_images(config_of(tmp_path / "data"))
+    assert content(tmp_path / "data") == content(made)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    output = tmp_path / "killed"
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--embedded", "--count", "96", "--size", "32"]
+    command += ["--rows_per_block", "8", "--samples_per_shard", "32", "--processes", "2", "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    shards = output / "shards"
+    deadline = time.monotonic() + 180
+    while not list(shards.glob("*.index.json")) and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    finished = sorted(shards.glob("*.index.json"))
+    assert len(finished) > 0 and not (output / "dataset.json").exists()
+    for path in shards.glob("image-*.tar"):
+        assert path.read_bytes() == (made / "shards" / path.name).read_bytes(), "nothing half-written has its name"
+    tar = finished[0].with_name(finished[0].name.replace(".index.json", ".tar"))
+    kept = tar.stat().st_mtime_ns
+    shard_images(config_of(output))
+    assert content(output) == content(made)
+    assert tar.stat().st_mtime_ns == kept

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,8 @@ from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import shard_text
 from trp_scale.storage.locks import only_run
 
+ROOT = Path(__file__).resolve().parents[4]
+
 
 def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
@@ -33,6 +40,13 @@ def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: A
     """Make a part with the settings that `text` was made with."""
     config = small_text_config(text.with_suffix(".jsonl"), output)
     shard_text(replace(config, shard_index=index, num_shards=count, **changes))
+
+
+def text_command(text: Path, output: Path) -> list[str]:
+    """The command that makes what `text_part` makes."""
+    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_suffix(".jsonl"))]
+    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
+    return [*command, "--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
 
 
 def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None:
@@ -173,3 +187,30 @@ def test_parts_that_there_are_not_are_refused(tmp_path: Path, index: int, count:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
         merge(tmp_path / "empty")
+
+
+def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    command = [*text_command(text, output), "--shard_index", "0", "--num_shards", "2"]
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    first = output / "shards" / "text-000000.index.json"
+    deadline = time.monotonic() + 120
+    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
+    kept = first.with_name("text-000000.tar").stat().st_mtime_ns
+    text_part(text, output, 1, 2)
+    with pytest.raises(DataError, match=r"1 of 2 parts are missing.*\n  --shard_index 0 --num_shards 2 \(unfinished"):
+        merge(output)
+    text_part(text, output, 0, 2)
+    assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
+    merge(output)
+    assert content(output) == content(text)
