@@ -42,7 +42,7 @@ from trp_scale.reporting.results import (
     join,
     read_results,
     read_seed,
-    write_json,
+    write_results,
 )
 from trp_scale.reporting.run import run_page
 from trp_scale.training.report import SUMMARY_FILE, report
@@ -230,8 +230,8 @@ def results(directory: Path) -> Case:
     ]
     for name in ("a", "b"):
         (directory / name).mkdir()
-        write_json(directory / name / RESULTS_FILE, Results(recipe="r", encoder="e", tasks=[join(seeds)]))
-    write_json(directory / RESULT_FILE, seeds[0])
+        write_results(directory / name / RESULTS_FILE, Results(recipe="r", encoder="e", tasks=[join(seeds)]))
+    write_results(directory / RESULT_FILE, seeds[0])
 
     def read() -> None:
         compare_results({name: read_results(directory / name) for name in ("a", "b")})

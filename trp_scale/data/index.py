@@ -9,7 +9,6 @@ DATASET/
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
 from trp_scale.config.schema import Fields, Whole, record
 from trp_scale.errors import DataError, RefusedError, quote, shorten
-from trp_scale.storage.files import write_text
+from trp_scale.storage import files
 
 BINARY_INDEX = "index.bin"
 """One index of all tars of a folder (binary_index.py), beside them."""
@@ -182,8 +181,8 @@ def read_index_document(shard: Path) -> IndexDocument:
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
-    """Write sorted, indented JSON by `atomic_write`."""
-    write_text(path, json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    """Write sorted JSON, so that equal documents have equal bytes."""
+    files.write_json(path, document, sort_keys=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class ArrayReader(TarReader[mmap.mmap]):
     """Reads blocks of text as arrays over the mapped tar: rows are read where they are stored, without a copy.
 
     Args:
-        keys: of the blocks, for messages.
-        rows: [n] rows of each block.
+        table, verify, keep: as of `TarReader`; as many blocks as tars are kept, too.
+        blocks: of the table, with their keys and numbers of rows.
     """
 
     def __init__(self, table: SampleTable, blocks: OrderBlocks, *, verify: bool, keep: int = 128) -> None:

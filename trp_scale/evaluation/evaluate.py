@@ -18,7 +18,15 @@ from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.finetuning.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
 from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin
-from trp_scale.finetuning.task import Collector, DownstreamTask, build_task, predict, task_class, trained_on_is_there
+from trp_scale.finetuning.task import (
+    Collector,
+    DownstreamTask,
+    build_task,
+    predict,
+    seed_result,
+    task_class,
+    trained_on_is_there,
+)
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
@@ -29,7 +37,7 @@ from trp_scale.reporting.results import (
     join,
     read_results,
     read_seed,
-    write_json,
+    write_results,
 )
 
 EVALUATIONS = "evaluations"
@@ -58,7 +66,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
                 results = measure_losses(pretrained, arguments, environment)
         if not results.tasks:  # of rows without labels there are predictions alone
             return 0
-        on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
+        on_rank_zero(world, f"writing {output}", lambda: write_results(output / RESULTS_FILE, results))
         if world.rank == 0:
             print_results(results, baseline)
             print(output / RESULTS_FILE)
@@ -192,17 +200,7 @@ def measure_run(
         print("\n".join(map(str, written)))
     if collected is None:
         return None
-    metrics = collected.finish(engine.data_group)
-    detail = metrics.pop("detail", {})
-    return SeedResult(
-        task=task.name,
-        metric=task.metric,
-        split=task.split,
-        lower_is_better=task.lower_is_better,
-        seed=run.config.training.seed,
-        metrics=metrics,
-        detail=detail,
-    )
+    return seed_result(task, run.config.training.seed, collected.finish(engine.data_group))
 
 
 def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
@@ -21,7 +20,7 @@ from trp_scale.data.images.leakage import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
-from trp_scale.finetuning.task import DownstreamTask, build_task, measure
+from trp_scale.finetuning.task import DownstreamTask, build_task, measure, seed_result
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
@@ -31,7 +30,7 @@ from trp_scale.reporting.results import (
     join,
     read_results,
     read_seed,
-    write_json,
+    write_results,
 )
 from trp_scale.training import rundir
 from trp_scale.training.pretrain import Guard, Rollback, Run, guard_run, train_run
@@ -86,7 +85,7 @@ def add_results(run_dir: Path, results: Results) -> None:
         before, names = read_results(run_dir), {task.task for task in results.tasks}
         if (before.recipe, before.encoder) == (results.recipe, results.encoder):
             results.tasks = [*(task for task in before.tasks if task.task not in names), *results.tasks]
-    write_json(run_dir / RESULTS_FILE, results)
+    write_results(run_dir / RESULTS_FILE, results)
 
 
 def refuse_learned_images(config: FinetuneConfig) -> None:
@@ -146,23 +145,6 @@ def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -
         )
 
 
-def _seed_result(
-    task: DownstreamTask, seed: int, metrics: dict[str, Any], *, settings: dict[str, Any], data: str
-) -> SeedResult:
-    detail = metrics.pop("detail", {})
-    return SeedResult(
-        task=task.name,
-        metric=task.metric,
-        split=task.split,
-        lower_is_better=task.lower_is_better,
-        seed=seed,
-        metrics=metrics,
-        detail=detail,
-        settings=settings,
-        data=data,
-    )
-
-
 def run_seed(
     arguments: FinetuneArguments,
     environment: Environment,
@@ -207,8 +189,8 @@ def run_seed(
             metrics = measure(run.engine, task, run.sources.validation.windows())
         asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
         seed = arguments.config.training.seed
-        results.append(_seed_result(task, seed, metrics, settings=asked, data=run.sources.digest()))
-        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, results[0]))
+        results.append(seed_result(task, seed, metrics, settings=asked, data=run.sources.digest()))
+        on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULT_FILE, results[0]))
 
     try:
         _, status = train_run(make, measure_run)

@@ -40,6 +40,7 @@ from trp_scale.finetuning.encoders import open_encoder, take_encoder
 from trp_scale.finetuning.row_subset import draw_rows
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.pretraining.base import Upstream
+from trp_scale.reporting.results import SeedResult
 from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
@@ -508,3 +509,23 @@ def build_task(config: FinetuneConfig, environment: Environment, *, figures: boo
         task.sources.close()
         raise RefusedError(task.unlabelled)
     return task
+
+
+def seed_result(task: DownstreamTask, seed: int, metrics: dict[str, Any], **fields: Any) -> SeedResult:
+    """Return the result of one run of a task.
+
+    Args:
+        metrics: of `Measured.metrics`, with their `detail`.
+        fields: others of the result, such as `settings`.
+    """
+    detail = metrics.pop("detail", {})
+    return SeedResult(
+        task=task.name,
+        metric=task.metric,
+        split=task.split,
+        lower_is_better=task.lower_is_better,
+        seed=seed,
+        metrics=metrics,
+        detail=detail,
+        **fields,
+    )

@@ -155,7 +155,7 @@ def seed_spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def write_json(path: Path, content: object) -> None:
+def write_results(path: Path, content: object) -> None:
     """Write a dataclass as JSON by `atomic_write`."""
     write_text(path, json.dumps(asdict(content), indent=2) + "\n")  # type: ignore[call-overload]
 

@@ -24,7 +24,7 @@ from trp_scale.reporting.comparison import (
     to_markdown,
 )
 from trp_scale.reporting.paired_tests import holm, paired_test
-from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_json
+from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_results
 
 
 def task(name: str, values: list[float], *, metric: str = "accuracy", split: str = "dev", **more: Any) -> TaskResult:
@@ -199,7 +199,7 @@ def test_markdown_and_csv_say_what_the_table_says() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, values in (("a", [0.5, 0.52]), ("b", [0.6, 0.61])):
         (tmp_path / name).mkdir()
-        write_json(tmp_path / name / RESULTS_FILE, run(task("cola", values)))
+        write_results(tmp_path / name / RESULTS_FILE, run(task("cola", values)))
     files = ["--markdown", str(tmp_path / "out" / "table.markdown"), "--csv", str(tmp_path / "out" / "table.csv")]
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), *files]) == 0
     printed = capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / RESULTS_FILE, run(task("cola", [float("nan"), 0.5])))
+    write_results(tmp_path / RESULTS_FILE, run(task("cola", [float("nan"), 0.5])))
     assert "NaN" in (tmp_path / RESULTS_FILE).read_text()
     assert cli.main(["compare", str(tmp_path)]) == 2
 
@@ -234,7 +234,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_files_in_place_of_directories_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(tmp_path / RESULTS_FILE, run(task("cola", [0.5])))
+    write_results(tmp_path / RESULTS_FILE, run(task("cola", [0.5])))
     assert cli.main(["compare", str(tmp_path / RESULTS_FILE)]) == 2
     assert f"{tmp_path / RESULTS_FILE} is a file; allowed: the directory" in capsys.readouterr().err
     for flag, path in (("--markdown", tmp_path), ("--csv", tmp_path / RESULTS_FILE / "x.csv")):

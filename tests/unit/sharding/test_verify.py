@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +24,6 @@ from trp_scale.sharding.verify import verify_dataset
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_text_dataset(tmp_path_factory.mktemp("verify") / "data", characters=30_000, shard_bytes=15_000)
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
 def test_a_whole_data_set_is_whole(whole: Path) -> None:

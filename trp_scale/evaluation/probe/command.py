@@ -9,7 +9,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.probe.arguments import ProbeArguments
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.reporting.comparison import print_results
-from trp_scale.reporting.results import RESULTS_FILE, Results, read_results, write_json
+from trp_scale.reporting.results import RESULTS_FILE, Results, read_results, write_results
 from trp_scale.training.rundir import create_run_directory
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def probe(arguments: ProbeArguments) -> int:
 
             tasks, description = probe_images(arguments, environment)
         results = Results(recipe=description, encoder=arguments.from_, tasks=tasks)
-        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULTS_FILE, results))
+        on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULTS_FILE, results))
         if world.rank == 0:
             print_results(results, baseline)
             print(run_dir / RESULTS_FILE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import shutil
 import tarfile
 import zlib
 from dataclasses import replace
@@ -32,11 +31,6 @@ SIZE = 32
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_image_dataset(tmp_path_factory.mktemp("verify") / "data", count=40, samples_per_shard=20)
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
 def test_a_whole_data_set_is_whole(whole: Path) -> None:

@@ -1,0 +1,14 @@
+"""Fixtures of the tests that damage a data set."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the test file's data set `whole`."""
+    return Path(shutil.copytree(whole, tmp_path / "data"))
