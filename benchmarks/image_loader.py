@@ -42,10 +42,10 @@ from benchmarks.rounds import alternate
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data import plan, tar_reader
 from trp_scale.data.images import crops
-from trp_scale.data.images import rows as image_rows
+from trp_scale.data.images import dataset as image_rows
 from trp_scale.data.images.formats import write_png
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import TrainSource
+from trp_scale.data.train_source import TrainSource
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.mae import batch as mae_batch
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.rounds import alternate
 from trp_scale.data import plan
 from trp_scale.data.index import write_json
-from trp_scale.data.sources import TrainSource
-from trp_scale.data.text import rows as text_rows
+from trp_scale.data.text import dataset as text_rows
 from trp_scale.data.text.dataset import GROUPS, WORD_START
+from trp_scale.data.train_source import TrainSource
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert import batch as text_batch
 from trp_scale.pretraining.pos_bert import masking, sentence_pairs

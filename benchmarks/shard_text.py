@@ -27,7 +27,7 @@ from trp_scale.sharding.job.writing import new_tar
 from trp_scale.sharding.text.annotate import Annotator, make_tagger
 from trp_scale.sharding.text.corpus import embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import Document, ReadSettings, read_portion
-from trp_scale.sharding.text.portion import RowSettings, write_portion
+from trp_scale.sharding.text.shard import RowSettings, write_portion
 from trp_scale.sharding.text.splitting import SentenceSplitter, split_keys, unit_keys
 
 READ = ReadSettings(text_field="text", split="train", one_document_per_file=True, max_line_bytes=8_000_000)

@@ -31,10 +31,9 @@ from trp_scale.finetuning.glue.batch import load_tokenizer
 from trp_scale.finetuning.glue.folders import FORMATS, read_splits, read_tsv
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.settings import DepthFileSettings
-from trp_scale.sharding.images.files import list_tars
+from trp_scale.sharding.images.files import Loaded, UnusableError, list_tars
 from trp_scale.sharding.images.foreign_tar import MemberChoice, read_label, read_tar
 from trp_scale.sharding.images.reencode import EncodeSettings, encode_sample
-from trp_scale.sharding.images.samples import Loaded, UnusableError
 from trp_scale.sharding.images.tars import find_tars
 from trp_scale.sharding.text.corpus import plan_corpus
 from trp_scale.sharding.text.documents import ReadSettings, read_portion

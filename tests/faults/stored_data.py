@@ -27,13 +27,12 @@ from tests.unit.data.images.multimodal import (
 )
 from tests.unit.data.images.source_images import png
 from tests.unit.data.stored import config_for, npy, write_dataset
-from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.dataset import decode_image, decode_scaled, jpeg_size, open_image_dataset
 from trp_scale.data.images.formats import write_png
 from trp_scale.data.images.maps import map_formats, read_names
-from trp_scale.data.images.rows import decode_image, decode_scaled, jpeg_size
 from trp_scale.data.index import index_path, write_json
-from trp_scale.data.stores.external import PLACES, find_external_tars
 from trp_scale.data.stores.mirror import MARKER, find_mirror
+from trp_scale.data.stores.tars import PLACES, find_external_tars
 from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError, RefusedError

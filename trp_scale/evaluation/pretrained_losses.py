@@ -20,8 +20,7 @@ from trp_scale.config.loader import from_dict
 from trp_scale.config.upstream import Weights
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan
-from trp_scale.data.rows import Chosen, Rows
-from trp_scale.data.sources import ValidationSource, within_cpus
+from trp_scale.data.sources import Chosen, Rows, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import DataError, finding

@@ -12,7 +12,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.plan import Addresses, Blocks, row_identities
-from trp_scale.data.rows import Chosen, Rows
+from trp_scale.data.sources import Chosen, Rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.data import sources
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.rows import Rows
-from trp_scale.data.sources import Sources
+from trp_scale.data.sources import Rows, Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops

@@ -16,7 +16,7 @@ from trp_scale.sharding.job.job import DataKind, finish_dataset
 from trp_scale.sharding.job.parts import Part, all_parts, some
 from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, unfinished_labels
 from trp_scale.sharding.text.shard import TEXT
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from trp_scale.config.schema import Fields, Whole
 from trp_scale.data.binary_index import find_index
 from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
-from trp_scale.data.stores.external import find_external_tars
+from trp_scale.data.stores.tars import find_external_tars
 from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.sharding.images import stored as images
 from trp_scale.sharding.images.index_tars import member_choice, verify_tar

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trp_scale.errors import RefusedError
-from trp_scale.storage.files import private_directory
-from trp_scale.storage.locks import has_name, lock_file, try_lock
+from trp_scale.storage.files import has_name, lock_file, private_directory, try_lock
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"

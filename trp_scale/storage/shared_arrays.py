@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.errors import DataError
-from trp_scale.storage.files import atomic_write, private_directory, remove_leftovers
-from trp_scale.storage.locks import lock_file, try_lock
+from trp_scale.storage.files import atomic_write, lock_file, private_directory, remove_leftovers, try_lock
 
 SHARED_FROM = 1 << 18
 """Smaller arrays (2 MB of 64-bit words) are computed by each process for itself."""

@@ -27,8 +27,8 @@ from torch import nn
 import trp_scale as trp
 from trp_scale.config.finetuning import (ImageDownstreamConfig, ImageTaskConfig)
 from trp_scale.data.images.dataset import (agree_images, open_image_dataset)
-from trp_scale.data.images.rows import RowReader
-from trp_scale.data.rows import Rows
+from trp_scale.data.images.dataset import RowReader
+from trp_scale.data.sources import Rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.finetuning.finetuned_run import predicting_engine
 from trp_scale.evaluation.figures.drawing import (Picture, figure_class)

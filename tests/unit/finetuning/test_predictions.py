@@ -19,8 +19,7 @@ from tests.unit.finetuning.detection.small_sets import small_scenes
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags
 from tests.unit.finetuning.glue.standard_files import FILES, MNLI_COLUMNS, write_glue
 from trp_scale.cli import main as cli
-from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.rows import RowReader
+from trp_scale.data.images.dataset import RowReader, open_image_dataset
 from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.split import held_out
 from trp_scale.distributed.groups import ALONE

@@ -15,7 +15,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, TrainPlan
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.errors import RefusedError
 from trp_scale.finetuning.row_subset import draw_rows, label_counts
 

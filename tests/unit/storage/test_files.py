@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 
 from trp_scale.data.index import write_json
 from trp_scale.data.text.tokenizer import save_trained, train_word_piece
+from trp_scale.errors import DataError
 from trp_scale.sharding.job.writing import new_tar
-from trp_scale.storage.files import remove_leftovers, temporary_beside, write_text
+from trp_scale.storage.files import only_run, remove_leftovers, temporary_beside, write_text
 
 
 def test_a_disk_without_room_leaves_the_file_as_it_was_and_no_other(
@@ -85,3 +89,46 @@ def test_leftovers_are_files_and_directories(tmp_path: Path) -> None:
     (tmp_path / "kept.tmp").touch()
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with only_run(tmp_path), pytest.raises(DataError, match=f"process {os.getpid()} on "), only_run(tmp_path):
+        pass
+    with pytest.raises(KeyError), only_run(tmp_path):
+        raise KeyError
+    with only_run(tmp_path):
+        pass
+    assert list((tmp_path / "progress").iterdir()) == []
+
+
+def test_the_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
+    program = "import sys, time; from pathlib import Path; from trp_scale.storage.files import only_run\n"
+    program += "with only_run(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+        with pytest.raises(DataError, match=f"process {holder.pid} on "), only_run(tmp_path):
+            pass
+        holder.kill()
+    assert (tmp_path / "progress" / "lock").exists()
+    with only_run(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / "progress" / "lock").read_text()
+
+
+def test_a_lock_whose_file_was_taken_away_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run before ends, and takes the file away, between this run's opening of it and its lock."""
+    taken, path = fcntl.flock, tmp_path / "progress" / "lock"
+
+    def ends_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", taken)
+        taken(descriptor, operation)
+        path.unlink()
+
+    monkeypatch.setattr("fcntl.flock", ends_first)
+    with only_run(tmp_path), pytest.raises(DataError, match="another run"), only_run(tmp_path):
+        pass

@@ -20,8 +20,8 @@ from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropConfig, CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
+from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import Map
-from trp_scale.data.images.rows import DecodedRows
 
 _CROP = np.uint64(name_hash("crop"))
 _VIEW = np.uint64(name_hash("crop: view"))

@@ -24,12 +24,10 @@ from typing import IO, Any
 from trp_scale.config.json_files import LARGEST
 from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
 from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
-from trp_scale.data.stores.external import PLACES
-from trp_scale.data.stores.tars import PART_MARK, CachedStore, StoredPart
+from trp_scale.data.stores.tars import PART_MARK, PLACES, CachedStore, StoredPart, TarStore, find_external_tars
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import DIRECTORY, Cache, cache_root, shared_cache
-from trp_scale.storage.files import atomic_write
-from trp_scale.storage.locks import lock_file
+from trp_scale.storage.files import atomic_write, lock_file
 from trp_scale.storage.transfer import (
     AT_ONCE,
     DataReplacedError,
@@ -289,3 +287,12 @@ def _read_marker(marker: Path) -> _Marker:
             f"expected; {advice}"
         )
     return content
+
+
+def find_store(directory: Path) -> TarStore:
+    """Return the store of a folder's tars: the folder, the URL that it mirrors, or a path of its own for each tar.
+
+    Raises:
+        DataError: the file that describes it is damaged.
+    """
+    return find_external_tars(directory) or find_mirror(directory) or TarStore(directory)

@@ -1,16 +1,37 @@
-"""Stores of tars: a data set asks its store to open them, whether they are local files or fetched through the cache."""
+"""Stores of tars: a data set asks its store to open them, whether they are local files or fetched through the cache.
+
+External tars are made by others and read where they are stored, on this machine's disks or under URLs:
+
+DATASET/
+  dataset.json
+  shards/places.json            of each tar: its path or URL, its bytes, and a text that changes with its content
+  shards/NAME.index.json        as of all tars
+  shards/index.bin
+
+A tar under a URL goes through the cache, beside those of mirrors; its version is part of its name there, so a changed
+one is never taken for it.
+"""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import io
 import logging
 import os
+import re
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from trp_scale.errors import DataError, RefusedError
-from trp_scale.storage.cache import Cache
+from trp_scale.config.schema import FileName, Whole
+from trp_scale.data.index import read_fields, write_json
+from trp_scale.data.raw_files import open_regular
+from trp_scale.errors import DataError, RefusedError, quote
+from trp_scale.storage.cache import Cache, cache_root, shared_cache
+from trp_scale.storage.transfer import PIECE, Remote, is_url, shared_remote, url_directory
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +179,206 @@ class CachedStore(TarStore):
 
     def room(self) -> int:
         return self.cache.bound()
+
+
+PLACES = "places.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalTar:
+    """Where a tar lies.
+
+    Attributes:
+        place: an absolute path, or a URL.
+        size: its bytes when it was indexed.
+        version: changes with its content: when it was last written to, or what a server says.
+    """
+
+    place: str
+    size: Whole
+    version: str
+
+
+def look_up(place: str) -> ExternalTar:
+    """A tar as it is now.
+
+    Raises:
+        DataError: it is not there.
+        RemoteError: it cannot be asked for.
+    """
+    if is_url(place):
+        remote, name = _split_url(place)
+        stored = remote.stat_file(name)
+        return ExternalTar(place=place, size=stored.size, version=stored.version)
+    try:
+        with open_regular(place) as stream:
+            status = os.fstat(stream.fileno())
+    except OSError as error:
+        raise DataError(f"{place}: cannot be read ({error.strerror})") from error
+    return ExternalTar(place=place, size=status.st_size, version=str(status.st_mtime_ns))
+
+
+def _split_url(url: str) -> tuple[Remote, str]:
+    """The directory of a file, and the file's name there."""
+    directory, _, name = url.rpartition("/")
+    return shared_remote(directory), name
+
+
+def write_places(directory: Path, places: Mapping[str, ExternalTar]) -> None:
+    """Say where the tars of a folder lie, by the names that they have in the data set."""
+    write_json(directory / PLACES, {"format": 1, "tars": {name: vars(entry) for name, entry in places.items()}})
+
+
+class ExternalTars(CachedStore):
+    """Opens the tars of a folder where they are stored.
+
+    Args:
+        directory: the folder, shards/ of the data set.
+        tars: by name.
+    """
+
+    def __init__(self, directory: Path, tars: Mapping[str, ExternalTar]) -> None:
+        super().__init__(directory)
+        self.tars = tars
+
+    @property
+    def cache(self) -> Cache:
+        return shared_cache(cache_root())
+
+    def cached_path(self, tar: Path) -> Path:
+        known = self._known_tar(tar)
+        directory, _, name = known.place.rpartition("/")
+        digest = hashlib.blake2b(f"{known.size} {known.version}".encode(), digest_size=6).hexdigest()
+        return url_directory(directory, self.cache.root) / f"{Path(name).stem}-{digest}.tar"
+
+    def open(self, stored: StoredPart) -> int:
+        if self.is_remote(stored.tar):
+            return super().open(stored)
+        known = self._known_tar(stored.tar)
+        self._refuse_changed(known, look_up(known.place))
+        try:
+            return os.open(known.place, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
+
+    def fetcher(self, stored: StoredPart, *, retry: bool) -> Callable[[int], None]:
+        known = self._known_tar(stored.tar)
+        remote, name = _split_url(known.place)
+        reader = remote if retry else remote.once()
+
+        def fetch(descriptor: int) -> None:
+            reader.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
+            now = reader.stat_file(name)  # after reading: it may have been replaced meanwhile
+            self._refuse_changed(known, ExternalTar(place=known.place, size=now.size, version=now.version))
+
+        return fetch
+
+    def is_remote(self, tar: Path) -> bool:
+        return is_url(self._known_tar(tar).place)
+
+    def drop(self, stored: StoredPart, inode: int) -> bool:
+        return self.is_remote(stored.tar) and super().drop(stored, inode)
+
+    def is_local(self, stored: StoredPart) -> bool:
+        return not self.is_remote(stored.tar) or super().is_local(stored)
+
+    def room(self) -> int:
+        return super().room() if any(is_url(tar.place) for tar in self.tars.values()) else 0
+
+    def size(self, tar: Path) -> int | None:
+        known = self._known_tar(tar)
+        if is_url(known.place):  # compared when it is fetched
+            return None
+        current = look_up(known.place)
+        self._refuse_changed(known, current)
+        return current.size
+
+    def where(self, tar: Path) -> str:
+        return self._known_tar(tar).place
+
+    def _known_tar(self, tar: Path) -> ExternalTar:
+        if tar.name not in self.tars:
+            raise DataError(f"{self.directory / PLACES}: {tar.name} is missing; {self._advice}")
+        return self.tars[tar.name]
+
+    @property
+    def _advice(self) -> str:
+        return f"index the tars again: trp-scale index {self.directory.parent}"
+
+    def _refuse_changed(self, known: ExternalTar, current: ExternalTar) -> None:
+        if current.size != known.size:
+            raise DataError(
+                f"{known.place}: {current.size} bytes found, {known.size} bytes when it was indexed; {self._advice}"
+            )
+        if current.version != known.version:
+            when = "" if is_url(known.place) else f" ({_time(known.version)} then, {_time(current.version)} now)"
+            raise DataError(f"{known.place}: it was written to after it was indexed{when}; {self._advice}")
+
+
+def _time(nanoseconds: str) -> str:
+    return datetime.datetime.fromtimestamp(int(nanoseconds) / 1e9).isoformat(" ", "seconds")
+
+
+def find_external_tars(directory: Path) -> ExternalTars | None:
+    """Return the external tars of a folder; `None` if it stores its tars itself.
+
+    Raises:
+        DataError: places.json is damaged.
+    """
+    path = directory / PLACES
+    if not path.exists():
+        return None
+    fields = read_fields(path, f"index the tars again: trp-scale index {path.parent.parent}")
+    tars = fields.take("tars", dict[FileName, ExternalTar])
+    for entry in tars.values():
+        if "\0" in entry.place or not (is_url(entry.place) or entry.place.startswith("/")):
+            raise fields.refusal(f"place {quote(entry.place)} found, an absolute path or a URL expected")
+        if not is_url(entry.place) and not re.fullmatch(r"\d{1,19}", entry.version):
+            raise fields.refusal(f"version {quote(entry.version)} found, the time it was written to expected")
+    return ExternalTars(directory, tars)
+
+
+def open_stream(source: ExternalTar) -> BinaryIO:
+    """Open a tar where it is stored, not through the cache; one under a URL is read in large requests.
+
+    Raises:
+        OSError: a local file cannot be opened.
+    """
+    if not is_url(source.place):
+        return open(source.place, "rb")  # noqa: PTH123 - a place is text
+    return cast(BinaryIO, io.BufferedReader(_Pieces(source), 1 << 16))
+
+
+class _Pieces(io.RawIOBase):
+    """The bytes of a file; one piece of it is held."""
+
+    def __init__(self, source: ExternalTar) -> None:
+        directory, _, self._name = source.place.rpartition("/")
+        self._remote = shared_remote(directory)
+        self._size = source.size
+        self._at = 0
+        self._piece, self._first = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._size:
+            return 0
+        if not self._first <= self._at < self._first + len(self._piece):
+            end = min(self._at + PIECE, self._size)
+            self._piece = self._remote.read_range(self._name, self._at, end, self._size)
+            self._first = self._at if len(self._piece) == end - self._at else 0
+        start = self._at - self._first
+        content = self._piece[start : start + len(buffer)]
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

@@ -25,8 +25,7 @@ from trp_scale.config.loader import from_dict
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.data.hashing import Words
-from trp_scale.data.images.dataset import ImageMeta
-from trp_scale.data.images.rows import decode_image
+from trp_scale.data.images.dataset import ImageMeta, decode_image
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Sources
 from trp_scale.errors import DataError, error_text, finding

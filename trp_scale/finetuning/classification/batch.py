@@ -26,8 +26,7 @@ from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Words, mix, name_hash
 from trp_scale.data.images.crops import GREY, Cropper, cut_images
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.rows import DecodedRows, RowReader
+from trp_scale.data.images.dataset import DecodedRows, ImageDataset, ImageMeta, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
 

@@ -21,7 +21,7 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Plan
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages

@@ -19,8 +19,7 @@ from trp_scale.config import CropConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY, Jitter, pick_centres
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.rows import DecodedRows, DecodedSample, RowReader
+from trp_scale.data.images.dataset import DecodedRows, DecodedSample, ImageDataset, ImageMeta, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig, DepthConfig, SegmentationConfig
 from trp_scale.pretraining.modalities.depth import RELATIVE_SCALE, Depth, StoredDepth

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import map_formats, stored_maps
-from trp_scale.data.images.rows import RowReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses, Plan
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError

@@ -23,8 +23,8 @@ from torchvision.transforms.v2 import functional
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
+from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.images.formats import png_format, refuse_too_many_pixels
-from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import failure_reason
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError, error_text

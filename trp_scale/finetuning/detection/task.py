@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError

@@ -26,7 +26,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.data.text.tokenizer import save_given
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group

@@ -16,12 +16,11 @@ from trp_scale.config import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
 from trp_scale.data.images.leakage import refuse_test_sets
-from trp_scale.data.images.rows import RowReader
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
-from trp_scale.data.rows import Rows, require_kind
+from trp_scale.data.sources import Rows, require_kind
 from trp_scale.pretraining.mae.settings import MaeConfig
 
 _MASK = np.uint64(name_hash("mask: patches"))

@@ -20,11 +20,10 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
-from trp_scale.data.images.rows import RowReader
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
-from trp_scale.data.rows import Rows, require_kind
+from trp_scale.data.sources import Rows, require_kind
 from trp_scale.pretraining.mae.batch import random_order
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.tokens import RunModalities

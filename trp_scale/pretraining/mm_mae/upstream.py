@@ -18,7 +18,7 @@ from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.mixture import parse_paths
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import shorten
 from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts

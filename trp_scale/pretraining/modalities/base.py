@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
+from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import Map, png_size, read_png
 from trp_scale.data.images.maps import MapFormat, StoredMaps
-from trp_scale.data.images.rows import DecodedRows
 from trp_scale.models.patches import patchify, unpatchify
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops, cut_images
+from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import Map
 from trp_scale.data.images.maps import StoredMaps
-from trp_scale.data.images.rows import DecodedRows
 from trp_scale.models.patches import (
     CHANNEL_DEVIATION,
     CHANNEL_MEAN,

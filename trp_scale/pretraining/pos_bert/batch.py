@@ -15,10 +15,9 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
-from trp_scale.data.rows import Rows, require_kind
+from trp_scale.data.sources import Rows, require_kind
 from trp_scale.data.tar_reader import ArrayReader
-from trp_scale.data.text.dataset import TextDataset, TextMeta, agree, open_text_dataset
-from trp_scale.data.text.rows import TextRowReader, TextRows
+from trp_scale.data.text.dataset import TextDataset, TextMeta, TextRowReader, TextRows, agree, open_text_dataset
 from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
 from trp_scale.pretraining.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.text.dataset import WORD_START
-from trp_scale.data.text.rows import TextRows
+from trp_scale.data.text.dataset import WORD_START, TextRows
 
 _PARTNER = np.uint64(name_hash("pair: partner"))
 _RIGHT = np.uint64(name_hash("pair: right or wrong"))

@@ -18,7 +18,7 @@ from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
-from trp_scale.data.rows import Rows
+from trp_scale.data.sources import Rows
 from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group

@@ -16,8 +16,8 @@ from trp_scale.config.json_files import parse_json
 from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.data.index import Block, StoredMember
 from trp_scale.errors import DataError, escape_name, quote, shorten
+from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.sharding.images.reencode import open_image
-from trp_scale.sharding.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE
 from trp_scale.sharding.images.tars import TarMember, tar_members
 from trp_scale.sharding.job.workers import begun

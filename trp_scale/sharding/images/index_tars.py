@@ -2,7 +2,7 @@
 
 DATASET/
   dataset.json                  as of shard-images, and what was asked for; written last
-  shards/places.json            where each tar lies (data/stores/external.py)
+  shards/places.json            where each tar lies (data/stores/tars.py)
   shards/NAME.index.json        of each tar, and what it was made of: a run that was stopped goes on with the others
   shards/index.bin
 """
@@ -31,12 +31,11 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
-from trp_scale.data.stores import find_store
-from trp_scale.data.stores.external import PLACES, ExternalTar, look_up, open_stream, write_places
-from trp_scale.data.stores.tars import StoredPart
+from trp_scale.data.stores.mirror import find_store
+from trp_scale.data.stores.tars import PLACES, ExternalTar, StoredPart, look_up, open_stream, write_places
 from trp_scale.errors import DataError, quote, shorten
+from trp_scale.sharding.images.files import list_members
 from trp_scale.sharding.images.foreign_tar import REASONS, MemberChoice, ReadTar, read_tar
-from trp_scale.sharding.images.samples import list_members
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import find_tars, tar_members, unique_names
 from trp_scale.sharding.job.job import MAX_LISTED, DataKind, FinishedShard, PortionReport, ShardingJob, ShardingSettings

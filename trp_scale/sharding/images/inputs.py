@@ -27,8 +27,7 @@ from trp_scale.data.raw_files import (
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.base import MapFiles, Modality
-from trp_scale.sharding.images.files import list_folder, list_tars, tars_on_disk
-from trp_scale.sharding.images.samples import Listing, Loaded, Sample, UnusableError
+from trp_scale.sharding.images.files import Listing, Loaded, Sample, UnusableError, list_folder, list_tars, tars_on_disk
 from trp_scale.sharding.images.scenes import SCENE_CLASSES, render_scene
 from trp_scale.sharding.images.settings import ShardImagesConfig
 

@@ -14,7 +14,7 @@ from trp_scale.data.images.crops import pick_centres
 from trp_scale.data.images.formats import UnknownRangeError, as_rgb, refuse_too_many_scans, write_png
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import MapFiles
-from trp_scale.sharding.images.samples import Loaded, UnusableError
+from trp_scale.sharding.images.files import Loaded, UnusableError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""

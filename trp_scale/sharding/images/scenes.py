@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.scenes_layout import KINDS, Scene, Solid, Surface, draw_scene
-from trp_scale.sharding.images.scenes_shapes import SOLIDS, Floats, Hit, dot
+from trp_scale.sharding.images.scenes_layout import KINDS, SOLIDS, Floats, Hit, Scene, Solid, Surface, dot, draw_scene
 
 SCENE_CLASSES: tuple[str, ...] = KINDS
 """Name of each class number: the kinds of the main object, equally many of each."""

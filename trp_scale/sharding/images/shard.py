@@ -19,9 +19,7 @@ from pathlib import Path
 
 from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.errors import shorten
-from trp_scale.sharding.images.inputs import list_input
-from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
-from trp_scale.sharding.images.samples import (
+from trp_scale.sharding.images.files import (
     SKIP_REASONS,
     ImagePortion,
     ImageSource,
@@ -31,6 +29,8 @@ from trp_scale.sharding.images.samples import (
     UnusableError,
     cut_into_portions,
 )
+from trp_scale.sharding.images.inputs import list_input
+from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.job.job import DataKind, PortionReport, ShardingJob

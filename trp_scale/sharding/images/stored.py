@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from trp_scale.data.images.dataset import first_difference
+from trp_scale.data.images.dataset import decode_image, first_difference
 from trp_scale.data.images.formats import FORMATS, png_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.maps import (
     CLASS,
@@ -24,9 +24,8 @@ from trp_scale.data.images.maps import (
     map_formats,
     stored_maps,
 )
-from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import Block, StoredMember, read_fields, read_index
-from trp_scale.data.stores import find_store
+from trp_scale.data.stores.mirror import find_store
 from trp_scale.data.stores.tars import StoredPart
 from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.pretraining.modalities import modality

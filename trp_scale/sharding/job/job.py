@@ -30,8 +30,7 @@ from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quote, short
 from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path, write_dataset_index
-from trp_scale.storage.files import remove_leftovers
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run, remove_leftovers
 
 DATASET_FORMAT = 1
 

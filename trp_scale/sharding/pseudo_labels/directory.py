@@ -27,8 +27,7 @@ from trp_scale.data.samples import write_binary_index
 from trp_scale.errors import DataError, quote
 from trp_scale.sharding.job.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.sharding.job.writing import report_path
-from trp_scale.storage.files import remove_leftovers
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run, remove_leftovers
 
 UNREADABLE = "unreadable"
 REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}

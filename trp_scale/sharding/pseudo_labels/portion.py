@@ -19,9 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from trp_scale.data.binary_index import NAME
+from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import OWN_TAR
-from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import index_path, read_index
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.tar_reader import SampleReader
@@ -40,7 +40,7 @@ from trp_scale.sharding.pseudo_labels.models import (
     load_processor,
 )
 from trp_scale.sharding.pseudo_labels.settings import label_kinds
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run
 
 
 @dataclass(kw_only=True)

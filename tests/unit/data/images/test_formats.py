@@ -27,15 +27,15 @@ from tests.unit.data.images.source_images import (
     png,
     shard,
 )
+from trp_scale.data.images.dataset import decode_image, decode_scaled
 from trp_scale.data.images.formats import MOST_PIXELS, MOST_SCANS, jpeg_frame_size, npy_header, read_npy
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.rows import decode_image, decode_scaled
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.pretraining.modalities.depth import stretch, units_of_metres
+from trp_scale.sharding.images.files import UnusableError
 from trp_scale.sharding.images.reencode import open_image
-from trp_scale.sharding.images.samples import UnusableError
 from trp_scale.sharding.images.stored import check_decodes
 
 

@@ -15,8 +15,8 @@ from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.cli.main import main
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.stores import find_store, mirror
-from trp_scale.data.stores.mirror import local_directory
+from trp_scale.data.stores import mirror
+from trp_scale.data.stores.mirror import find_store, local_directory
 from trp_scale.data.stores.tars import PART_MARK
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, RefusedError

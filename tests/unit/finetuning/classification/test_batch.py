@@ -21,7 +21,7 @@ from tests.unit.models.encoder_peers import finetune_config
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix_integer
 from trp_scale.data.images.crops import GREY
-from trp_scale.data.images.rows import decode_image
+from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.groups import Group

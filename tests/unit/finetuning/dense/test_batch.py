@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from tests.unit.data.images.stored import photograph
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.dataset import ImageMeta
-from trp_scale.data.images.rows import DecodedSample
+from trp_scale.data.images.dataset import DecodedSample, ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
 from trp_scale.finetuning.dense.batch import (

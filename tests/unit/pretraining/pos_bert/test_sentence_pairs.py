@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from tests.unit.data.stored import draw_rows
 from trp_scale.data.hashing import mix
-from trp_scale.data.text.dataset import WORD_START
-from trp_scale.data.text.rows import TextRows
+from trp_scale.data.text.dataset import WORD_START, TextRows
 from trp_scale.pretraining.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners
 
 WIDTH = 40

@@ -23,10 +23,9 @@ from tests.unit.data.images.foreign_tars import encoded, of_format, three_tars, 
 from tests.unit.data.images.stored import config_for, joined, photograph, steps
 from trp_scale.cli.main import main
 from trp_scale.data.images import dataset as images
-from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.rows import decode_image
+from trp_scale.data.images.dataset import decode_image, open_image_dataset
 from trp_scale.data.index import read_index, read_json
-from trp_scale.data.stores.external import find_external_tars
+from trp_scale.data.stores.tars import find_external_tars
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources

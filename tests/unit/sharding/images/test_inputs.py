@@ -27,7 +27,7 @@ from tests.unit.data.images.source_images import (
 from trp_scale.cli.main import main
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.samples import LONGEST_KEY, plain_key
+from trp_scale.sharding.images.files import LONGEST_KEY, plain_key
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 

@@ -25,8 +25,8 @@ from tests.unit.data.images.source_images import (
 )
 from trp_scale.data.images.maps import map_formats
 from trp_scale.pretraining.modalities.base import MapFiles
+from trp_scale.sharding.images.files import Loaded, UnusableError
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
-from trp_scale.sharding.images.samples import Loaded, UnusableError
 
 
 def encode(content: bytes | Image.Image, short_side: int = 0, quality: int = 0, **maps: bytes) -> Encoded:

@@ -22,8 +22,7 @@ from trp_scale.sharding.images.scenes import (
     render_scene,
     see,
 )
-from trp_scale.sharding.images.scenes_layout import draw_scene
-from trp_scale.sharding.images.scenes_shapes import RING_HOLE, SOLIDS
+from trp_scale.sharding.images.scenes_layout import RING_HOLE, SOLIDS, draw_scene
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZE = 48

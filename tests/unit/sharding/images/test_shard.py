@@ -24,10 +24,10 @@ from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import read_index, read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.samples import Sample, cut_into_portions
+from trp_scale.sharding.images.files import Sample, cut_into_portions
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.merge import merge
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -22,7 +22,7 @@ from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.job.parts import begun_parts, find_part
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import shard_text
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -21,7 +21,7 @@ from trp_scale.sharding.merge import merge
 from trp_scale.sharding.pseudo_labels import label as labelling
 from trp_scale.sharding.pseudo_labels.portion import LabelStream
 from trp_scale.sharding.verify import verify_dataset
-from trp_scale.storage.locks import only_run
+from trp_scale.storage.files import only_run
 
 DIRECTORIES = ("depth", "semseg")
 
