@@ -29,8 +29,9 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Blocks, HeldOutPlan, Plan, TrainPlan
-from trp_scale.data.sources import Rows, Sources, TrainSource, ValidationSource, within_cpus
+from trp_scale.data.sources import Rows, Sources, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
+from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError, UnreadableError, quote
