@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from trp_scale.config.schema import Fields, Positive
 from trp_scale.core.batch import Batch
@@ -264,6 +263,8 @@ def decode_image(content: bytearray) -> Tensor:
             raise
         except Exception as error:  # decoders raise whatever a broken file leads them to
             raise DataError(f"a PNG or WebP that cannot be decoded ({error_text(error)})") from error
+    from torchvision.io import ImageReadMode, decode_jpeg  # an extra: text goes without it
+
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
     refuse_too_many_scans(content)
     try:
