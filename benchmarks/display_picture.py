@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.training.metrics import read_metrics, worst_task
+from trp_scale.training.metrics import RunInfo, StepRecord, TaskRecord, read_metrics, worst_task
 from trp_scale.training.progress import LiveDisplay
-from trp_scale.training.records import RunInfo, StepRecord, TaskRecord
 from trp_scale.training.report import read_summary
 
 WIDTH, CHARACTER, LINE, MARGIN = 100, 8.4, 19.0, 14.0

@@ -32,14 +32,14 @@ from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.watchdog import HANGS, Watchdog
+from trp_scale.distributed.liveness import HANGS, Watchdog
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.finetuning.task import DownstreamTask, build_task
-from trp_scale.training.ending import Ending
 from trp_scale.training.pretrain import Guard, Run
+from trp_scale.training.rundir import Ending
 
 WARM_UP = 5
 """Steps at the beginning of each round that are not measured."""

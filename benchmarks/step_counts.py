@@ -50,7 +50,7 @@ from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.training.agreement import Agreed
+from trp_scale.training.decisions import Agreed
 
 CPU = torch.device("cpu")
 PHASES = ("forward", "backward", "update")

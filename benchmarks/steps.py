@@ -20,10 +20,10 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import RecordsOperations
 from trp_scale.pretraining.base import DataFacts, find_upstream
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.training.metrics import StepRecord
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import StepRecord
 
 Precision = Literal["bf16", "fp32"]
 Run = TypeVar("Run", bound=Config)

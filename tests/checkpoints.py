@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
 from trp_scale.core.engine import Stores
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, RankError
 
 
 def save_checkpoint(

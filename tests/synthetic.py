@@ -25,7 +25,7 @@ from trp_scale.pretraining.pos_bert.batch import kept_places
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
 
 VOCABULARY = 90

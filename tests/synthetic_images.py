@@ -24,7 +24,7 @@ from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 
 CROPS, SIDE, PATCH = 2, 16, 4
 PATCHES = (SIDE // PATCH) ** 2

@@ -25,7 +25,7 @@ from trp_scale.methods.learned_masks.joint import JointObjective
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 
 CLASSES = 3
 D_TR, D_VAL = 1000, 2000

@@ -35,7 +35,7 @@ from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, ModalitiesConfig
 from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardise
 from trp_scale.pretraining.modalities.semseg import VOID
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2

@@ -12,13 +12,12 @@ from tests.checkpoints import save_checkpoint
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, run_on_all_ranks
-from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.manager import EngineGroup, load
 from trp_scale.checkpoint.run_directory import checkpoint_path as step_path
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
+from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
 
 STEPS = 2

@@ -14,9 +14,8 @@ from tests.distributed.shard_probe import LR, Named, ShardProbe
 from tests.distributed.test_checkpoint_engines import distance
 from tests.ranks import Ranks
 from tests.synthetic import Layout
-from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.manager import EngineGroup, load
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import OptimizerConfig
 from trp_scale.config.registry import make_settings

@@ -14,9 +14,8 @@ from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.distributed.test_checkpoint_engines import distance, write
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
-from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.manager import EngineGroup, load
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import WEIGHT_AVERAGE

@@ -23,7 +23,7 @@ from trp_scale.config.run_flags import parse
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
-from trp_scale.training.agreement import require_same_settings
+from trp_scale.training.decisions import require_same_settings
 from trp_scale.training.loop import Trainer
 from trp_scale.training.report import report
 

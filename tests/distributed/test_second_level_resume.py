@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.checkpoint import manager
-from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.checkpoint.manager import EngineGroup
 
 LEVELS: dict[str, dict[str, Any]] = {
     "joint": {"kind": "joint", "gamma": 0.5},

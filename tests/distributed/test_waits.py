@@ -23,9 +23,8 @@ from trp_scale.core.hooks import Hooks
 from trp_scale.methods.gradient_noise_scale import GradientNoiseScale
 from trp_scale.methods.settings import GradientNoiseScaleSettings, WeightAverageSettings
 from trp_scale.methods.weight_average import WeightAverage
-from trp_scale.training.agreement import Agreed
-from trp_scale.training.records import StepRecord
-from trp_scale.training.spikes import SpikeWatch
+from trp_scale.training.decisions import Agreed, SpikeWatch
+from trp_scale.training.metrics import StepRecord
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that wait on a GPU until it is computed."""
@@ -36,7 +35,7 @@ NUMBER = "number put into a tensor"
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "is_nonzero")
 """Operations that do, by whatever name they are called."""
 
-ON_THE_HOST = ("training.agreement: reach", "tests.synthetic")
+ON_THE_HOST = ("training.decisions: reach", "tests.synthetic")
 """Where a step reads tensors that never were on a device: the ranks' agreement, and the tests' data."""
 
 ENGINES = {"plain": Layout(), "ddp": Layout(engine="ddp"), "fsdp": Layout(engine="fsdp")}

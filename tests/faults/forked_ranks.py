@@ -44,7 +44,7 @@ PLACES = {
     "step": "trp_scale.engines.plain:PlainEngine.step",
     "hook": "trp_scale.methods.balancing.global_losses:GlobalLossBalancer.before_step",
     "validation": "trp_scale.training.pretrain:validate",
-    "checkpoint": "trp_scale.checkpoint.tensor_file:ChecksumWriter.write",
+    "checkpoint": "trp_scale.checkpoint.document:ChecksumWriter.write",
     "rename": "pathlib:Path.rename",
 }
 """What is called there."""

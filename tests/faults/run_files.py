@@ -15,11 +15,9 @@ from transformers import BertConfig, BertModel, ViTMAEConfig, ViTMAEForPreTraini
 
 from tests.faults.readers import Case, Reader, Target
 from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, renew_digest, save_step, whole_state
-from trp_scale.checkpoint.document import DOCUMENT_NAME, HOOKS_NAME
+from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
-from trp_scale.checkpoint.resume import check_settings, cut_metrics, select
-from trp_scale.checkpoint.run_directory import METRICS_FILE, incompleteness
-from trp_scale.checkpoint.tensor_file import CHUNK
+from trp_scale.checkpoint.run_directory import METRICS_FILE, check_settings, cut_metrics, incompleteness, select
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.listing import summary
 from trp_scale.config.loader import dump, load_recipe, to_dict

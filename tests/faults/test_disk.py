@@ -20,8 +20,8 @@ import pytest
 from tests.distributed.test_resume import run_and_listen, same_run
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint import writer
+from trp_scale.checkpoint.document import ChecksumWriter
 from trp_scale.checkpoint.run_directory import METRICS_FILE, checkpoints, incompleteness
-from trp_scale.checkpoint.tensor_file import ChecksumWriter
 from trp_scale.cli import main as cli
 from trp_scale.exit_status import ExitStatus
 from trp_scale.training.loop import Trainer

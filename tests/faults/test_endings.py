@@ -15,7 +15,7 @@ from tests.faulty_server import directory, faulty_server
 from tests.runs import flags, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.cli import main as cli
-from trp_scale.distributed.lease import Lease
+from trp_scale.distributed.liveness import Lease
 from trp_scale.exit_status import ExitStatus
 
 

@@ -15,8 +15,8 @@ from tests.distributed.launched import descendants, environment_of, launch, wait
 from tests.faults.test_kills import same_end
 from tests.grids import always
 from tests.runs import flags, lines
-from trp_scale.distributed.lease import lease_holder
-from trp_scale.training.incidents import read_incidents
+from trp_scale.distributed.liveness import lease_holder
+from trp_scale.training.rundir import read_incidents
 
 STEPS = 12
 SETTINGS: dict[str, Any] = {"training__steps": STEPS, "checkpoint__every": 2, "model__dropout": 0.1}

@@ -22,10 +22,10 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
 from trp_scale.config import ReliabilityConfig
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.training import spikes
-from trp_scale.training.incidents import read_incidents
+from trp_scale.training import decisions as spikes
+from trp_scale.training.decisions import SpikeWatch
 from trp_scale.training.loop import Trainer
-from trp_scale.training.spikes import SpikeWatch
+from trp_scale.training.rundir import read_incidents
 
 LAYOUTS = {"plain": Layout(), **TWO_RANKS}
 SPOILT = 7

@@ -21,7 +21,7 @@ from tests.synthetic import Layout, Result
 from tests.synthetic_images import by_projection
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
 from trp_scale.checkpoint import manager
-from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.checkpoint.manager import EngineGroup
 from trp_scale.core.batch import StepStats
 from trp_scale.methods.adversary.positions import PositionAdversary
 

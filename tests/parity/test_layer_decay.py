@@ -23,7 +23,7 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.engines.build import build_engine
 from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 
 
 def batch(positions: range, size: int) -> Batch:

@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from trp_scale.checkpoint.agreement import run_on_all_ranks
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, run_on_all_ranks
 from trp_scale.errors import DataError, RefusedError, UnreadableError, exit_status_and_message
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError
 

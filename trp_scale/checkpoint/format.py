@@ -28,21 +28,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import run_on_all_ranks
-from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read_document
-from trp_scale.checkpoint.engine_group import other_engines
-from trp_scale.checkpoint.tensor_file import (
+from trp_scale.checkpoint.document import (
     DTYPES,
+    CheckpointDocument,
     FileEntry,
     Header,
+    StoredTensor,
     check_sound,
     dtype_name,
+    other_engines,
+    read_document,
     reading_tensors,
     write_tensor_file,
 )
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, run_on_all_ranks
 from trp_scale.errors import CheckpointError, shorten
 
 _NUMBER = r"[0-9]{1,18}"
@@ -352,7 +353,7 @@ def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict
     needed.
 
     Args:
-        engine: whose; empty = the run's own, without those of its hooks' engines (engine_group.py).
+        engine: whose; empty = the run's own, without those of its hooks' engines (manager.py: EngineGroup).
 
     Raises:
         CheckpointError: the checkpoint is not complete or damaged, or its run kept no average.

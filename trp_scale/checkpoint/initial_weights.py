@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME
+from trp_scale.checkpoint.document import DOCUMENT_NAME, reading_tensors
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
-from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.json_files import read_object
 from trp_scale.config.upstream import ModelConfig

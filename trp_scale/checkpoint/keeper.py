@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.document import DOCUMENT_NAME, damage, read_document
 from trp_scale.checkpoint.run_directory import Kept, incompleteness, retain
-from trp_scale.checkpoint.tensor_file import damage
 from trp_scale.distributed.stop import first_signal_time
 from trp_scale.errors import RefusedError
 from trp_scale.storage.transfer import file_system

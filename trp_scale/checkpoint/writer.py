@@ -29,18 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import RankError, StorageError, on_rank_zero, run_on_all_ranks
-from trp_scale.checkpoint.document import split_state
+from trp_scale.checkpoint.document import split_state, stored_bytes
 from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
 from trp_scale.checkpoint.keeper import Keeper, open_url, polite
 from trp_scale.checkpoint.manager import CheckpointPart, Content, finish, owned_pieces, write_part
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
-from trp_scale.checkpoint.tensor_file import stored_bytes
 from trp_scale.config import CheckpointConfig
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
 from trp_scale.distributed.environment import control_groups, read_lines
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, RankError, StorageError, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

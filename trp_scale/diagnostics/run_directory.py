@@ -20,17 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.document import damage, read_document
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkpoints, incompleteness
-from trp_scale.checkpoint.tensor_file import damage
 from trp_scale.config.json_files import parse_json, read_content, read_object
 from trp_scale.diagnostics.machine import Finding, judge
-from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, boot_id, lease_holder
-from trp_scale.distributed.watchdog import HANGS, TIMES_THE_MEDIAN
+from trp_scale.distributed.liveness import (
+    GONE_AFTER,
+    HANGS,
+    LEASE,
+    RENEWED_EACH,
+    TIMES_THE_MEDIAN,
+    boot_id,
+    lease_holder,
+)
 from trp_scale.errors import CheckpointError, RefusedError
-from trp_scale.training.ending import STOP_RECORD
-from trp_scale.training.incidents import INCIDENTS_FILE, read_incidents
-from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE
+from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, INCIDENTS_FILE, STOP_RECORD, read_incidents
 
 RUN_FILES = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, STOP_RECORD, LEASE, CHECKPOINTS, HANGS)
 """A directory that has one of these belongs to a run."""

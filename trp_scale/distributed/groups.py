@@ -1,13 +1,21 @@
-"""Collectives over a named group of ranks; all of them do nothing in a world of one."""
+"""Collectives over a named group of ranks, which do nothing in a world of one, and actions in which the failure of one
+rank is the failure of all: no rank is left waiting in a collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+from trp_scale.config import RefusedError
+from trp_scale.errors import CheckpointError, exit_status_and_message
+from trp_scale.exit_status import ExitStatus
 
 T = TypeVar("T")
 
@@ -73,3 +81,113 @@ class Group:
 
 ALONE = Group("data")
 """A group of this process only."""
+
+
+class StorageError(CheckpointError):
+    """The storage failed, and nothing else: full, read-only, or broken. It may work the next time."""
+
+    status = ExitStatus.STORAGE
+
+
+class RankError(RuntimeError):
+    """Something failed on at least one rank that is no mistake of the user's; raised on all ranks, naming those."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Error of one rank, as the others receive it.
+
+    Attributes:
+        refused: a traceback would say no more than the message.
+        complete: the message itself says where and what, so that it needs no rank and no action in front.
+        storage: it is one of storage.
+        status: that a refusal ends the command with.
+    """
+
+    message: str
+    refused: bool
+    complete: bool
+    storage: bool = False
+    status: ExitStatus = ExitStatus.REFUSED
+
+    @classmethod
+    def from_error(cls, error: Exception) -> Failure:
+        if isinstance(error, RefusedError):
+            storage = isinstance(error, StorageError)
+            return cls(
+                str(error), refused=True, complete=True, storage=storage, status=exit_status_and_message(error)[0]
+            )
+        storage = isinstance(error, OSError)
+        return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
+
+
+def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank and gather the results; `action` itself must not use collectives of the group.
+
+    Returns:
+        the result of each rank, on every rank.
+    Raises:
+        StorageError: on every rank, when nothing but storage failed (OSError).
+        CheckpointError: on every rank, when it was refused on any (RefusedError).
+        RankError: on every rank, when any met another error: names `what`, the ranks and their messages.
+    """
+    result: T | None = None
+    cause: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
+        cause = error
+    gathered = group.gather_objects((None if cause is None else Failure.from_error(cause), result))
+    failures = {rank: failure for rank, (failure, _) in enumerate(gathered) if failure is not None}
+    if failures:
+        messages = {failure.message for failure in failures.values()}
+        refused: type[CheckpointError] = (
+            StorageError if all(failure.storage for failure in failures.values()) else CheckpointError
+        )
+        kind = refused if all(failure.refused for failure in failures.values()) else RankError
+        listed = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
+        text = f"{what} failed on {len(failures)} of {group.size} ranks: {listed}"
+        if len(messages) == 1 and all(failure.complete for failure in failures.values()):
+            kind, text = refused, messages.pop()
+        failure = kind(text)
+        if isinstance(failure, CheckpointError) and all(f.status is ExitStatus.FAILED for f in failures.values()):
+            failure.status = ExitStatus.FAILED
+        raise failure from cause
+    return [value for _, value in gathered]  # type: ignore[misc]
+
+
+def on_rank_zero(group: Group, what: str, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 only; every rank gets its result, or its error as `together` raises it."""
+    return run_on_all_ranks(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def check_shared_directory(run_dir: Path, group: Group) -> None:
+    """Check that every rank sees the run directory that rank 0 sees, before anything is written into it.
+
+    Raises:
+        RefusedError: on every rank, where it is a file.
+        CheckpointError: on every rank, naming the ranks that see another directory or none.
+    """
+    token = secrets.token_hex(16)
+
+    def leave_token() -> tuple[str, str]:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise RefusedError(f"{run_dir} is a file; allowed: a directory")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / f".same_directory_{token}").write_text(token, encoding="ascii")
+        return f".same_directory_{token}", token
+
+    name, content = on_rank_zero(group, f"writing into {run_dir}", leave_token)
+    path = run_dir / name
+    try:
+        seen = path.read_text(encoding="ascii") == content
+    except OSError:
+        seen = False
+    blind = [rank for rank, sees in enumerate(group.gather_objects(seen)) if not sees]
+    if group.rank == 0:
+        path.unlink(missing_ok=True)
+    if blind:
+        raise CheckpointError(
+            f"{run_dir}: ranks {blind} do not see the file that rank 0 wrote there; "
+            "the run directory must be on storage that all ranks share (--run_dir)"
+        )

@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError  # type: ignore[a
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed import stop
-from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
+from trp_scale.distributed.environment import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, exit_process
 from trp_scale.exit_status import ExitStatus
 

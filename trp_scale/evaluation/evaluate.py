@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
 from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.finetuning.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
 from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
-from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
+from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import check_engine, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -18,6 +17,7 @@ from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
 from trp_scale.data.images.leakage import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import check_shared_directory, on_rank_zero
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.task import DownstreamTask, build_task, measure, seed_result

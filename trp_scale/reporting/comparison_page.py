@@ -19,10 +19,8 @@ from trp_scale.reporting.comparison import (
     result_tables,
     write_output,
 )
-from trp_scale.reporting.curves import Curve
-from trp_scale.reporting.document import Page, PageSection, Sentences, page_text, plotly_source
-from trp_scale.reporting.figures import Line, Plot, colours
-from trp_scale.reporting.record import RunRecord, read_run
+from trp_scale.reporting.document import Line, Page, PageSection, Plot, Sentences, colours, page_text, plotly_source
+from trp_scale.reporting.record import Curve, RunRecord, read_run
 from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.table import GIB, Cell, Colour, Table, number_cell
 from trp_scale.training.report import to_words

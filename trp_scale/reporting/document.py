@@ -1,23 +1,220 @@
 """A page's parts, and how they are written as one HTML file: sections of tables, plots, pictures and commands.
 
 All text is escaped by jinja2 in page.html, and only there. The file asks nothing of the network: style, script, plotly
-and pictures are in it, and a Content-Security-Policy forbids the rest.
+and pictures are in it, and a Content-Security-Policy forbids the rest. Plots are plain data for plotly, so that making
+a page imports nothing of it.
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from math import log10
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trp_scale.errors import RefusedError
-from trp_scale.reporting.figures import DARK, LIGHT, Plot
-from trp_scale.table import Table
+from trp_scale.reporting.record import Points
+from trp_scale.table import Colour, Table
+
+LIGHT = ("#0664b2", "#e67204", "#08a673", "#bf609d", "#a96600", "#4e88c1", "#665c14", "#4b5566")
+DARK = ("#468ff4", "#e57c53", "#38d88a", "#ce88d1", "#edb141", "#aee7f3", "#f9f036", "#b59ea9")
+"""Okabe and Ito's colours, moved until readers with deuteranopia and protanopia tell any two apart, on a light page and
+on a dark one. The page's script replaces each of the first by the second."""
+
+DASHES = ("solid", "dash", "dot")
+"""Of more lines than colours: the second eight are dashed, the third dotted."""
+
+MOST_LINES = len(LIGHT) * len(DASHES)
+"""Lines of a plot that can be told apart."""
+
+FEW_POINTS = 40
+"""Up to so many points a curve has markers."""
+
+
+def colours(names: Iterable[str]) -> dict[str, Colour]:
+    """A colour for each name, in their order; from MOST_LINES on they come again."""
+    colours: dict[str, Colour] = {}
+    for number, name in enumerate(dict.fromkeys(names)):
+        turn, colour = divmod(number, len(LIGHT))
+        colours[name] = Colour(light=LIGHT[colour], dark=DARK[colour], dash=DASHES[turn % len(DASHES)])
+    return colours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A curve in a plot.
+
+    Attributes:
+        name: in the legend.
+        emphasis: why it is drawn thick, in a word for the legend; empty: it is not.
+    """
+
+    name: str
+    points: Points
+    colour: Colour
+    emphasis: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Curves over steps.
+
+    Attributes:
+        title: above it.
+        lines: in the legend's order; the last lies on top.
+        unit: at the axis; share: values are shares of 1, shown in per cent.
+        log: a logarithmic axis; values that are not positive are not drawn.
+        edge: a value that is marked, and the words beside it.
+        note: below the title.
+        from_zero: the axis begins at 0, as that of shares does.
+        wide: over the page's whole width.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    log: bool = False
+    edge: tuple[float, str] | None = None
+    note: str = ""
+    from_zero: bool = False
+    wide: bool = False
+
+    @property
+    def averaged(self) -> int:
+        """Most logged steps of a point of any line."""
+        return max((line.points.averaged for line in self.lines), default=1)
+
+    @property
+    def has_legend(self) -> bool:
+        """One line needs none: the title says what it is."""
+        return len(self.lines) > 1
+
+    def limit_lines(self) -> Plot:
+        """Return the plot with the emphasised lines and the first others, so that all can be told apart."""
+        if len(self.lines) <= MOST_LINES:
+            return self
+        first = sorted(self.lines, key=lambda line: not line.emphasis)[:MOST_LINES]
+        left_out = f"{len(self.lines) - MOST_LINES} more are not drawn."
+        return replace(self, lines=first, note=f"{self.note} {left_out}".strip())
+
+    def figure(self) -> dict[str, Any]:
+        """{"data": traces, "layout": layout}. A line has one trace, and one more for its band, of one legend group."""
+        traces: list[dict[str, Any]] = []
+        for number, line in enumerate(self.lines):
+            if line.points.averaged > 1:
+                traces.append(_band(line, number))
+        # Thick lines last: they lie on top.
+        for number, line in sorted(enumerate(self.lines), key=lambda item: bool(item[1].emphasis)):
+            traces.append(self._curve(line, number))
+        return {"data": traces, "layout": self._layout()}
+
+    def _curve(self, line: Line, number: int) -> dict[str, Any]:
+        points = line.points
+        few = len(points.steps) <= FEW_POINTS
+        form = ".4~g" if self.unit != "share" else ".2e" if self._per_cent().endswith("e") else ".2%"
+        return {
+            "type": "scatter",
+            "mode": "lines+markers" if few else "lines",
+            "name": as_text(line.name),
+            "x": points.steps,
+            "y": points.values,
+            "line": {
+                "color": line.colour.light,
+                "width": 3.5 if line.emphasis else 1.6,
+                "dash": line.colour.dash,
+            },
+            "marker": {"size": 7 if line.emphasis else 5, "color": line.colour.light},
+            "opacity": 0.8 if any(other.emphasis for other in self.lines) and not line.emphasis else 1.0,
+            "legendgroup": str(number),
+            "hovertemplate": f"%{{y:{form}}}",
+        }
+
+    def _layout(self) -> dict[str, Any]:
+        axis: dict[str, Any] = {
+            "type": "log" if self.log else "linear",
+            "automargin": True,
+            "nticks": 6,
+            "exponentformat": "power",
+        }
+        if self.unit == "share":
+            axis |= {"tickformat": self._per_cent(), "rangemode": "tozero"}
+        elif self.from_zero:
+            axis["rangemode"] = "tozero"
+        if self.unit not in ("", "share"):
+            axis["title"] = {"text": as_text(self.unit), "standoff": 6}
+        layout: dict[str, Any] = {
+            "xaxis": {"title": {"text": "step", "standoff": 4}, "automargin": True, "nticks": 6, "tickformat": "~s"},
+            "yaxis": axis,
+            "hovermode": "x unified",
+            "showlegend": False,
+            "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        }
+        if self.edge is not None:
+            value, words = self.edge
+            layout["shapes"] = [_across(value)]
+            layout["annotations"] = [_annotation(value, words, log=self.log)]
+        return layout
+
+    def _per_cent(self) -> str:
+        """So many digits that ticks differ."""
+        values = [value for line in self.lines for value in line.points.values]
+        spread = max([0.0, *values]) - min([0.0, *values])
+        return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%" if spread > 0.0005 else ".1e"
+
+
+def as_text(words: str) -> str:
+    """Words that plotly shows as they are: it reads some tags and entities in names."""
+    return html.escape(words, quote=False)
+
+
+def _band(line: Line, number: int) -> dict[str, Any]:
+    """Return the band from the least to the largest of the steps behind each point."""
+    points = line.points
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": as_text(line.name),
+        "x": [*points.steps, *reversed(points.steps)],
+        "y": [*points.largest, *reversed(points.least)],
+        "fill": "toself",
+        "fillcolor": line.colour.light,
+        "opacity": 0.2 if line.emphasis else 0.1,
+        "line": {"width": 0, "color": line.colour.light},
+        "hoverinfo": "skip",
+        "legendgroup": str(number),
+    }
+
+
+def _across(value: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": value,
+        "y1": value,
+        "line": {"width": 1, "dash": "dot", "color": LIGHT[-1]},
+    }
+
+
+def _annotation(value: float, words: str, *, log: bool) -> dict[str, Any]:
+    return {
+        "text": as_text(words),
+        "xref": "paper",
+        "x": 0,
+        "xanchor": "left",
+        "y": log10(value) if log else value,
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 11},
+    }
+
 
 HERE = Path(__file__).parent
 

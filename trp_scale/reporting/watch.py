@@ -18,10 +18,8 @@ from trp_scale.errors import RefusedError
 from trp_scale.reporting.document import PLOTLY, Page, page_text, plotly_source
 from trp_scale.reporting.record import read_run
 from trp_scale.reporting.run import run_page
-from trp_scale.training.ending import STOP_RECORD
-from trp_scale.training.incidents import INCIDENTS_FILE
 from trp_scale.training.report import SUMMARY_FILE
-from trp_scale.training.rundir import CONFIG_FILE
+from trp_scale.training.rundir import CONFIG_FILE, INCIDENTS_FILE, STOP_RECORD
 
 HOST = "127.0.0.1"
 

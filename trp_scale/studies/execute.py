@@ -31,7 +31,7 @@ from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.sharding.job.clusters import submit_job
 from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
-from trp_scale.training.records import nothing_left
+from trp_scale.training.metrics import nothing_left
 from trp_scale.training.report import read_summary
 
 STUDY_FILE = "study.json"

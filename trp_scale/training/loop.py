@@ -1,5 +1,5 @@
 """The training loop. Read aloud it is the method; it knows no method by name. With it: losses over the held-out rows,
-and the learning rate of a step. What the ranks agree on before a step is in agreement.py.
+and the learning rate of a step. What the ranks agree on before a step is in decisions.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
-from trp_scale.training.agreement import StepAgreement
-from trp_scale.training.best import Best, of_validation
-from trp_scale.training.incidents import Incidents
-from trp_scale.training.metrics import worst_task
+from trp_scale.training.decisions import Best, SpikeWatch, StepAgreement, of_validation
+from trp_scale.training.metrics import FINISHED, StepRecord, TaskRecord, worst_task
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import FINISHED, StepRecord, TaskRecord
-from trp_scale.training.spikes import SpikeWatch
+from trp_scale.training.rundir import Incidents
 
 SECONDS_AFTER_AN_ERROR = 5.0
 """How long the numbers of the last step are waited for when an error ends the run."""

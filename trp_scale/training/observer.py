@@ -16,13 +16,11 @@ from typing import Any
 from trp_scale.config import Config
 from trp_scale.config.json_files import read_object
 from trp_scale.storage.files import write_text
-from trp_scale.training.metrics import MetricsWriter, finite, read_history, worst_task
-from trp_scale.training.progress import Display, open_display
-from trp_scale.training.records import RunInfo, StepRecord
+from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task
+from trp_scale.training.progress import Display, hook_lines, open_display
 from trp_scale.training.report import REPORT_FILE, SUMMARY_FILE, report, report_table
 from trp_scale.training.sinks import Sink, open_sinks
 from trp_scale.training.speed import peak_flops, peak_memory_bytes
-from trp_scale.training.standing import hook_lines
 
 
 class Observer:

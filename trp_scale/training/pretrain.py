@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from trp_scale.checkpoint import manager
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
-from trp_scale.checkpoint.engine_group import EngineGroup
-from trp_scale.checkpoint.manager import Content
-from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select, take_back
-from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.checkpoint.manager import Content, EngineGroup
+from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings, checkpoints, select, take_back
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import against_compiling, cautions, check_engine, engine_rules
@@ -32,25 +29,21 @@ from trp_scale.config.schema import clean_text
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.lease import Lease
+from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
+from trp_scale.distributed.liveness import HANGS, Lease, Watchdog
 from trp_scale.distributed.stop import StopRequests, launcher_processes
-from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.exit_status import ExitStatus
 from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
-from trp_scale.training.agreement import StepAgreement, require_same_settings
-from trp_scale.training.best import build_best_tracker
-from trp_scale.training.ending import Ending
-from trp_scale.training.incidents import Incidents
+from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_tracker, require_same_settings
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
+from trp_scale.training.metrics import FINISHED, RunInfo, nothing_left
 from trp_scale.training.observer import Observer
-from trp_scale.training.profile import StepProfile
-from trp_scale.training.records import FINISHED, RunInfo, nothing_left
-from trp_scale.training.speed import StartUp
-from trp_scale.training.spikes import SpikeWatch
+from trp_scale.training.rundir import Ending, Incidents
+from trp_scale.training.speed import StartUp, StepProfile
 
 logger = logging.getLogger(__name__)
 

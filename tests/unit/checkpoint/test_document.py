@@ -12,7 +12,7 @@ import pytest
 from tests.grids import always
 from tests.unit.checkpoint.fake_engine import renew_digest, save_step
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
-from trp_scale.checkpoint.resume import select
+from trp_scale.checkpoint.run_directory import select
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.unit.core.test_pieces import SHAPES, cut, cut_at_random
-from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor
+from trp_scale.checkpoint.document import CheckpointDocument, FileEntry, StoredTensor
 from trp_scale.checkpoint.format import (
     StoredPiece,
     StoredPieces,
@@ -24,7 +24,6 @@ from trp_scale.checkpoint.format import (
     without_values,
     write_pieces,
 )
-from trp_scale.checkpoint.tensor_file import FileEntry
 from trp_scale.core.pieces import Box, FlatRange, Piece, Region
 from trp_scale.errors import CheckpointError
 

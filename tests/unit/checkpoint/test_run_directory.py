@@ -8,26 +8,37 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.fake_engine import on_ranks, renew_digest, save_step, whole_state
-from trp_scale.checkpoint import keeper, manager, run_directory, tensor_file, writer
-from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, run_on_all_ranks
+from tests.unit.checkpoint.fake_engine import FakeEngine, on_ranks, random_split, renew_digest, save_step, whole_state
+from trp_scale.checkpoint import document, keeper, manager, run_directory, writer
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import (
+    MAY_CHANGE,
+    CutMetrics,
+    check_settings,
     checkpoints,
     copy_tokenizer,
+    cut_metrics,
+    may_change,
     newest_complete,
     remove_leftovers,
+    select,
     set_aside_later,
+    take_back,
 )
 from trp_scale.config import RefusedError
-from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.config.loader import to_dict
+from trp_scale.config.registry import registered_components
+from trp_scale.distributed.groups import ALONE, Group, RankError, check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.training.sinks import list_pictures
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,7 +83,7 @@ def test_kill_9_while_tensors_are_written(tmp_path: Path) -> None:
     [
         (writer, "make_room"),
         (manager, "write_pieces"),
-        (tensor_file.os, "fsync"),
+        (document.os, "fsync"),
         (manager, "write_tensor_file"),
         (CheckpointDocument, "write"),
         (writer, "publish"),
@@ -265,3 +276,320 @@ def test_the_tokenizer_is_copied_once_and_whole(tmp_path: Path) -> None:
         copy_tokenizer(run_dir, source, ALONE)
     assert [path.name for path in (run_dir / "tokenizer").iterdir()] == ["tokenizer.json"]
     assert not (run_dir / ".tokenizer.tmp").exists()
+
+
+PRESENT = to_dict(PosBertConfig())
+ALLOWED = {
+    "model.weights_names",
+    "batch.micro_size",
+    "training.steps",
+    "training.max_hours",
+    "training.max_skipped_steps",
+    "training.compile",
+    "training.activation_checkpointing",
+    "training.deterministic",
+    "fsdp.shard_ranks",
+    "fsdp.offload",
+    "fsdp.offload_directory",
+    "megatron.tensor_parallel",
+    "megatron.shard_moments",
+    "megatron.sequence_parallel",
+    "data.workers",
+    "data.prefetch",
+    "data.verify",
+    "data.max_corrupt_blocks",
+    "adversary.check_every",
+    "validation.every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.keep_every",
+    "checkpoint.asynchronous",
+    "checkpoint.max_failures",
+    "checkpoint.best",
+    "checkpoint.patience",
+    "checkpoint.mirror",
+    "reliability.hang_minutes",
+    "reliability.collective_minutes",
+    "reliability.worker_seconds",
+    "reliability.max_corrupt_steps",
+    "reliability.spikes",
+    "reliability.spike_score",
+    "reliability.max_rollbacks",
+    "reliability.restarts",
+    "logging.every",
+    "logging.memory_snapshot",
+    "logging.profile",
+    "logging.progress",
+    "logging.wandb",
+    "logging.wandb_project",
+    "logging.tensorboard",
+}
+
+
+def all_fields() -> list[str]:
+    sections = {section: values for section, values in PRESENT.items() if isinstance(values, dict)}
+    return ["upstream", *(f"{section}.{field}" for section, values in sections.items() for field in values)]
+
+
+def changed(*names: str) -> dict[str, Any]:
+    """The default settings with other values in these fields."""
+    settings = to_dict(PosBertConfig())
+    for name in names:
+        *section, field = name.split(".")
+        (settings[section[0]] if section else settings)[field] = "another value"
+    return settings
+
+
+@pytest.mark.parametrize("field", all_fields())
+def test_exactly_the_listed_settings_may_change(field: str) -> None:
+    stored = changed(field)
+    assert may_change(field) == (field in ALLOWED)
+    if field in ALLOWED:
+        (notice,) = check_settings(stored, PRESENT)
+        assert notice.startswith(f"{field}: checkpoint another value, now ")
+        return
+    with pytest.raises(RefusedError) as caught:
+        check_settings(stored, PRESENT)
+    assert f"{field}: checkpoint another value, now " in str(caught.value)
+
+
+def test_every_rule_names_a_setting_that_exists() -> None:
+    of_kinds = {f"{role}.{field.name}" for role, _, settings in registered_components() for field in fields(settings)}
+    of_hooks = {f"{name}.*" for role, name, _ in registered_components() if role == "hook"}
+    known = (
+        of_hooks
+        | set(all_fields())
+        | {f"{section.name}.*" for section in fields(PosBertConfig())}
+        | of_kinds
+        | {"modules"}
+    )
+    assert set(MAY_CHANGE) <= known
+
+
+def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() -> None:
+    stored = to_dict(PosBertConfig())
+    stored["optimizer"]["lr"] = 0.5
+    stored["batch"] = {"global_size": 8, "micro_size": 4}
+    stored["training"]["seed"] = 3
+    with pytest.raises(RefusedError) as caught:
+        check_settings(stored, PRESENT)
+    message = str(caught.value)
+    assert "optimizer.lr: checkpoint 0.5, now 0.0002" in message
+    assert "batch.global_size: checkpoint 8, now 256" in message
+    assert "training.seed: checkpoint 3, now 0" in message
+    assert "micro_size: checkpoint" not in message
+    assert all(rule in message for rule in MAY_CHANGE)
+
+
+def test_a_setting_newer_than_the_checkpoint_had_its_default() -> None:
+    stored = to_dict(PosBertConfig())
+    del stored["masking"]["unit"]
+    assert check_settings(stored, PRESENT) == []
+    present = to_dict(PosBertConfig())
+    present["masking"]["unit"] = "word"
+    with pytest.raises(RefusedError, match=r"masking\.unit"):
+        check_settings(stored, present)
+
+
+def test_a_setting_that_no_longer_exists_is_refused() -> None:
+    stored = to_dict(PosBertConfig())
+    stored["masking"]["gone"] = 3
+    with pytest.raises(RefusedError, match=r"masking\.gone: checkpoint 3, now absent"):
+        check_settings(stored, PRESENT)
+
+
+def test_another_length_is_allowed_and_its_consequence_told() -> None:
+    stored = to_dict(PosBertConfig())
+    stored["training"]["steps"] = 10
+    (notice,) = check_settings(stored, PRESENT)
+    change = "training.steps: checkpoint 10, now 1000000"
+    assert notice == f"{change} (the linear schedule of the learning rate now ends there)"
+    constant = to_dict(PosBertConfig())
+    constant["optimizer"]["schedule"] = stored["optimizer"]["schedule"] = "constant"
+    assert check_settings(stored, constant) == [change]
+
+
+def test_data_may_move_but_not_change() -> None:
+    moved = changed("data.path")
+    assert len(check_settings(moved, PRESENT, stored_digest="a", present_digest="a")) == 1
+    with pytest.raises(RefusedError, match="content of the data set: checkpoint a, now b"):
+        check_settings(PRESENT, PRESENT, stored_digest="a", present_digest="b")
+    with pytest.raises(RefusedError, match=r"data\.path"):
+        check_settings(moved, PRESENT, stored_digest=None, present_digest=None)
+    with pytest.raises(RefusedError, match="content of the data set: checkpoint unknown, now b"):
+        check_settings(PRESENT, PRESENT, stored_digest=None, present_digest="b")
+
+
+def test_settings_are_compared_as_json_gives_them_back() -> None:
+    stored = json.loads(json.dumps(PRESENT))
+    stored["balancer"]["reference"] = {"verb": 1.0}
+    assert check_settings(stored, PRESENT | {"balancer": PRESENT["balancer"] | {"reference": {"verb": 1}}}) == []
+
+
+def test_never_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert select(run_dir, "never", ALONE).checkpoint is None
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / ".hidden").touch()
+    (run_dir / "lease.json").touch()  # of the start that looks
+    assert select(run_dir, "never", ALONE).checkpoint is None
+    (run_dir / "config.yaml").touch()
+    with pytest.raises(RefusedError, match=r"not empty \(it holds config.yaml\)"):
+        select(run_dir, "never", ALONE)
+    for number in range(10):
+        (run_dir / f"file{number}").touch()
+    with pytest.raises(RefusedError, match="file6 and 3 more"):
+        select(run_dir, "never", ALONE)
+
+
+def test_auto_takes_the_newest_complete_one_or_starts_fresh(tmp_path: Path) -> None:
+    fresh = select(tmp_path, "auto", ALONE)
+    assert fresh.checkpoint is None
+    assert "starting from step 0" in fresh.notices[-1]
+    older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
+    assert select(tmp_path, "auto", ALONE).checkpoint == newer
+    (newer / "hooks.safetensors").unlink()
+    (tmp_path / "checkpoints" / ".step_00000003.tmp").mkdir()
+    selection = select(tmp_path, "auto", ALONE)
+    assert selection.checkpoint == older
+    assert str(newer) in selection.notices[0]
+    assert str(older) in selection.notices[1]
+    assert not (tmp_path / "checkpoints" / ".step_00000003.tmp").exists()
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "hooks.safetensors"])
+def test_auto_passes_over_what_is_damaged_and_a_path_does_not(tmp_path: Path, file: str) -> None:
+    """On every rank, also where only the other one has read the damaged file."""
+    split = random_split(3, 2)
+
+    def saved(group: Group, step: int) -> Path:
+        return save_step(tmp_path, step, engine=FakeEngine(group.rank, split, whole_state(step)), group=group)
+
+    (first, _), (second, _), (third, _) = (on_ranks(2, lambda group, n=n: saved(group, n)) for n in (1, 2, 3))
+    flip(third / file)
+    flip(second / file)
+    for selection in on_ranks(2, lambda group: select(tmp_path, "auto", group)):
+        assert selection.checkpoint == first
+        assert len(selection.notices) == 3
+        for notice, path in zip(selection.notices, (third, second), strict=False):
+            assert notice.startswith(f"{path} is not whole and is passed over: ")
+            assert f"{path / file}: bytes 0:" in notice
+        assert selection.notices[-1] == f"resuming from {first}"
+    for error in on_ranks(2, lambda group: select(tmp_path, str(third), group)):
+        assert isinstance(error, RefusedError)
+        assert str(error).startswith(f"--resume {third}: the checkpoint is not whole: ")
+        assert f"{third / file}: bytes 0:" in str(error)
+    flip(first / file)
+    for error in on_ranks(2, lambda group: select(tmp_path, "auto", group)):
+        assert isinstance(error, RefusedError)
+        assert str(error).startswith(f"--resume auto: {third} is not whole") and "none is left" in str(error)
+
+
+def test_a_checkpoint_of_version_0_1_is_refused_in_one_line_that_says_so(tmp_path: Path) -> None:
+    document = save_step(tmp_path, 1) / "checkpoint.json"
+    content = json.loads(document.read_text(encoding="utf-8"))
+    document.write_text(json.dumps(content | {"format": 1}), encoding="utf-8")
+    for resume in ("auto", str(tmp_path), str(document.parent)):
+        with pytest.raises(RefusedError, match=r"format 1.*format 2") as caught:
+            select(tmp_path, resume, ALONE)
+        assert "\n" not in str(caught.value)
+
+
+def test_what_was_passed_over_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    flip(tmp_path / "checkpoints" / "step_00000003" / "rank-00000.safetensors")
+    selection = select(tmp_path, "auto", ALONE)
+    assert selection.checkpoint is not None and selection.checkpoint.name == "step_00000002"
+    take_back(tmp_path, 2)
+    save_step(tmp_path, 4, keep=2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 4]
+
+
+def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
+    other, run_dir = tmp_path / "other", tmp_path / "run"
+    older, newer = save_step(other, 1), save_step(other, 2)
+    (other / "checkpoints" / ".step_00000003.tmp").mkdir()
+    assert select(run_dir, str(other), ALONE).checkpoint == newer
+    assert select(run_dir, str(older), ALONE).checkpoint == older
+    assert (other / "checkpoints" / ".step_00000003.tmp").exists(), "another run may be writing there now"
+    (newer / "rank-00000.safetensors").unlink()
+    with pytest.raises(RefusedError, match=r"not whole: .*rank-00000\.safetensors: missing"):
+        select(run_dir, str(newer), ALONE)
+    with pytest.raises(RefusedError, match="no such directory"):
+        select(run_dir, str(tmp_path / "nowhere"), ALONE)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RefusedError, match="there is no checkpoint in it"):
+        select(run_dir, str(tmp_path / "empty"), ALONE)
+
+
+def test_metrics_are_cut_back_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step},   "loss": 0.{step}}}\n'.encode() for step in (1, 2, 3, 4)]
+    path.write_bytes(b"".join(lines) + b'{"step": 5, "lo')
+    assert cut_metrics(path, 2) == CutMetrics(kept=2, later=2, damaged=1)
+    assert path.read_bytes() == lines[0] + lines[1]
+    assert cut_metrics(path, 2) == CutMetrics(kept=2, later=0, damaged=0)
+    assert cut_metrics(path, 0) == CutMetrics(kept=0, later=2, damaged=0)
+    assert path.read_bytes() == b""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2}', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[2]\n", b"\xff\xfe\n", b'{"step": "2"}\n']
+)
+def test_a_record_that_is_not_whole_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    assert cut_metrics(path, 9) == CutMetrics(kept=1, later=0, damaged=1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_00000003" / "checkpoint.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    drawn = [tmp_path / "pictures" / f"step_0000000{step}" / "masks.png" for step in (1, 2)]
+    for picture in drawn:
+        picture.parent.mkdir(parents=True)
+        picture.touch()
+    assert list_pictures(tmp_path / "pictures") == drawn
+    notices = take_back(tmp_path, 1)
+    assert list_pictures(tmp_path / "pictures") == drawn[:1]
+    assert (tmp_path / "pictures" / "set_aside_step_00000002" / "masks.png").exists()
+    assert len(notices) == 4
+    assert "set_aside_step_00000002" in notices[0]
+    assert "set_aside_step_00000003" in notices[1]
+    assert notices[2:] == [
+        "metrics.jsonl: records after step 1 were cut off: 2",
+        "metrics.jsonl: records that were not whole were dropped: 1",
+    ]
+    selection = select(tmp_path, "auto", ALONE)
+    assert selection.checkpoint == tmp_path / "checkpoints" / "step_00000001"
+    assert len(selection.notices) == 1
+    assert take_back(tmp_path, 1) == []
+
+
+def test_no_metrics_yet(tmp_path: Path) -> None:
+    assert cut_metrics(tmp_path / "metrics.jsonl", 5) == CutMetrics(kept=0, later=0, damaged=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_s_checkpoint_does_not_continue_this_run_s_metrics(tmp_path: Path) -> None:
+    other = save_step(tmp_path / "other", 2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert select(run_dir, str(other), ALONE).checkpoint == other
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with pytest.raises(RefusedError, match=r"metrics\.jsonl"):
+        select(run_dir, str(other), ALONE)
+    own = save_step(run_dir, 3)
+    assert select(run_dir, str(own), ALONE).checkpoint == own

@@ -22,14 +22,13 @@ from tests.unit.checkpoint.fake_engine import (
     whole_state,
 )
 from trp_scale.checkpoint import writer as writer_module
-from trp_scale.checkpoint.agreement import RankError
+from trp_scale.checkpoint.document import ChecksumWriter
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
-from trp_scale.checkpoint.tensor_file import ChecksumWriter
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
-from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.distributed.groups import ALONE, Group, RankError
 
 
 def content(step: int, engine: FakeEngine, **changes: Any) -> Content:

@@ -22,11 +22,10 @@ from trp_scale.cli import main as cli
 from trp_scale.diagnostics import run_directory as doctor
 from trp_scale.diagnostics.machine import Finding
 from trp_scale.diagnostics.run_directory import examine_run
-from trp_scale.distributed.lease import Lease
+from trp_scale.distributed.liveness import Lease
 from trp_scale.errors import RefusedError
 from trp_scale.exit_status import ExitStatus
-from trp_scale.training.ending import Ending
-from trp_scale.training.incidents import Incidents
+from trp_scale.training.rundir import Ending, Incidents
 
 
 @pytest.fixture(scope="module")

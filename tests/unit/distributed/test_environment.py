@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.ranks import free_port
+from trp_scale.config import RefusedError
 from trp_scale.distributed import environment
-from trp_scale.distributed.environment import cpu_quota, cpus_of_rank
+from trp_scale.distributed import environment as gathering
+from trp_scale.distributed.environment import cpu_quota, cpus_of_rank, gather
 from trp_scale.distributed.groups import Group
+from trp_scale.distributed.launchers import RankInfo
 
 
 class Ranks(Group):
@@ -70,3 +79,87 @@ def test_the_smallest_quota_of_a_group_and_those_above_it_counts(
     own.write_text("3:cpuset:/\n0::/job/step\n")
     assert cpu_quota(own, root) == expected
     assert cpu_quota(tmp_path / "missing", root) is None  # not Linux, or version 1
+
+
+Start = Callable[..., "Future[dist.Store]"]
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Begins a rank in a thread; all at one port, with a word after 0.2 s."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(gathering, "_SLICE", timedelta(seconds=0.1))
+    port, pool = free_port(), ThreadPoolExecutor(4)
+
+    def begin(rank: int, world: int, timeout: timedelta = LONG) -> Future[dist.Store]:
+        info = RankInfo(rank=rank, world=world, master_port=port)
+        return pool.submit(gather, info, timeout=timeout, first_report=0.2)
+
+    return begin
+
+
+def test_ranks_that_are_all_there_share_a_store_and_say_nothing(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stores = [started.result() for started in [start(rank, 3) for rank in (2, 0, 1)]]
+    stores[1].set("told", "by rank 0")
+    assert [store.get("told") for store in stores] == [b"by rank 0"] * 3
+    assert [store.timeout for store in stores] == [LONG] * 3
+    assert "not come" not in capfd.readouterr().err
+
+
+def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = [start(rank, 6, SHORT) for rank in (0, 3)]
+    for started in began:
+        with pytest.raises(RefusedError, match=r"1-2.*4-5.*of 6.*127\.0\.0\.1:\d+.*\d"):
+            started.result()
+    said = [line for line in capfd.readouterr().err.splitlines() if line.endswith(": waiting")]
+    assert said
+    assert all(line.startswith(f"[rank 0 on {socket.gethostname()}] ranks 1-2, 4-5 of 6") for line in said), said
+
+
+def test_a_late_rank_is_awaited(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    first = start(0, 2)
+    while "rank 1 of 2 has not come" not in (said := capfd.readouterr().err):
+        assert not first.done(), said
+    start(1, 2).result()
+    first.result()
+
+
+def test_rank_0_is_named_where_nobody_listens(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not come to .* after \d s \(Connection refused\)"):
+        start(1, 2, SHORT).result()
+    assert "rank 0 of 2 has not come" in capfd.readouterr().err
+
+
+def test_a_host_that_nobody_knows_is_named() -> None:
+    info = RankInfo(rank=1, world=2, master_addr="no.such.host.invalid", master_port=1)
+    with pytest.raises(
+        RefusedError, match=r"rank 0 of 2 has not come to no\.such\.host\.invalid:1 after .* \(.*not known"
+    ):
+        gather(info, timeout=timedelta(seconds=0.1))
+
+
+def test_another_world_at_the_same_port_is_refused(start: Start) -> None:
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
+    with pytest.raises(RefusedError, match=r"rank 3.*of 4.*of 2"):
+        start(3, 4).result()
+
+
+def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
+    monkeypatch.setattr(gathering.os, "getpid", lambda: 7)
+    with pytest.raises(RefusedError, match=r"rank 1.*of 2.*process 7"):
+        start(1, 2).result()
+
+
+def test_a_port_that_is_taken_is_refused(start: Start) -> None:
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
+    with pytest.raises(RefusedError, match=r"port .* is taken, by another run or by what is left of one"):
+        start(0, 2).result()

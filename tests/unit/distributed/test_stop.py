@@ -174,7 +174,7 @@ def test_a_request_that_comes_before_there_is_a_run_is_heard_by_it() -> None:
 AWAITS = """
 from datetime import timedelta
 from trp_scale.distributed.stop import listen_early
-from trp_scale.distributed.gathering import gather
+from trp_scale.distributed.environment import gather
 from trp_scale.distributed.launchers import RankInfo
 
 listen_early()

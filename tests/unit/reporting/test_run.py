@@ -30,11 +30,9 @@ from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
 from trp_scale.reporting import document
-from trp_scale.reporting.document import page_text
-from trp_scale.reporting.figures import Plot
-from trp_scale.reporting.metric_sections import optimizer_section
+from trp_scale.reporting.document import Plot, page_text
 from trp_scale.reporting.record import read_run
-from trp_scale.reporting.run import export_format, pictures_section, run_page
+from trp_scale.reporting.run import export_format, optimizer_section, pictures_section, run_page
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.unit.training.small_run import TASKS
 from trp_scale.config import Config
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.training.metrics import RunInfo
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import RunInfo
 
 
 @pytest.fixture

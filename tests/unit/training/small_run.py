@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trp_scale.training.records import StepRecord, TaskRecord
+from trp_scale.training.metrics import StepRecord, TaskRecord
 
 TASKS = ("noun", "verb", "other")
 

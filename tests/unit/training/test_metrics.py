@@ -11,9 +11,8 @@ import pytest
 
 from tests.unit.training.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
-from trp_scale.training.metrics import read_history, worst_task
+from trp_scale.training.metrics import RunInfo, TaskRecord, read_history, worst_task
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import RunInfo, TaskRecord
 from trp_scale.training.report import report
 
 

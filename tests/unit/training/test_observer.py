@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.training.small_run import TASKS, record
 from trp_scale.config import Config
+from trp_scale.training.metrics import RunInfo, TaskRecord
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import RunInfo, TaskRecord
 from trp_scale.training.report import report
 
 

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from tests.unit.training.small_run import record
 from trp_scale.config import Config
-from trp_scale.training.metrics import RunHistory, TaskHistory
+from trp_scale.training.metrics import RunHistory, RunInfo, TaskHistory, TaskRecord
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import RunInfo, TaskRecord
 from trp_scale.training.report import describe_changes, report, report_table
 
 

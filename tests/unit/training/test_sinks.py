@@ -13,8 +13,8 @@ from PIL import Image
 from tests.unit.training.small_run import record
 from tests.unit.training.test_picture_files import draw
 from trp_scale.config import Config, RefusedError
+from trp_scale.training.metrics import RunInfo
 from trp_scale.training.observer import Observer
-from trp_scale.training.records import RunInfo
 from trp_scale.training.sinks import flatten
 
 

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import on_rank_zero, run_on_all_ranks
 from trp_scale.config import RefusedError
 from trp_scale.core.run import RunContext
 from trp_scale.data.images.leakage import check_test
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.text.dataset import open_text_dataset
+from trp_scale.distributed.groups import on_rank_zero, run_on_all_ranks
 from trp_scale.evaluation.encoders import BATCH, FrozenEncoder, TextEncoder, set_shown_images
 from trp_scale.evaluation.online.settings import ProbesSettings
 from trp_scale.evaluation.probe.features import LabelledFeatures, extract

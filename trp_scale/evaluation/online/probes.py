@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
+from trp_scale.distributed.groups import on_rank_zero
 from trp_scale.evaluation.online.labelled_rows import Pair, open_rows
 from trp_scale.evaluation.online.settings import ProbesSettings
 from trp_scale.evaluation.probe.arguments import KnnSettings, LogisticSettings

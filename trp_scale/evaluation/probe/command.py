@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import check_shared_directory, on_rank_zero
 from trp_scale.evaluation.probe.arguments import ProbeArguments
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.reporting.comparison import print_results

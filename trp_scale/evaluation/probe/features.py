@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save
 
-from trp_scale.checkpoint.agreement import on_rank_zero
-from trp_scale.checkpoint.tensor_file import reading_tensors
+from trp_scale.checkpoint.document import reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
-from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.distributed.groups import ALONE, Group, on_rank_zero
 from trp_scale.errors import CheckpointError
 from trp_scale.finetuning.task import GatheredRows
 from trp_scale.storage.files import atomic_write

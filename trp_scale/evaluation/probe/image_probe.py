@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
@@ -22,6 +21,7 @@ from trp_scale.config.loader import from_dict
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.leakage import check_test
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import on_rank_zero
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.probe.arguments import ProbeArguments

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.fetch import BatchBuilder
@@ -23,7 +22,7 @@ from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Plan
 from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.task import (

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
@@ -26,7 +25,7 @@ from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses, Plan
 from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.errors import DataError
 from trp_scale.finetuning.dense.batch import DepthMaps, JitteredBatchBuilder, SegmentationMaps, WholeBatchBuilder
 from trp_scale.finetuning.dense.model import PixelModel

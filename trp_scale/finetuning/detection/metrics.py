@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.detection.annotations import Annotations, encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.storage.files import write_text

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
@@ -29,7 +28,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.data.sources import Rows
 from trp_scale.data.text.tokenizer import save_given
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.encoders import EncoderSource, open_encoder, take_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue

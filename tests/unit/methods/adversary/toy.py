@@ -21,7 +21,7 @@ from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.adversary.positions import position_adversary
 from trp_scale.models.perturbation import PerturbationShape
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.decisions import StepAgreement
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, stand_in_run, take_step
-from trp_scale.checkpoint.resume import adopt_unrecorded
+from trp_scale.checkpoint.run_directory import adopt_unrecorded
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.reporting.small_runs import line, task
-from trp_scale.reporting.curves import MOST_POINTS, Curve, RunCurves
+from trp_scale.reporting.record import MOST_POINTS, Curve, RunCurves
 
 
 def curve_of(values: np.ndarray, counts: np.ndarray | None = None) -> Curve:

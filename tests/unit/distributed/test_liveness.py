@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from tests.runs import environment
-from trp_scale.distributed.lease import LEASE, Lease, lease_holder
+from trp_scale.distributed import liveness as module
+from trp_scale.distributed.liveness import LEASE, Lease, Watchdog, lease_holder, summary
 from trp_scale.errors import RefusedError
-from trp_scale.training.ending import STOP_RECORD, Ending
+from trp_scale.exit_status import ExitStatus
+from trp_scale.training.rundir import STOP_RECORD, Ending
 
 
 def quick(run_dir: Path, **settings: Any) -> Lease:
@@ -65,9 +67,8 @@ def test_a_removed_run_directory_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
-    code = (
-        f"import os; from trp_scale.distributed.lease import *; Lease(Path({str(tmp_path)!r})).__enter__(); os._exit(9)"
-    )
+    entered = f"Lease(Path({str(tmp_path)!r})).__enter__()"
+    code = f"import os; from trp_scale.distributed.liveness import *; {entered}; os._exit(9)"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=False, timeout=60)
     assert lease_holder(tmp_path)["gone"]
     began = time.monotonic()
@@ -154,3 +155,128 @@ def test_a_damaged_lease_is_of_nobody_that_renews_it(tmp_path: Path, content: st
     (tmp_path / LEASE).write_text(content)
     with quick(tmp_path):
         assert lease_holder(tmp_path)["process"] == os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def quick_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ALL_WRITTEN", 0.5)
+    monkeypatch.setattr(module, "SLOW_START", 1.0)
+
+
+class Ended:
+    """In place of leaving the process."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.words: list[tuple[int, str]] = []
+        self.done = threading.Event()
+
+    def end(self, status: int) -> None:
+        self.statuses.append(status)
+        self.done.set()
+
+    def word(self, step: int, why: str) -> None:
+        self.words.append((step, why))
+
+
+def watched(directory: Path, ended: Ended, **settings: Any) -> Watchdog:
+    return Watchdog(directory, end=ended.end, leave_word=ended.word, **settings)
+
+
+def test_without_a_sign_of_life_it_writes_what_the_rank_does_and_ends(tmp_path: Path) -> None:
+    ended = Ended()
+    with watched(tmp_path / "now", ended, limit=0.3, world=2) as watchdog:
+        watchdog.step(7)
+        assert ended.done.wait(10)
+    assert ended.statuses == [ExitStatus.HUNG]
+    ((step, why),) = ended.words
+    assert step == 7
+    assert "rank 1 did not answer" in why
+    assert "a step has not got on for" in why
+    stacks = (tmp_path / "now" / "rank-00000.txt").read_text()
+    assert "test_without_a_sign_of_life" in stacks, "the stack of the thread that hangs"
+    assert json.loads((tmp_path / "now" / "rank-00000.json").read_text())["at"] == "a step"
+    assert (tmp_path / "now" / "summary.txt").read_text().startswith("the run hangs: rank 1")
+
+
+def test_signs_of_life_keep_it_quiet_and_nothing_is_written(tmp_path: Path) -> None:
+    ended = Ended()
+    with watched(tmp_path / "now", ended, limit=0.4) as watchdog:
+        for step in range(1, 9):
+            watchdog.step(step)
+            watchdog.beat("a validation")
+            time.sleep(0.1)
+    assert ended.statuses == []
+    assert not (tmp_path / "now").exists()
+
+
+def test_0_is_never(tmp_path: Path) -> None:
+    with watched(tmp_path / "now", Ended(), limit=0.0) as watchdog:
+        assert not watchdog._thread.is_alive()
+
+
+def test_slow_steps_have_a_longer_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 times their median; the first steps and what is no step three times the limit."""
+    monkeypatch.setattr(module, "SLOW_START", 3.0)
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    watchdog = Watchdog(tmp_path, limit=60.0)
+    assert watchdog.limit() == 180
+    for step in range(1, 8):
+        watchdog.step(step)
+        now[0] += 10
+    watchdog.step(8)
+    assert watchdog.limit() == 200
+    watchdog.beat("a checkpoint")
+    assert watchdog.limit() == 600
+
+
+def test_after_a_request_to_stop_a_step_must_end_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AFTER_A_REQUEST", 0.3)
+    ended, asked = Ended(), time.monotonic()
+    with watched(tmp_path / "now", ended, limit=600.0, stop_asked=lambda: asked) as watchdog:
+        watchdog.step(3)
+        assert ended.done.wait(10)
+    assert "asked to stop, and no step has ended within 0 s" in ended.words[0][1]
+
+
+def of(step: int, **begun: int) -> dict[str, Any]:
+    return {"host": "node1", "step": step, "at": "a step", "why": "slow", "begun": begun, "last": ""}
+
+
+@pytest.mark.parametrize(
+    ("written", "late"),
+    [
+        ({0: of(5), 2: of(5)}, "rank 1 did not answer"),
+        ({0: of(5), 1: of(4), 2: of(5)}, "rank 1 is at step 4, others at 5"),
+        (
+            {0: of(5, world=9, other=1), 1: of(5, world=9, other=1), 2: of(5, world=8, other=1)},
+            "rank 2 has begun 8 collectives of group world, others 9",
+        ),
+        ({rank: of(5, world=9) for rank in range(3)}, "no rank is behind another"),
+    ],
+)
+def test_the_late_rank_is_named(written: dict[int, dict[str, Any]], late: str) -> None:
+    assert late in summary(written, 3).splitlines()[0]
+
+
+LOCKED = """
+import sys, time, ctypes
+from pathlib import Path
+from trp_scale.distributed import liveness as watchdog
+watchdog.ALL_WRITTEN = watchdog.SLOW_START = 1.0
+with watchdog.Watchdog(Path(sys.argv[1]), limit=0.5) as dog:
+    dog.step(1)
+    time.sleep(0.3)
+    ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held: no other thread runs
+"""
+
+
+def test_a_library_that_holds_pythons_lock_is_no_escape(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr, "faulthandler's timer"
+    assert time.monotonic() - began < 40
