@@ -86,7 +86,7 @@ def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
             losses = {name: task.loss for name, task in record.tasks.items()}
             counts = {name: task.count for name, task in record.tasks.items()}
             display.update(record, line["tokens_per_second"], worst_task(losses, counts, info.outside_tasks))
-            display.line(line)
+            display.add_line(line)
             if number in wanted:
                 yield rows_of(shown, display.draw())
     finally:

@@ -17,7 +17,7 @@ from trp_scale.config import Config
 from trp_scale.config.json_files import read_object
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task
-from trp_scale.training.progress import Display, hook_lines, open_display
+from trp_scale.training.progress import PlainDisplay, open_display
 from trp_scale.training.report import REPORT_FILE, SUMMARY_FILE, report, report_table
 from trp_scale.training.sinks import Sink, open_sinks
 from trp_scale.training.speed import peak_flops, peak_memory_bytes
@@ -61,11 +61,10 @@ class Observer:
         self._made = False
         self._summary: dict[str, Any] | None = None
         self._refused: list[Sink] = []
-        self._hook_lines: dict[str, str] = {}
         if enabled:
             self._writer = MetricsWriter(self.run_dir, self.message)
             self._sinks: list[Sink] = open_sinks(self.run_dir, config, info)
-            self._display: Display = open_display(config, info, self.run_dir)
+            self._display: PlainDisplay = open_display(config, info, self.run_dir)
 
     def wants(self, step: int) -> bool:
         """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
@@ -205,8 +204,7 @@ class Observer:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._writer.write(line)
-        self._display.line(line)
-        self._hook_lines |= hook_lines(self.info, line)
+        self._display.add_line(line)
         for sink in self._sinks:
             self._to_sink(sink, partial(sink.write, line))
 
@@ -255,7 +253,7 @@ class Observer:
             "validation": history.validation,
             "rows": dict(self.info.rows),
             "description": self.info.description,
-            "hooks": list(self._hook_lines.values()),
+            "hooks": list(self._display.hook_lines.values()),
             **start,
         }
         cleaned: dict[str, Any] = finite(summary)

@@ -8,11 +8,11 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +27,15 @@ from trp_scale.console import Outlet
 from trp_scale.training.metrics import RunInfo, StepRecord
 from trp_scale.training.report import REPORT_WIDTH
 
+PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
+"""live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
+
+PLAIN_SECONDS = 10.0
+"""Time between two plain lines."""
+
+SMOOTHING_SECONDS = 30.0
+"""Steps of this long ago still count in the remaining time of the live display."""
+
 HORIZON = 20
 """Steps that a shown loss looks back over: an exponential moving average, without the bias of its start."""
 
@@ -34,6 +43,9 @@ POINTS = 64
 """A curve has at most so many; the longer the run, the further apart."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+
+CURVE, WEIGHT = 24, 16
+"""Characters of a task's curve, and of the bar of a whole weight."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +65,7 @@ class SparkLine:
     _stride: int = 1
 
     def add(self, value: float) -> None:
-        """The loss of one more step."""
+        """Add the loss of one more step."""
         if not self._seen:
             self.first = value
         self._sum += (value - self._sum) / HORIZON
@@ -71,73 +83,102 @@ class SparkLine:
 
     @property
     def change(self) -> float:
-        """Since the first value."""
+        """Change of the smoothed loss since the first value."""
         return self.now - self.first
 
-    def drawn(self, width: int) -> str:
-        """The curve in one line of so many characters, from its lowest to its highest."""
-        return sparks([self.points[place * len(self.points) // width] for place in range(width)] if self.points else [])
+    def draw(self, width: int) -> str:
+        """Return the curve in one line of so many characters, from its lowest value to its highest."""
+        values = [self.points[place * len(self.points) // width] for place in range(width)] if self.points else []
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BLOCKS[round(scale * (value - low))] for value in values)
 
 
-def sparks(values: Sequence[float]) -> str:
-    """One character for each value."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round(scale * (value - low))] for value in values)
-
-
-class Standing:
-    """State of a run so far.
+class PlainDisplay:
+    """Show how far the run is by some lines each PLAIN_SECONDS: for logs and pipes.
 
     Args:
+        steps: of the whole run.
         info: of the run.
+        lines: False: messages and the report only.
     Attributes:
-        curves: of the tasks that have been there.
+        curves: of the tasks that have occurred.
         record: of the last step; None before it.
+        hook_lines: the last display line of each hook, such as "adversary: norm 0.12 effect 0.004".
     """
 
-    def __init__(self, info: RunInfo) -> None:
-        self.info = info
+    def __init__(self, steps: int, info: RunInfo, console: Console | None = None, *, lines: bool = True) -> None:
+        self.info, self.console = info, console or Console()
         self.curves: dict[str, SparkLine] = {}
         self.record: StepRecord | None = None
+        self.hook_lines: dict[str, str] = {}
+        self.worst: str | None = None
+        self._steps, self._lines = steps, lines
         self._loss = SparkLine()
-        self._worst: str | None = None
         self._speed = 0.0
         self._line: Mapping[str, Any] = {}
         self._validation: tuple[int, float] | None = None
         self._right: dict[str, float] = {}
-        self._hooks: dict[str, str] = {}
+        self._began = time.monotonic()
+        self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
+        self._next = 0.0
+        self._shown: list[str] = []
 
     def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
-        """A step was made."""
-        self.record, self._speed, self._worst = record, positions_per_second, worst_task
+        """Take note of a step, and show it where it is time."""
+        self.record, self._speed, self.worst = record, positions_per_second, worst_task
         self._loss.add(record.loss)
         for name, task in record.tasks.items():
             if task.loss is not None:
                 self.curves.setdefault(name, SparkLine()).add(task.loss)
+        self.show_step(record.step)
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics was written."""
+    def show_step(self, step: int) -> None:
+        """Print lines on the last step, unless some were printed a moment ago."""
+        now = time.monotonic()
+        if not self._lines or (now < self._next and step < self._steps):
+            return
+        self._next = now + PLAIN_SECONDS
+        text = f"elapsed {timedelta(seconds=round(now - self._began))}"
+        if self._paced is None:
+            self._paced = step, now
+        elif step > self._paced[0]:
+            a_step = (now - self._paced[1]) / (step - self._paced[0])
+            text += f"  left {timedelta(seconds=round(a_step * (self._steps - step)))}"
+        self.message(f"step {step}/{self._steps}  {self.describe_step()}  {text}")
+        before, self._shown = self._shown, list(self.describe_lines())
+        for line in self._shown:
+            if line not in before:
+                self.message(f"  {line}")
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Take note of a line of metrics that was written."""
         self._line = {**self._line, **line}
         validation = line.get("validation") or {}
         if (loss := validation.get("loss")) is not None:
             self._validation = line["step"], loss
             right = {name: figures.get("accuracy") for name, figures in validation.get("tasks", {}).items()}
             self._right = {name: share for name, share in right.items() if share is not None}
-        self._hooks |= hook_lines(self.info, line)
+        for hook, names in self.info.shown.items():
+            values = line.get(hook) or {}
+            figures = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in names if values.get(name) is not None]
+            if figures:
+                self.hook_lines[hook] = f"{hook}: {'  '.join(figures)}"
 
-    def steps(self) -> str:
-        """Loss, worst task and speed, in one line."""
+    def describe_step(self) -> str:
+        """Return loss, worst task and speed in one line: images/s for image runs, tokens/s otherwise."""
         assert self.record is not None, "a step was made"
         parts = [f"loss {self._loss.now:.4f}", f"lr {self.record.lr:.2e}"]
-        if self._worst is not None and len(self.record.tasks) > 1:
-            curve = self.curves[self._worst]
+        if self.worst is not None and len(self.record.tasks) > 1:
+            curve = self.curves[self.worst]
             change = f" ({curve.change:+.4f})" if len(curve.points) > 1 else ""
-            parts.append(f"worst {self._worst} {curve.now:.4f}{change}")
-        return "  ".join([*parts, speed(self.info, self._speed)])
+            parts.append(f"worst {self.worst} {curve.now:.4f}{change}")
+        images = bool(self.info.images_per_step)
+        speed = self.info.image_count(self._speed) if images else self._speed
+        return "  ".join([*parts, f"{speed:,.0f} {'images' if images else 'tokens'}/s"])
 
-    def more(self) -> Iterator[str]:
-        """Yield further lines of the display."""
+    def describe_lines(self) -> Iterator[str]:
+        """Yield what the last lines of metrics say."""
         parts = []
         if self._validation is not None:
             parts.append(f"held out {self._validation[1]:.4f} at step {self._validation[0]}")
@@ -149,110 +190,27 @@ class Standing:
             yield "  ".join(parts)
         if self._right:
             yield "right of those held out: " + "  ".join(f"{name} {share:.1%}" for name, share in self._right.items())
-        yield from self._hooks.values()
-
-
-def hook_lines(info: RunInfo, line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the display line of each hook in a metrics line: "adversary: norm 0.12 effect 0.004"."""
-    lines = {}
-    for hook, names in info.shown.items():
-        values = line.get(hook) or {}
-        found = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in names if values.get(name) is not None]
-        if found:
-            lines[hook] = f"{hook}: {'  '.join(found)}"
-    return lines
-
-
-def speed(info: RunInfo, positions_per_second: float) -> str:
-    """Return images/s for image runs, tokens/s otherwise."""
-    if info.images_per_step:
-        return f"{info.image_count(positions_per_second):,.0f} images/s"
-    return f"{positions_per_second:,.0f} tokens/s"
-
-
-PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
-"""live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
-
-PLAIN_SECONDS = 10.0
-"""Time between two plain lines."""
-
-SMOOTHING_SECONDS = 30.0
-"""Steps of this long ago still count in the remaining time of the live display."""
-
-
-class Display(Protocol):
-    """Shows how far the run is."""
-
-    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None: ...
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics was written."""
-
-    def message(self, text: str) -> None: ...
-
-    def show(self, content: RenderableType) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PlainDisplay:
-    """Some lines each PLAIN_SECONDS: for logs and pipes. `lines` False keeps messages and the report only."""
-
-    def __init__(self, steps: int, info: RunInfo, lines: bool = True, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._steps = steps
-        self._lines = lines
-        self._standing = Standing(info)
-        self._began = time.monotonic()
-        self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
-        self._next = 0.0
-        self._shown: list[str] = []
-
-    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
-        now = time.monotonic()
-        self._standing.update(record, positions_per_second, worst_task)
-        if not self._lines or (now < self._next and record.step < self._steps):
-            return
-        self._next = now + PLAIN_SECONDS
-        text = f"elapsed {timedelta(seconds=round(now - self._began))}"
-        if self._paced is None:
-            self._paced = record.step, now
-        elif record.step > self._paced[0]:
-            a_step = (now - self._paced[1]) / (record.step - self._paced[0])
-            text += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
-        self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {text}")
-        before, self._shown = self._shown, list(self._standing.more())
-        for line in self._shown:
-            if line not in before:
-                self.message(f"  {line}")
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        self._standing.line(line)
+        yield from self.hook_lines.values()
 
     def message(self, text: str) -> None:
+        """Print a line of its own."""
         # Logs are searched: a message is not to be broken at 80 columns.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, content: RenderableType) -> None:
-        console = self._console
+        """Print the report."""
+        console = self.console
         if not console.is_terminal:  # a log has no width: nothing is cut at the 80 columns that rich takes
             console = Console(file=console.file, width=max(REPORT_WIDTH, console.width))
         console.print(content)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Give the terminal back."""
 
 
-CURVE = 24
-"""Characters of a task's curve."""
-
-WEIGHT = 16
-"""Characters of the bar of a whole weight."""
-
-
-class LiveDisplay:
-    """Progress bar, and a table of the tasks with the curves of their losses and their weights as bars, redrawn in
-    place four times a second."""
+class LiveDisplay(PlainDisplay):
+    """Show a progress bar, and a table of the tasks with the curves of their losses and their weights as bars, redrawn
+    in place four times a second."""
 
     def __init__(
         self,
@@ -261,10 +219,7 @@ class LiveDisplay:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or Console()
-        self._outside = info.outside_tasks
-        self._standing = Standing(info)
-        self._worst: str | None = None
+        super().__init__(steps, info, console)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -273,31 +228,23 @@ class LiveDisplay:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=self._console,
+            console=self.console,
             get_time=clock,
             speed_estimate_period=SMOOTHING_SECONDS,
             expand=True,
         )
         self._task = self._progress.add_task("steps", total=steps, completed=info.start_step)
-        self._live = Live(get_renderable=self.draw, console=self._console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self.draw, console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
         # A run that ends in an error without close() would leave the terminal without a cursor.
         atexit.register(self._live.stop)
 
-    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
+    def show_step(self, step: int) -> None:
         # The thread of rich draws what is current: a fast run pays for some sums here, not for a redraw.
-        self._standing.update(record, positions_per_second, worst_task)
-        self._worst = worst_task
-        self._progress.update(self._task, completed=record.step)
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        self._standing.line(line)
+        self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-    def show(self, content: RenderableType) -> None:
-        self._console.print(content)
+        self.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
@@ -305,21 +252,21 @@ class LiveDisplay:
 
     def draw(self) -> RenderableType:
         """Return the current display."""
-        record = self._standing.record
+        record = self.record
         if record is None:
             return self._progress
-        lines = [Text(line, style="dim") for line in self._standing.more()]
-        return Group(self._tasks(record), Text(self._standing.steps()), *lines, self._progress)
+        lines = [Text(line, style="dim") for line in self.describe_lines()]
+        return Group(self._tasks(record), Text(self.describe_step()), *lines, self._progress)
 
     def _tasks(self, record: StepRecord) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_row(*(Text(name, style="dim") for name in ("task", "loss", "so far", "weight", "", "elements")))
         for name, task in record.tasks.items():
-            style = (
-                "bold red" if name == self._worst and len(record.tasks) > 1 else "dim" if name in self._outside else ""
-            )
-            curve = self._standing.curves.get(name)
-            loss, drawn = (f"{curve.now:.4f}", curve.drawn(CURVE)) if curve is not None else ("-", "")
+            style = "dim" if name in self.info.outside_tasks else ""
+            if name == self.worst and len(record.tasks) > 1:
+                style = "bold red"
+            curve = self.curves.get(name)
+            loss, drawn = (f"{curve.now:.4f}", curve.draw(CURVE)) if curve is not None else ("-", "")
             table.add_row(
                 Text(name, style=style),
                 Text(loss, style=style),
@@ -331,7 +278,7 @@ class LiveDisplay:
         return table
 
 
-def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
+def open_display(config: Config, info: RunInfo, run_dir: Path) -> PlainDisplay:
     """The display that fits the terminal, `logging.progress` and TRP_SCALE_PROGRESS.
 
     Raises:
@@ -347,9 +294,9 @@ def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
     shown = config.logging.progress and wish != "off"
     steps = config.training.steps
     if shown and (wish == "live" or (wish == "" and console.is_terminal and not console.is_dumb_terminal)):
-        display: Display = LiveDisplay(steps, info, console)
+        display: PlainDisplay = LiveDisplay(steps, info, console)
     else:
-        display = PlainDisplay(steps, info, lines=shown, console=console)
+        display = PlainDisplay(steps, info, console, lines=shown)
     a_step = f"{info.images_per_step:,} images" if info.images_per_step else f"{info.positions_per_step:,} tokens"
     head = f"{info.description}; {a_step} a step; {run_dir}"
     display.message(head.removeprefix("; "))
