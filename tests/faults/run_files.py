@@ -116,7 +116,7 @@ def resume_select(directory: Path) -> Case:
 
     def read() -> None:
         renew_digest(path / DOCUMENT_NAME)  # so that what reads it sees the damage
-        found = select(run, "auto", ALONE).checkpoint
+        found = select(run, "auto", ALONE).path
         if found is not None:
             from trp_scale.checkpoint.document import read_document
 

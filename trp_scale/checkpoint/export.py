@@ -159,7 +159,7 @@ def find_checkpoint(source: Path) -> Path:
         return source
     newest = newest_complete(source)
     if newest.path is None:
-        why = "; ".join(newest.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
+        why = "; ".join(newest.notices) or "expected a run directory with checkpoints/step_..., or a checkpoint"
         raise RefusedError(f"{source}: no weights to read: {why}{name_seed_runs(source)}")
     if (noted := _found.get()) is not None:
         noted.append(newest.path)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, check_sound, read_document, wrong_size
 from trp_scale.config import WITHOUT_END, Config, RefusedError
@@ -38,12 +38,12 @@ _FINAL = re.compile(r"^step_(\d{8,})$")
 _LEFTOVER = re.compile(r"^\.(step_\d{8,})\.(tmp|old|replaced)$")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """Result of a search: the checkpoint taken, if any, and a sentence for each newer one that was passed over."""
+class Selection(NamedTuple):
+    """Checkpoint that a search selected, `None` if there is none, and sentences for the log: a sentence for each newer
+    one that was passed over."""
 
     path: Path | None
-    warnings: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -72,6 +72,11 @@ def _of_steps(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named)
 
 
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest of `checkpoints`, -1 without one."""
+    return max((step for step, _ in checkpoints(run_dir)), default=-1)
+
+
 def incompleteness(path: Path) -> str | None:
     """None when checkpoint.json can be read and every file it lists is there with its size; else what is wrong."""
     try:
@@ -83,7 +88,7 @@ def incompleteness(path: Path) -> str | None:
         return f"{error.filename}: missing"
 
 
-def newest_complete(run_dir: Path) -> Found:
+def newest_complete(run_dir: Path) -> Selection:
     """The newest checkpoint that is complete; newer ones that are not are named in the warnings. A run that goes on may
     remove them meanwhile: then it is looked again."""
     while True:
@@ -92,10 +97,10 @@ def newest_complete(run_dir: Path) -> Found:
         for _, path in reversed(listed):
             problem = incompleteness(path)
             if problem is None:
-                return Found(path=path, warnings=tuple(warnings))
+                return Selection(path, tuple(warnings))
             warnings.append(f"{path} is not complete and is passed over: {problem}")
         if checkpoints(run_dir) == listed:
-            return Found(path=None, warnings=tuple(warnings))
+            return Selection(None, tuple(warnings))
 
 
 def remove_leftovers(run_dir: Path) -> None:
@@ -148,9 +153,9 @@ def retain(
     run_dir: Path,
     written: Path,
     kept: Kept,
-    problem_of: Callable[[Path], str | None] = incompleteness,
-    spared: Collection[Path] = (),
-) -> list[Path]:
+    problem_of: Callable[[Path], str | None],
+    spared: Collection[Path],
+) -> None:
     """Keep `written` and those before it that are to stay; remove the rest of those before it.
 
     Later steps are not touched: they can only be there when the run was taken back to an earlier step, and then
@@ -161,7 +166,7 @@ def retain(
         spared: still needed; they go the next time.
     """
     if kept.newest == 0 or problem_of(written) is not None:
-        return []
+        return
     step = next(step for step, path in checkpoints(run_dir) if path.name == written.name)
     before = [(earlier, path) for earlier, path in reversed(checkpoints(run_dir)) if earlier < step]
     staying = {path for earlier, path in before if kept.every and earlier % kept.every == 0} | set(spared)
@@ -176,12 +181,11 @@ def retain(
             wanted -= 1
             pinned = pinned or needed
             has_regular = has_regular or is_regular
-    removed = [path for _, path in reversed(before) if path not in staying]
-    for path in removed:
-        hidden = path.with_name(f".{path.name}.old")
-        path.rename(hidden)  # half-removed, it must not look like a checkpoint
-        shutil.rmtree(hidden)
-    return removed
+    for _, path in reversed(before):
+        if path not in staying:
+            hidden = path.with_name(f".{path.name}.old")
+            path.rename(hidden)  # half-removed, it must not look like a checkpoint
+            shutil.rmtree(hidden)
 
 
 def set_aside_later(directory: Path, step: int) -> list[Path]:
@@ -224,20 +228,7 @@ def name_seed_runs(directory: Path) -> str:
     return f"; fine-tuned runs are in it, give one: {', '.join(paths[:10])}" if paths else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """Checkpoint that `--resume` selected.
-
-    Attributes:
-        checkpoint: directory to load, None for a fresh start.
-        notices: sentences for the log: what was taken and what was passed over.
-    """
-
-    checkpoint: Path | None
-    notices: tuple[str, ...]
-
-
-def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePoint:
+def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selection:
     """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
     each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
 
@@ -253,51 +244,42 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePo
     """
     what = f"looking into {run_dir}"
     if resume == "never":
-        return on_rank_zero(group, what, lambda: _fresh(run_dir))
+        return on_rank_zero(group, what, lambda: _start_fresh(run_dir))
+    path = run_dir if resume == "auto" else Path(resume)
     if resume == "auto":
         on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
-        newest = newest_whole(run_dir, group, every)
-        if newest.path is None and not newest.warnings:
-            return ResumePoint(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
-        if newest.path is None:
-            raise RefusedError(
-                f"--resume auto: {'; '.join(newest.warnings)}; none is left. Put back a whole one, or start again in "
-                "another --run_dir"
-            )
-        return ResumePoint(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
-    path = Path(resume)
-    if on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
+    elif on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
         if problem := damage(path, group):
             raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
-        return ResumePoint(checkpoint=path, notices=(f"resuming from {path}",))
-    newest = newest_whole(path, group)
-    if newest.path is None:
-        why = "; ".join(newest.warnings) or "there is no checkpoint in it"
-        raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
-    return ResumePoint(checkpoint=newest.path, notices=(*newest.warnings, f"resuming from {newest.path}"))
+        return Selection(path, (f"resuming from {path}",))
+    newest = newest_whole(path, group, every if resume == "auto" else 1)
+    if newest.path is not None:
+        return Selection(newest.path, (*newest.notices, f"resuming from {newest.path}"))
+    if resume == "auto" and not newest.notices:
+        return Selection(None, (f"no checkpoint in {run_dir}: starting from step 0",))
+    raise RefusedError(
+        f"--resume {resume}: {'; '.join(newest.notices) or 'there is no checkpoint in it'}; none is left. Put back a "
+        "whole one, or start again in another --run_dir"
+    )
 
 
-def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Found:
-    """The newest checkpoint of which every byte is as it was written; all ranks together. The warnings name newer ones
+def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Selection:
+    """The newest checkpoint of which every byte is as it was written; all ranks together. The notices name newer ones
     that are not, and how many steps are lost with them."""
     passed: list[tuple[int, Path, str]] = []
-    newest: Path | None = None
-    newest_step = 0
     for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir, every))):
-        problem = damage(path, group)
-        if problem is None:
-            newest, newest_step = path, step
-            break
+        if (problem := damage(path, group)) is None:
+            return Selection(path, tuple(_passed_over(*newer, newest=step) for newer in passed))
         passed.append((step, path, problem))
-    warnings = [
-        f"{path} is not whole and is passed over: {problem}" + (_lost(step - newest_step) if newest else "")
-        for step, path, problem in passed
-    ]
-    return Found(path=newest, warnings=tuple(warnings))
+    return Selection(None, tuple(_passed_over(*newer) for newer in passed))
 
 
-def _lost(steps: int) -> str:
-    return f"; {steps} {'steps are' if steps > 1 else 'step is'} lost, which this start makes again"
+def _passed_over(step: int, path: Path, problem: str, newest: int | None = None) -> str:
+    text = f"{path} is not whole and is passed over: {problem}"
+    if newest is not None:
+        lost = step - newest
+        text += f"; {lost} {'steps are' if lost > 1 else 'step is'} lost, which this start makes again"
+    return text
 
 
 def damage(path: Path, group: Group) -> str | None:
@@ -314,7 +296,7 @@ def damage(path: Path, group: Group) -> str | None:
     return None
 
 
-def _fresh(run_dir: Path) -> ResumePoint:
+def _start_fresh(run_dir: Path) -> Selection:
     content = sorted(
         entry.name
         for entry in (run_dir.iterdir() if run_dir.is_dir() else ())
@@ -328,7 +310,7 @@ def _fresh(run_dir: Path) -> ResumePoint:
             f"--resume never, but {run_dir} is not empty (it holds {shown}); give another --run_dir, empty this one, "
             "or say --resume auto to go on with that run"
         )
-    return ResumePoint(checkpoint=None, notices=(f"starting from step 0 in {run_dir}",))
+    return Selection(None, (f"starting from step 0 in {run_dir}",))
 
 
 def _is_checkpoint(path: Path, run_dir: Path) -> bool:
@@ -355,32 +337,21 @@ def take_back(run_dir: Path, step: int) -> list[str]:
     aside = set_aside_later(run_dir / CHECKPOINTS, step)
     notices = [f"a checkpoint of a later step was set aside as {path}" for path in aside]
     set_aside_later(run_dir / PICTURES, step)
-    cut = cut_metrics(run_dir / METRICS_FILE, step)
-    if cut.later:
-        notices.append(f"{METRICS_FILE}: records after step {step} were cut off: {cut.later}")
-    if cut.damaged:
-        notices.append(f"{METRICS_FILE}: records that were not whole were dropped: {cut.damaged}")
-    return notices
+    return notices + cut_metrics(run_dir / METRICS_FILE, step)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutMetrics:
-    """Lines of metrics.jsonl that stayed, that belonged to later steps, and that were not whole records."""
-
-    kept: int
-    later: int
-    damaged: int
-
-
-def cut_metrics(path: Path, step: int) -> CutMetrics:
+def cut_metrics(path: Path, step: int) -> list[str]:
     """Cut metrics.jsonl back to a checkpoint: keep the records with `step` <= step, in order and byte for byte.
 
     A record's `step` is the number of steps done after it. A record that is not whole (the process was killed while it
-    wrote) is dropped and counted. The file is replaced at once; where it does not exist nothing is done.
+    wrote) is dropped. The file is replaced at once; where it does not exist nothing is done.
+
+    Returns:
+        sentences for the log on what was cut off.
     """
     if not path.exists():
-        return CutMetrics(kept=0, later=0, damaged=0)
-    kept = later = damaged = 0
+        return []
+    later = damaged = 0
     with atomic_write(path) as output:
         for _, line in json_lines(path):
             number = _record_step(line)
@@ -389,9 +360,9 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
             elif number > step:
                 later += 1
             else:
-                kept += 1
                 output.write(line)
-    return CutMetrics(kept=kept, later=later, damaged=damaged)
+    cut = {f"after step {step} were cut off": later, "that were not whole were dropped": damaged}
+    return [f"{METRICS_FILE}: records {what}: {count}" for what, count in cut.items() if count]
 
 
 def _record_step(line: bytes) -> int | None:
@@ -429,11 +400,6 @@ MAY_CHANGE = (
     "probes.*",
 )
 """Settings that may change; `section.*` is every field of the section. data.path may where the data are the same."""
-
-
-def may_change(field: str) -> bool:
-    """Whether `section.field` may differ on resume, whatever the data."""
-    return field in MAY_CHANGE or f"{field.partition('.')[0]}.*" in MAY_CHANGE
 
 
 def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
@@ -483,8 +449,11 @@ def check_settings(
         if then == today:
             continue
         difference = f"{field}: checkpoint {_quote_value(then)}, now {_quote_value(today)}"
-        if may_change(field) or (field == "data.path" and same_data):
-            allowed.append(difference + _consequence(field, now))
+        may_change = field in MAY_CHANGE or f"{field.partition('.')[0]}.*" in MAY_CHANGE
+        if may_change or (field == "data.path" and same_data):
+            if field == "training.steps" and (schedule := now.get("optimizer.schedule")) not in WITHOUT_END:
+                difference += f" (the {schedule} schedule of the learning rate now ends there)"
+            allowed.append(difference)
         else:
             refused.append(difference)
     if stored_digest != present_digest:
@@ -492,20 +461,12 @@ def check_settings(
             f"content of the data set: checkpoint {_quote_value(stored_digest)}, now {_quote_value(present_digest)}"
         )
     if refused:
-        listed = listed_problems(refused)
         raise RefusedError(
-            f"the checkpoint was made with other settings:\n{listed}\n"
+            f"the checkpoint was made with other settings:\n{listed_problems(refused)}\n"
             f"On resume these may change: engine, number of ranks, {', '.join(MAY_CHANGE)}, and data.path to the same "
             "data elsewhere. Set the listed ones back, or start a new run with another --run_dir."
         )
     return allowed
-
-
-def _consequence(field: str, now: Mapping[str, Any]) -> str:
-    schedule = now.get("optimizer.schedule")
-    if field == "training.steps" and schedule not in WITHOUT_END:
-        return f" (the {schedule} schedule of the learning rate now ends there)"
-    return ""
 
 
 def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:

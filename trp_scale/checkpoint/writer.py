@@ -33,7 +33,7 @@ from trp_scale.checkpoint.document import split_state, stored_bytes
 from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
 from trp_scale.checkpoint.keeper import Keeper, open_url, polite
 from trp_scale.checkpoint.manager import CheckpointPart, Content, finish, owned_pieces, write_part
-from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
+from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, newest_step, publish, temporary_path
 from trp_scale.config import CheckpointConfig
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
@@ -259,7 +259,7 @@ class CheckpointWriter:
         def begin() -> int:
             if self.settings.mirror:
                 open_url(self.settings.mirror)
-            return max((step for step, _ in checkpoints(self.run_dir)), default=-1)
+            return newest_step(self.run_dir)
 
         self.newest = on_rank_zero(self.group, "looking for checkpoints", begin)
         if self.group.rank == 0:

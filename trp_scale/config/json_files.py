@@ -72,6 +72,14 @@ def read_object(
     return document
 
 
+def read_optional_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if none can be read."""
+    try:
+        return read_object(path)
+    except RefusedError:
+        return {}
+
+
 def read_content(
     path: Path, raised: type[RefusedError], *, source: str = "", missing: str = "not found", largest: int = LARGEST
 ) -> bytes:

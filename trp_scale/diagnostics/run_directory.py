@@ -22,7 +22,7 @@ from typing import Any
 
 from trp_scale.checkpoint.document import damage, read_document
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkpoints, incompleteness
-from trp_scale.config.json_files import parse_json, read_content, read_object
+from trp_scale.config.json_files import parse_json, read_content, read_optional_object
 from trp_scale.diagnostics.machine import Finding, judge
 from trp_scale.distributed.liveness import (
     GONE_AFTER,
@@ -67,7 +67,7 @@ def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
     holder = lease_holder(run_dir)
     lease, is_alive = _check_lease(run_dir, holder)
     step, metrics = _check_metrics(run_dir, is_alive=is_alive)
-    record = _read_object(run_dir / STOP_RECORD)
+    record = read_optional_object(run_dir / STOP_RECORD)
     examined = [_examine_checkpoint(number, path, quick=quick) for number, path in _list_candidates(run_dir)]
     stored = [checkpoint for checkpoint in examined if checkpoint.path.exists()]  # a live run removes older ones
     sizes = [checkpoint.size for checkpoint in stored if checkpoint.problem is None]
@@ -109,7 +109,7 @@ def _is_run(directory: Path) -> bool:
 def _describe_run(run_dir: Path) -> Finding:
     """Engine, hosts and time of the last start."""
     path = run_dir / ENVIRONMENT_FILE
-    document = _read_object(path)
+    document = read_optional_object(path)
     if not document:
         problem = "cannot be read" if path.exists() else "does not exist: no start came so far as to write it"
         return judge("run", True, f"{run_dir}; {ENVIRONMENT_FILE} {problem}", "")
@@ -301,13 +301,6 @@ def _check_room(run_dir: Path, size: int) -> Finding:
     result += ": the next does not fit" if free < size else ""
     change = f"make room on the disk of {run_dir}: one is written before an older one is removed"
     return judge("room", free >= 3 * size, result, change, "wrong" if free < size else "warning")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if none can be read."""
-    with contextlib.suppress(RefusedError):
-        return read_object(path)
-    return {}
 
 
 def _to_list(value: Any) -> list[Any]:

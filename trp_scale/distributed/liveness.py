@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from trp_scale.config.json_files import read_object
+from trp_scale.config.json_files import read_optional_object
 from trp_scale.errors import RefusedError
 from trp_scale.exit_status import ExitStatus
 
@@ -85,7 +85,7 @@ class Lease:
     ) -> None:
         self._done.set()
         self._thread.join()
-        if _read(self._path).get("token") == self._token:
+        if read_optional_object(self._path).get("token") == self._token:
             self._path.unlink(missing_ok=True)
 
     def _is_held(self) -> bool:
@@ -102,14 +102,14 @@ class Lease:
         Raises:
             RefusedError: it is not.
         """
-        holder = _read(self._path)
+        holder = read_optional_object(self._path)
         changed, until = _modified_ns(self._path), time.monotonic() + self._gone_after
         while not _is_gone_from_here(holder):
             now = _modified_ns(self._path)
             if now is None:
                 return
             if now != changed:
-                holder = _read(self._path)  # it may have been created a moment ago
+                holder = read_optional_object(self._path)  # it may have been created a moment ago
                 raise RefusedError(
                     f"{self._path.parent}: another run trains into this directory: process {holder.get('process')} on "
                     f"{holder.get('host')}, started {holder.get('started')}; allowed: stop it (touch "
@@ -118,12 +118,13 @@ class Lease:
             if time.monotonic() > until:
                 break
             time.sleep(min(0.2, self._renewed_each / 5))
-        if _read(self._path).get("token") != holder.get("token"):  # another start has taken it over
+        if read_optional_object(self._path).get("token") != holder.get("token"):  # another start has taken it over
             return
         aside = self._path.with_name(f".{LEASE}.{self._token}.old")
         with contextlib.suppress(FileNotFoundError):  # another start was faster
             self._path.rename(aside)
-            if _read(aside).get("token") != holder.get("token"):  # it was taken by another start meanwhile
+            # It may have been taken by another start meanwhile.
+            if read_optional_object(aside).get("token") != holder.get("token"):
                 with contextlib.suppress(FileExistsError):
                     write_exclusively(self._path, aside.read_text(encoding="utf-8"))
             aside.unlink(missing_ok=True)
@@ -134,7 +135,7 @@ class Lease:
                 if not self._path.parent.is_dir():
                     self._lost(f"{self._path.parent}: the run directory was removed while the run trained into it")
                     return
-                holder = _read(self._path)
+                holder = read_optional_object(self._path)
                 if holder and holder.get("token") != self._token:
                     self._lost(
                         f"{self._path.parent}: process {holder.get('process')} on {holder.get('host')} has taken over "
@@ -162,7 +163,7 @@ def write_exclusively(path: Path, text: str) -> None:
 
 def lease_holder(run_dir: Path) -> dict[str, Any]:
     """Return the holder of the lease, with `gone` if it is an ended process of this host; empty if nobody holds it."""
-    holder = _read(run_dir / LEASE)
+    holder = read_optional_object(run_dir / LEASE)
     return {**holder, "gone": _is_gone_from_here(holder)} if holder else {}
 
 
@@ -216,13 +217,6 @@ def _began(process: int) -> str:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]
     return ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A lease; empty where there is none, or none that can be read."""
-    with contextlib.suppress(RefusedError):
-        return read_object(path)
-    return {}
 
 
 def _modified_ns(path: Path) -> int | None:
@@ -417,8 +411,8 @@ def _read_reports(directory: Path) -> dict[int, dict[str, Any]]:
     for path in sorted(directory.glob("rank-*.json")):
         if path.name.endswith(".trace.json"):
             continue
-        with contextlib.suppress(RefusedError):
-            reports[int(path.stem.removeprefix("rank-"))] = read_object(path)
+        if report := read_optional_object(path):
+            reports[int(path.stem.removeprefix("rank-"))] = report
     return reports
 
 

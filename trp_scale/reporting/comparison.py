@@ -9,10 +9,10 @@ import io
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -26,9 +26,21 @@ from trp_scale.reporting.paired_tests import (
     correct,
     paired_difference,
 )
-from trp_scale.reporting.results import Results, TaskResult, constant_figure, judged_together, read_results
+from trp_scale.reporting.results import (
+    AVERAGE,
+    WORST,
+    Results,
+    SeedResult,
+    TaskResult,
+    constant_figure,
+    join,
+    judged_together,
+    read_results,
+)
 from trp_scale.table import Cell, Table, escape_markdown
 from trp_scale.training.metrics import FEWEST, worst_task
+
+Key = TypeVar("Key", bound=Hashable)
 
 BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
@@ -143,12 +155,21 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
     return comparison
 
 
-def find_worst(tasks: Mapping[RowKey, TaskResult]) -> RowKey:
+def find_worst(tasks: Mapping[Key, TaskResult]) -> Key:
     """The task that is worst, of those that are judged together (training/metrics.py: worst_task)."""
-    losses = {key: task.mean if key.lower_is_better else -task.mean for key, task in tasks.items()}
+    losses = {key: -task.sign * task.mean for key, task in tasks.items()}
     worst = worst_task(losses, {key: task.count for key, task in tasks.items()})
     assert worst is not None, "there are tasks, and each has a mean"
     return worst
+
+
+def summarise(tasks: Mapping[Key, TaskResult]) -> dict[str, TaskResult]:
+    """Average and worst of tasks that are judged together."""
+    first = next(iter(tasks.values()))
+    metric = first.metric if len({task.metric for task in tasks.values()}) == 1 else "of the tasks' own"
+    means = {AVERAGE: statistics.fmean(task.mean for task in tasks.values()), WORST: tasks[find_worst(tasks)].mean}
+    kind: dict[str, Any] = {"metric": metric, "split": first.split, "lower_is_better": first.lower_is_better}
+    return {name: join([SeedResult(task=name, seed=0, metrics={metric: mean}, **kind)]) for name, mean in means.items()}
 
 
 def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
@@ -177,15 +198,10 @@ def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowK
 def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
     columns = zip(*(rows[key] for key in keys), strict=True)
     whole = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
-    kinds: list[tuple[str, Callable[[Mapping[RowKey, TaskResult]], float]]] = [
-        ("average", lambda tasks: statistics.fmean(task.mean for task in tasks.values())),
-        ("worst", lambda tasks: tasks[find_worst(tasks)].mean),
-    ]
+    of_runs = [summarise(tasks) if len(tasks) == len(keys) else {} for tasks in whole]
     return [
-        Summary(
-            name=name, split=keys[0].split, values=[take(tasks) if len(tasks) == len(keys) else None for tasks in whole]
-        )
-        for name, take in kinds
+        Summary(name=name, split=keys[0].split, values=[run[name].mean if run else None for run in of_runs])
+        for name in (AVERAGE, WORST)
     ]
 
 

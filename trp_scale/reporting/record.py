@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trp_scale.config import Config
-from trp_scale.config.json_files import read_object
+from trp_scale.config.json_files import read_optional_object
 from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
 from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.config.yaml_files import read_yaml
@@ -359,18 +359,11 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
-def _object(path: Path) -> Mapping[str, Any]:
-    """A JSON object that adds to the page, or nothing: `doctor RUN_DIR` is the place that examines a damaged one."""
-    try:
-        return read_object(path)
-    except RefusedError:
-        return {}
-
-
 def _start(path: Path) -> Start:
+    """Read a start; `doctor RUN_DIR` is the place that examines a damaged file."""
     try:
-        return record(Start, _object(path), str(path), RefusedError)
-    except RefusedError:  # as above
+        return record(Start, read_optional_object(path), str(path), RefusedError)
+    except RefusedError:
         return Start()
 
 
@@ -427,7 +420,7 @@ def _recipe(start: Start) -> str:
 
 
 def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
-    stop = _object(run_dir / STOP_RECORD)
+    stop = read_optional_object(run_dir / STOP_RECORD)
     if stop:
         why, advice = str(stop.get("why", "")), str(stop.get("advice", ""))
         sentence = f"{shorten(why, 400)}; {advice}".removesuffix("; ")

@@ -21,6 +21,9 @@ RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
 """The result of one seed, in its own run directory."""
 
+AVERAGE, WORST = "average", "worst"
+"""Rows over tasks that are judged together."""
+
 CONSTANT = "constant_"
 """Before a figure's name among the metrics: what the best constant prediction reaches, the same one for all rows."""
 
@@ -80,6 +83,11 @@ class TaskResult:
     detail: list[dict[str, Any]] = field(default_factory=list)
     rows: str = ""
     judged: bool = True
+
+    @property
+    def sign(self) -> float:
+        """1 where more is better, else -1."""
+        return -1.0 if self.lower_is_better else 1.0
 
     @cached_property
     def count(self) -> int | None:

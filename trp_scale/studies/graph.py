@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trp_scale.errors import RefusedError
+from trp_scale.reporting.comparison import summarise
 from trp_scale.reporting.results import TaskResult, judged_together, read_results
-from trp_scale.studies.study import AVERAGE, WORST, Flags, Judge, Scale, Study, Tuning, fill_placeholders, to_arguments
-from trp_scale.training.metrics import read_history, worst_task
+from trp_scale.studies.study import Flags, Judge, Scale, Study, Tuning, fill_placeholders, to_arguments
+from trp_scale.training.metrics import read_history
 
 UNTRAINED: Flags = {"training.steps": 1, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
 """A run that leaves the encoder as its seed drew it: a step of 1e-30 is less than fp32 can add."""
@@ -35,70 +36,12 @@ SAME_STEPS = 0.03
 TIME = "@time"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One figure of one run.
-
-    Attributes:
-        metric: its name.
-        split: of the measured rows.
-        lower_is_better: of the metric.
-        values: by seed of the judging; of average and worst, one: over the tasks' means.
-        judged: False: a second measurement of a task, beside its own row; in no average and never the worst.
-        count: measured rows; None: not known.
-    """
-
-    metric: str
-    split: str
-    lower_is_better: bool
-    values: Sequence[float]
-    judged: bool = True
-    count: int | None = None
-
-    @property
-    def sign(self) -> float:
-        """1 where more is better, else -1."""
-        return -1.0 if self.lower_is_better else 1.0
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-
-def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, Row]:
+def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, TaskResult]:
     """Return the rows by task, in order; then average and worst, if all judged tasks are judged together: of
     accuracies, F1 and correlations the lowest is worst, of errors of one metric the highest."""
-    rows = {
-        task.task: Row(
-            metric=task.metric,
-            split=task.split,
-            lower_is_better=task.lower_is_better,
-            values=list(task.values),
-            judged=task.judged,
-            count=task.count,
-        )
-        for task in tasks
-    }
-    judged = [task for task in tasks if task.judged]
-    if len(set(map(judged_together, judged))) == 1:
-        rows |= summaries({task.task: rows[task.task] for task in judged})
-    return rows
-
-
-def summaries(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Average and worst of rows that are judged together."""
-    first = next(iter(rows.values()))
-    counts = {name: row.count for name, row in rows.items()}
-    worst = worst_task({name: -row.sign * row.mean for name, row in rows.items()}, counts)
-    assert worst is not None, "there are rows, and each has a mean"
-    metric = first.metric if len({row.metric for row in rows.values()}) == 1 else "of the tasks' own"
-    return {
-        name: Row(metric=metric, split=first.split, lower_is_better=first.lower_is_better, values=[value])
-        for name, value in (
-            (AVERAGE, statistics.fmean(row.mean for row in rows.values())),
-            (WORST, rows[worst].mean),
-        )
-    }
+    rows = {task.task: task for task in tasks}
+    judged = {task.task: task for task in tasks if task.judged}
+    return rows | (summarise(judged) if len(set(map(judged_together, judged.values()))) == 1 else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from trp_scale.reporting.comparison import summarise
 from trp_scale.reporting.paired_tests import POWER, Difference, Spread, correct, paired_difference, spread
-from trp_scale.reporting.results import RESULTS_FILE, TaskResult, judged_together
-from trp_scale.studies.graph import TIME, Graph, Row, collect_rows, summaries
-from trp_scale.studies.study import AVERAGE, WORST
+from trp_scale.reporting.results import AVERAGE, RESULTS_FILE, WORST, TaskResult, judged_together
+from trp_scale.studies.graph import TIME, Graph, collect_rows
 
 GROUND_LEVEL = 0.01
 """Largest p value at which pre-training is said to beat the untrained encoder."""
@@ -57,7 +57,7 @@ class Outcome:
 
     variants: list[str]
     figures: dict[JudgeRow, dict[str, dict[int, list[float]]]]
-    metrics: dict[JudgeRow, Row]
+    metrics: dict[JudgeRow, TaskResult]
     outcome: JudgeRow
     cells: dict[JudgeRow, dict[str, VariantResult]] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ def read_outcome(graph: Graph) -> Outcome:
     study, scale = graph.study, graph.scale
     names = [*graph.variants, *(f"{name}{TIME}" for name in graph.trained_variants() if "time" in scale.budgets)]
     figures: dict[JudgeRow, dict[str, dict[int, list[float]]]] = {}
-    metrics: dict[JudgeRow, Row] = {}
+    metrics: dict[JudgeRow, TaskResult] = {}
     for name in names:
         for seed in range(scale.seeds):
             for key, row in _rows(graph, name, seed).items():
@@ -86,9 +86,9 @@ def read_outcome(graph: Graph) -> Outcome:
     return outcome
 
 
-def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, Row]:
+def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, TaskResult]:
     """All rows of one run; none where equal time is equal steps, and no run was made."""
-    rows: dict[JudgeRow, Row] = {}
+    rows: dict[JudgeRow, TaskResult] = {}
     tasks: dict[str, TaskResult] = {}
     judges = graph.study.outcome_row(graph.scale).judges
     for judge in graph.scale.judges:
@@ -104,8 +104,7 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, Row]:
             tasks |= {f"{judge}: {task.task}": task for task in results if task.judged}
     measured = {key.judge for key in rows}
     if len(judges) > 1 and measured >= set(judges) and len(set(map(judged_together, tasks.values()))) == 1:
-        of_tasks = collect_rows([replace(task, task=name) for name, task in tasks.items()])
-        rows |= {JudgeRow(ALL, name): of_tasks[name] for name in summaries(of_tasks)}
+        rows |= {JudgeRow(ALL, name): row for name, row in summarise(tasks).items()}
     return rows
 
 
@@ -135,7 +134,7 @@ def _correct(outcome: Outcome, ground: str) -> None:
             outcome.cells[key][name] = replace(outcome.cells[key][name], difference=difference)
 
 
-def verdict(cell: VariantResult, row: Row) -> str:
+def verdict(cell: VariantResult, row: TaskResult) -> str:
     """better, worse, or no difference seen; empty where nothing was tested."""
     difference = cell.difference
     if difference is None or difference.corrected is None:

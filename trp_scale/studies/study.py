@@ -17,15 +17,13 @@ from typing import Any, Literal
 from trp_scale.config.recipes import inherit
 from trp_scale.config.schema import Positive, record
 from trp_scale.errors import RefusedError, nearest
+from trp_scale.reporting.results import AVERAGE, WORST
 
 FILES = Path(__file__).parent / "files"
 
 Flags = dict[str, Any]
 """Flags of a command by name: a text, a number, true for a switch, or a list of them. `{NAME}` in a text stands for
 the directory of the input or of the data set NAME."""
-
-AVERAGE, WORST = "average", "worst"
-"""Rows over the tasks of a judge that are judged together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ class Run:
         every = 1 if self.rollback is None else self.config.checkpoint.every
         selection = select(self.run_dir, "auto" if self.rollback else self.arguments.resume, self.world, every)
         self.notices += selection.notices
-        path = selection.checkpoint
+        path = selection.path
         if path is None:
             return None, None
         stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))

@@ -31,9 +31,9 @@ from typing import Any, Protocol
 import torch
 
 import trp_scale
-from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.checkpoint.run_directory import newest_step
 from trp_scale.config import Config
-from trp_scale.config.json_files import json_lines, parse_json, read_object
+from trp_scale.config.json_files import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields, clean_text
 from trp_scale.distributed.environment import RankInfo
@@ -246,19 +246,16 @@ class Ending:
         Args:
             attempt: ranks that start again in their places: so often. Why they do is noted in incidents.jsonl.
         """
-        self.began_with = _newest(self.run_dir)
+        self.began_with = newest_step(self.run_dir)
         if self.rank != 0:
             return
         record = self.run_dir / STOP_RECORD
+        why = read_optional_object(record).get("why")
         if attempt:
-            why = "its rank was killed"
-            with contextlib.suppress(RefusedError):
-                why = str(read_object(record).get("why"))
-            Incidents(self.run_dir).add("restart", self.began_with, attempt=attempt, why=why)
-        if record.is_file():
-            with contextlib.suppress(RefusedError):
-                if read_object(record).get("why") == FINISHED:
-                    self.finished_before = record.read_bytes()
+            why_text = str(why or "its rank was killed")
+            Incidents(self.run_dir).add("restart", self.began_with, attempt=attempt, why=why_text)
+        if why == FINISHED:
+            self.finished_before = record.read_bytes()
         record.unlink(missing_ok=True)
 
     def note_stop(self, why: str, step: int, status: ExitStatus) -> None:
@@ -293,7 +290,7 @@ class Ending:
         self._write(why=why, step=step, status=ExitStatus.HUNG, again=self._got_on(), advice=ExitStatus.HUNG.advice)
 
     def _got_on(self) -> bool:
-        return _newest(self.run_dir) > self.began_with
+        return newest_step(self.run_dir) > self.began_with
 
     def _write(self, **fields: Any) -> None:
         """Write the record, unless another rank has."""
@@ -302,10 +299,6 @@ class Ending:
         document = {**fields, "why": str(fields["why"])[:2000], **origin, "at": now}
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
             write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")
-
-
-def _newest(run_dir: Path) -> int:
-    return max((step for step, _ in checkpoints(run_dir)), default=-1)
 
 
 INCIDENTS_FILE = "incidents.jsonl"

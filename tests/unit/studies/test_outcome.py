@@ -12,9 +12,9 @@ import pytest
 from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.cli.main import main
 from trp_scale.reporting.paired_tests import Difference, PairedTest, Spread
+from trp_scale.reporting.results import SeedResult, TaskResult, join
 from trp_scale.storage.files import write_json
 from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
-from trp_scale.studies.graph import Row
 from trp_scale.studies.outcome import JudgeRow, VariantResult, describe_outcome, read_outcome, verdict
 from trp_scale.studies.report import write_report
 
@@ -27,8 +27,9 @@ def cell(mean: float, corrected: float | None) -> VariantResult:
     )
 
 
-def row(lower_is_better: bool) -> Row:
-    return Row(metric="m", split="test", lower_is_better=lower_is_better, values=[0.5])
+def row(lower_is_better: bool) -> TaskResult:
+    seed = SeedResult(task="t", metric="m", split="test", lower_is_better=lower_is_better, seed=0, metrics={"m": 0.5})
+    return join([seed])
 
 
 @pytest.mark.parametrize(
