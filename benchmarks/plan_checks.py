@@ -27,12 +27,11 @@ from benchmarks import memory as measured_memory
 from benchmarks import wire
 from benchmarks.gpu_setting import ENGINES
 from benchmarks.text_steps import LENGTH, VOCABULARY
-from trp_scale.config import Config
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Layout, memory, traffic
-from trp_scale.planning.plan import Given, best, layouts, megatron_layout
+from trp_scale.planning.layouts import Given, Layout, MegatronLayout, memory, sizes, traffic
+from trp_scale.planning.plan import best, layouts
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.micro_size import WORKSPACE
@@ -51,10 +50,14 @@ class Options:
     """Ranks that traffic is counted on."""
 
 
-def layout_of(name: str, config: Config, gpus: int) -> Layout:
+def layout_of(name: str, counted: Counted, gpus: int) -> Layout:
     """That of an engine by its name in benchmarks/wire.py: its file is the shipped one, where there is one."""
     if name in wire.TENSOR:
-        return replace(megatron_layout(config, wire.TENSOR[name]), split=name.endswith("sp"))
+        config = counted.config
+        moments, split = config.megatron.shard_moments, name.endswith("sp")
+        return MegatronLayout(
+            engine="megatron", tensor=wire.TENSOR[name], shard_moments=moments, split=split, **sizes(config)
+        )
     stage = ENGINES[name]
     if stage is None:
         given = Given(engine=name)
@@ -62,14 +65,14 @@ def layout_of(name: str, config: Config, gpus: int) -> Layout:
         shipped = SHIPPED / f"zero{stage}.json"
         document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
         given = Given(engine="deepspeed", document=document, path=str(shipped))
-    return next(iter(layouts(config, gpus, given)))
+    return next(layouts(counted, Cluster(gpu=GPUS["h100"], gpus=gpus), given))
 
 
 def predicted(name: str, options: wire.Options, world: int, accumulation: int) -> tuple[int, int, int]:
     """Collectives of a step and bytes on the wire, and the model's parameters."""
     work = wire.workload(options, world // wire.TENSOR.get(name, 1), accumulation)
     counted = Counted(work.config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
-    layout = layout_of(name, work.config, world)
+    layout = layout_of(name, counted, world)
     messages = traffic(counted, layout, ranks=world, micro=options.rows, accumulation=accumulation)
     sent = sum(each.size * each.times * (2 if each.kind == "all-reduce" else 1) for each in messages)
     return sum(each.times for each in messages), sent, counted.parameters
@@ -108,7 +111,7 @@ def memory_over_measured() -> None:
         peak = max(each for each, _ in found) / 2**20
         config = measured_memory.settings(options, world)
         counted = Counted(config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
-        layout = layout_of("plain" if engine == "plain" else name, config, world)
+        layout = layout_of("plain" if engine == "plain" else name, counted, world)
         rows = measured_memory.ROWS
         predicted = memory(counted, layout, ranks=world, micro=rows, accumulation=1).device - WORKSPACE
         print(f"{name:<6} {predicted / 2**20:6.0f} {peak:6.0f} ({predicted / 2**20 / peak:.2f})", flush=True)
@@ -183,8 +186,9 @@ def scaling(point: Published) -> tuple[float, float]:
     for gpus, rows in zip((point.few, point.many), point.rows, strict=True):
         config.batch.global_size = rows
         counted = Counted(config, DataFacts(length=point.length))
-        layout = next(iter(layouts(config, gpus, Given(engine=point.engine))))
-        plan = best(counted, layout, Cluster(gpu=GPUS[point.gpu], gpus=gpus), [point.micro])
+        cluster = Cluster(gpu=GPUS[point.gpu], gpus=gpus)
+        layout = next(layouts(counted, cluster, Given(engine=point.engine)))
+        plan = best(counted, layout, cluster, [point.micro])
         if plan.step is None:
             raise SystemExit(f"{point.source}: {plan.short / 2**30:.1f} GiB do not fit on {gpus} x {point.gpu}")
         speeds.append(plan.rows_a_second / gpus)

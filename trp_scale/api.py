@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trp_scale.config.listing import summaries
 from trp_scale.config.loader import read_section
 from trp_scale.config.registry import MAIN, find_registration, load_module
-from trp_scale.config.run_flags import Arguments, EngineName, make_arguments
+from trp_scale.config.run_flags import Arguments, make_arguments
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import Settings
 from trp_scale.config.upstream import AVERAGE, Weights
@@ -55,7 +55,7 @@ def pretrain(
     *,
     hooks: Sequence[str | Settings | type[Any]] | None = None,
     run_dir: StrPath | None = None,
-    engine: EngineName | None = None,
+    engine: str | None = None,
     ds_config: StrPath | None = None,
     module: StrPath | Sequence[StrPath] = (),
     resume: StrPath = "auto",

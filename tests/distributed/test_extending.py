@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from tests.distributed.test_resume import LAYOUTS
 from tests.extending import files, forgetting, write_files
 from tests.grids import always
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 from tests.runs import flags, image_flags, lines, pretrain_here
 from tests.unit.data.images.source_images import stored
 from trp_scale.checkpoint.format import read_full_state
@@ -27,9 +28,10 @@ from trp_scale.config import RefusedError
 from trp_scale.config import registry as components
 from trp_scale.config.run_flags import parse
 from trp_scale.reporting.results import read_results
+from trp_scale.training.pretrain import pretrain
 from trp_scale.training.report import report
 
-LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120, "mae_bands.py": 120}
+LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120, "mae_bands.py": 120, "checked.py": 40}
 """Lines of each file, at most."""
 LINES = {name: LAYOUTS[name] for name in ("fsdp", "zero3")}
 STEPS, HALF = 5, 3
@@ -337,3 +339,45 @@ def test_two_ranks_go_on_with_the_upstream_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, banded: Path, image_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
     two_ranks_go_on(two_ranks, partial(own_upstream, modules, image_dataset), banded, tmp_path, layout, OWN_MAPS)
+
+
+# An engine
+
+
+def pretrain_drifting(arguments: list[str]) -> int:
+    """A weight of rank 1 changes by itself in the first step."""
+    parsed = parse(arguments)
+    engine = components.find("engine", "checked").load()
+    check_gradients = engine.check_gradients
+
+    def drift(self: Any) -> torch.Tensor:
+        if self.calls == 0 and dist.get_rank() == 1:
+            next(self.module.parameters()).data.flatten()[0].add_(1e-3)
+        return check_gradients(self)  # type: ignore[no-any-return]
+
+    engine.check_gradients = drift
+    try:
+        return pretrain(parsed).status
+    finally:
+        engine.check_gradients = check_gradients
+
+
+def test_an_engine_of_ones_own_trains_and_goes_on_from_the_packages(
+    two_ranks: Ranks, modules: Path, plain: Path, text_dataset: Path, tmp_path: Path
+) -> None:
+    own = ["--module", str(modules / "checked.py"), "--engine", "checked"]
+    given = {"resume": checkpoint_path(plain, HALF)}
+    two_ranks(pretrain_here, [*own, *own_methods(modules, text_dataset, tmp_path / "run", **given)])
+    same_states(tmp_path / "run", plain, 1e-5)
+    with pytest.raises(RankError, match="the weights of two ranks differ after 2 steps"):
+        two_ranks(pretrain_drifting, [*own, *own_methods(modules, text_dataset, tmp_path / "drifting", **given)])
+
+
+def test_an_engine_of_ones_own_is_planned_and_others_are_named(
+    modules: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--module", str(modules / "checked.py"), "--recipe", "pos_bert_tiny", "--gpus", "2"]
+    assert cli.main(["plan", *own, "--engine", "checked"]) == 0
+    assert "launch/pretrain.py --engine checked --recipe pos_bert_tiny" in capsys.readouterr().out
+    assert cli.main(["plan", *own, "--engine", "chequed"]) == 2
+    assert "--engine" in (said := capsys.readouterr().err) and "checked" in said

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, check_sound, read_document, wrong_size
 from trp_scale.config import WITHOUT_END, Config, RefusedError
+from trp_scale.config.checks import engine_rules
 from trp_scale.config.json_files import json_lines, parse_json
 from trp_scale.config.loader import flat, from_dict, to_dict
+from trp_scale.config.registry import names
 from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
 from trp_scale.distributed.liveness import LEASE
 from trp_scale.errors import CheckpointError, listed_problems, quote, shorten
@@ -386,8 +388,6 @@ MAY_CHANGE = (
     "training.compile",
     "training.activation_checkpointing",
     "training.deterministic",
-    "fsdp.*",
-    "megatron.*",
     "data.workers",
     "data.prefetch",
     "data.verify",
@@ -399,7 +399,8 @@ MAY_CHANGE = (
     "logging.*",
     "probes.*",
 )
-"""Settings that may change; `section.*` is every field of the section. data.path may where the data are the same."""
+"""Settings that may change, beside those of an engine; `section.*` is every field of the section. data.path may where
+the data are the same."""
 
 
 def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
@@ -441,6 +442,8 @@ def check_settings(
     default = from_dict({"upstream": present["upstream"]} if "upstream" in present else {"downstream": {}})
     adopt_unrecorded(default, stored)
     before = {**{name: value for name, value in _flat(to_dict(default)).items() if name in now}, **_flat(stored)}
+    engines = [f"{section}.*" for name in names("engine") if (section := engine_rules(name).section)]
+    changeable = (*MAY_CHANGE, *engines)
     same_data = stored_digest is not None and stored_digest == present_digest
     allowed: list[str] = []
     refused: list[str] = []
@@ -449,7 +452,7 @@ def check_settings(
         if then == today:
             continue
         difference = f"{field}: checkpoint {_quote_value(then)}, now {_quote_value(today)}"
-        may_change = field in MAY_CHANGE or f"{field.partition('.')[0]}.*" in MAY_CHANGE
+        may_change = field in changeable or f"{field.partition('.')[0]}.*" in changeable
         if may_change or (field == "data.path" and same_data):
             if field == "training.steps" and (schedule := now.get("optimizer.schedule")) not in WITHOUT_END:
                 difference += f" (the {schedule} schedule of the learning rate now ends there)"
@@ -463,7 +466,7 @@ def check_settings(
     if refused:
         raise RefusedError(
             f"the checkpoint was made with other settings:\n{listed_problems(refused)}\n"
-            f"On resume these may change: engine, number of ranks, {', '.join(MAY_CHANGE)}, and data.path to the same "
+            f"On resume these may change: engine, number of ranks, {', '.join(changeable)}, and data.path to the same "
             "data elsewhere. Set the listed ones back, or start a new run with another --run_dir."
         )
     return allowed

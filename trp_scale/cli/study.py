@@ -72,17 +72,17 @@ def show(argv: Sequence[str]) -> int:
     print(f"{study.title} ({source.paper}, arXiv:{source.arxiv}, {source.place})\n{study.question}")
     print(f"outcome: {study.outcome.row} of {', '.join(study.outcome.judges)}, against {study.baseline}")
     for name, variant in study.variants.items():
-        settings = " ".join(f"--{input_} {value}" for input_, value in variant.settings.items())
+        settings = " ".join(f"--{flag} {value}" for flag, value in variant.settings.items())
         print(f"  {name}: {variant.title}{f'  {settings}' if settings else ''}")
     for name, scale in study.scales.items():
-        judges = "; ".join(f"{input_} ({judge.command}, {judge.seeds} seeds)" for input_, judge in scale.judges.items())
+        judges = "; ".join(f"{kind} ({judge.command}, {judge.seeds} seeds)" for kind, judge in scale.judges.items())
         print(f"scale {name}: recipe {scale.recipe}, {scale.seeds} seeds, budgets {', '.join(scale.budgets)}; {judges}")
         if scale.outcome is not None:
             print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
         if (tuning := scale.tuning) is not None:
             print(f"  each variant by itself has the best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
-        for input_ in needed_inputs(study, scale):
-            print(f"  --input {input_}=PATH  {study.inputs[input_]}")
+        for needed in needed_inputs(study, scale):
+            print(f"  --input {needed}=PATH  {study.inputs[needed]}")
     return 0
 
 

@@ -3,7 +3,6 @@ the scripts of launchers. Under a launcher each rank runs the same command line.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -92,6 +91,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
             f"--reliability.restarts {restarts} needs --run_dir DIR: a run goes on in the directory that it began in"
         )
     from trp_scale.checkpoint.run_directory import checkpoints
+    from trp_scale.config.registry import find
     from trp_scale.distributed.launchers import discover
     from trp_scale.distributed.restarts import run_with_restarts
 
@@ -100,7 +100,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
     def imports() -> None:
         load()
         with suppress(ImportError):  # the run says what is not installed
-            importlib.import_module(f"trp_scale.engines.{arguments.choose_engine(info.world)}")
+            find("engine", arguments.choose_engine(info.world)).load()
 
     def attempt(number: int) -> int:
         if number and (arguments.resume == "never" or checkpoints(run_dir)):

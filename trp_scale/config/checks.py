@@ -73,6 +73,7 @@ class EngineRules(Settings):
         reads_ds_config: it needs --ds_config; engines that do not, refuse it.
         scales_loss: it has a loss scaler, so that it can train in fp16.
         shards_everything: weights, gradients and moments are shared by the ranks of a copy.
+        layouts: "module:Class" of the planner's layouts; empty: a plan does not know what it costs.
     """
 
     section: ClassVar[str] = ""
@@ -80,6 +81,7 @@ class EngineRules(Settings):
     reads_ds_config: ClassVar[bool] = False
     scales_loss: ClassVar[bool] = False
     shards_everything: ClassVar[bool] = False
+    layouts: ClassVar[str] = ""
 
     def refusals(self, config: Any) -> Iterator[str]:
         """Yield settings that a run of this engine cannot have: flag, value, and allowed values."""

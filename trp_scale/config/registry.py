@@ -131,7 +131,7 @@ def component(
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # a name of the package's is refused here, and not when the package is loaded
         module = _module_name(cls)
-        settings = cls if implementation else cls.__dict__.get("Settings", Settings)
+        settings = cls if implementation else cls.__dict__.get("Settings", Settings if role in RUNS else _base(role))
         where = f"{cls.__module__}.{cls.__qualname__}"
         _check_section(settings, _base(role), f"{where}: Settings")
         _check_kind(role, name, settings, where)
@@ -209,6 +209,10 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
 
 def _base(role: Role) -> type[Any]:
     """Return the base class of a role's settings."""
+    if role == "engine":
+        from trp_scale.config.checks import EngineRules  # it looks components up itself
+
+        return EngineRules
     if role not in RUNS:
         return Settings
     from trp_scale.config import PretrainConfig  # it has sections of components itself
@@ -228,7 +232,7 @@ def _with_tag(role: Role, settings: type[Any], name: str, documented_by: type[An
         kw_only=True,
     )
     tagged.__module__, tagged.__qualname__ = settings.__module__, settings.__qualname__
-    unsaid = settings is Settings or (settings.__doc__ or "").startswith(
+    unsaid = settings is _base(role) or (settings.__doc__ or "").startswith(
         f"{settings.__name__}("
     )  # dataclass writes its call
     tagged.__doc__ = documented_by.__doc__ if unsaid else settings.__doc__
@@ -245,7 +249,7 @@ def _load_all() -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         _load_entry(entry)
     global _always
-    _always = frozenset(registered_components.module for registered_components in _components.values())
+    _always = frozenset(item.module for item in _components.values())
 
 
 def _load_entry(entry: importlib.metadata.EntryPoint) -> None:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -31,8 +31,6 @@ from trp_scale.config.recipes import read_document
 from trp_scale.config.registry import find, load_module, own_modules
 from trp_scale.config.schema import Fields, setting_name, setting_names
 
-EngineName = Literal["plain", "ddp", "fsdp", "megatron", "deepspeed"]
-
 WHOLE = 1_000_000_000
 """Parameters of the encoder's blocks that a rank holds whole unless told otherwise: weights, gradients and two moments
 are 16 bytes each. Larger ones are sharded."""
@@ -52,10 +50,10 @@ class Arguments:
     tasks; may be given several times."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
-    engine: EngineName | None = None
-    """Who holds parameters and optimizer. Not given: deepspeed with --ds_config; plain in one process; on several ranks
-    ddp, where each holds all, or fsdp, which shards, for encoders of more than 10^9 parameters. megatron: tensor
-    parallel."""
+    engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """plain, ddp, fsdp, megatron (tensor parallel), deepspeed, or one of your own. Not given: deepspeed with
+    --ds_config; plain in one process; else ddp, where each rank holds all, or fsdp, which shards, for encoders of more
+    than 10^9 parameters."""
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
@@ -69,7 +67,7 @@ class Arguments:
     local_rank: int = -1
     """Passed by the deepspeed launcher; ranks are read from the environment."""
 
-    def choose_engine(self, world: int) -> EngineName:
+    def choose_engine(self, world: int) -> str:
         """Return the engine of this run on `world` ranks.
 
         Raises:

@@ -337,7 +337,7 @@ class MegatronEngine(DdpEngine):
 
     def build_masters(self, module: nn.Module) -> Masters | None:
         self.cut = {
-            name for name, split_tokens in module.named_parameters() if tuple(split_tokens.shape) != self.shapes[name]
+            name for name, parameter in module.named_parameters() if tuple(parameter.shape) != self.shapes[name]
         }
         if not self.shards_moments:
             return super().build_masters(module)
@@ -354,21 +354,21 @@ class MegatronEngine(DdpEngine):
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(module)
         partial = set(self.plan.partial(module) if self.config.megatron.sequence_parallel else ()) - self.cut
-        self.partial = [split_tokens for name, split_tokens in self.named_parameters() if name in partial]
+        self.partial = [parameter for name, parameter in self.named_parameters() if name in partial]
         if isinstance(optimizer, Lamb):
             # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
             optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
         return optimizer
 
-    def _boxes(self, name: str, split_tokens: tuple[int, ...]) -> list[Box]:
+    def _boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
         """Return the elements of the whole parameter that this rank holds, in its order: a range of the one dimension
         in which it is smaller, or such a range of each of the packed matrices."""
         whole, parts = self.shapes[name], self.plan.parts(name.rpartition(".")[0])
         bounds = [(0, size) for size in whole]
-        cut = next((number for number, size in enumerate(whole) if split_tokens[number] != size), None)
+        cut = next((number for number, size in enumerate(whole) if shape[number] != size), None)
         if cut is None:
             return [Box(tuple(bounds))]
-        size, boxes = split_tokens[cut] // parts, []
+        size, boxes = shape[cut] // parts, []
         for part in range(parts):
             start = whole[cut] // parts * part + size * self.tensor_group.rank
             boxes.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
@@ -382,7 +382,7 @@ class MegatronEngine(DdpEngine):
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
         """Sum gradients of replicated parameters that each rank applied to its own tokens, in one collective."""
-        gradients = [split_tokens.grad.view(-1) for split_tokens in self.partial if split_tokens.grad is not None]
+        gradients = [parameter.grad.view(-1) for parameter in self.partial if parameter.grad is not None]
         if gradients:
             whole = self.tensor_group.sum(torch.cat(gradients))
             torch._foreach_copy_(gradients, torch.split(whole, [gradient.numel() for gradient in gradients]))
@@ -442,10 +442,10 @@ class MegatronEngine(DdpEngine):
         return tensors if self.world.rank == 0 else {}
 
 
-def rows_of_boxes(boxes: list[Box], split_tokens: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
+def rows_of_boxes(boxes: list[Box], tensor: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
     """The parts of boxes that lie in these rows of the tensor that has them one after the other in its first
     dimension, or one box in all dimensions."""
-    size = len(split_tokens) // len(boxes)  # rows of a box
+    size = len(tensor) // len(boxes)  # rows of a box
     for number, box in enumerate(boxes):
         (first, _), *others = box.bounds
         start, stop = (min(max(row - number * size, 0), size) for row in rows)

@@ -46,9 +46,9 @@ def reduce_scatter_tokens(tokens: Tensor, group: Group) -> Tensor:
     part = share(len(first), group)
     missing = group.size * part - len(first)
     first = F.pad(first, (0, 0) * (first.dim() - 1) + (0, missing)) if missing else first.contiguous()
-    split_tokens = first.new_empty((part, *first.shape[1:]))
-    dist.reduce_scatter_tensor(split_tokens, first, group=group.handle)
-    return split_tokens.movedim(0, -2)
+    sums = first.new_empty((part, *first.shape[1:]))
+    dist.reduce_scatter_tensor(sums, first, group=group.handle)
+    return sums.movedim(0, -2)
 
 
 def split_tokens(tokens: Tensor, group: Group) -> Tensor:

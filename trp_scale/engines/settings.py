@@ -17,12 +17,15 @@ class PlainRules(EngineRules):
     """One process that holds everything."""
 
     one_process = True
+    layouts = "trp_scale.planning.layouts:PlainLayout"
 
 
 @component("engine", "ddp", "trp_scale.engines.ddp:DdpEngine")
 @dataclass(kw_only=True)
 class DdpRules(EngineRules):
     """Each rank holds everything; gradients are summed."""
+
+    layouts = "trp_scale.planning.layouts:DdpLayout"
 
 
 @component("engine", "fsdp", "trp_scale.engines.fsdp:FsdpEngine")
@@ -32,6 +35,7 @@ class FsdpRules(EngineRules):
 
     section = "fsdp"
     shards_everything = True
+    layouts = "trp_scale.planning.layouts:FsdpLayout"
 
     def keeps_states_in_files(self, config: Config) -> bool:
         return bool(config.fsdp.offload_directory)
@@ -43,6 +47,7 @@ class MegatronRules(EngineRules):
     """Tensor parallel with megatron-core."""
 
     section = "megatron"
+    layouts = "trp_scale.planning.layouts:MegatronLayout"
 
     def refusals(self, config: Config) -> Iterator[str]:
         training = config.training
@@ -80,6 +85,7 @@ class DeepSpeedRules(EngineRules):
 
     reads_ds_config = True
     scales_loss = True
+    layouts = "trp_scale.planning.zero:ZeroLayout"
 
     def refusals(self, config: Config) -> Iterator[str]:
         for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):

@@ -49,8 +49,8 @@ class Pixels:
         if shift is not None:
             pixels = pixels + shift
         mean, deviation = self._statistics(images.device).view(2, 1, 3, 1, 1)
-        normalise_patches: Tensor = (pixels - mean) / deviation
-        return normalise_patches
+        normalised: Tensor = (pixels - mean) / deviation
+        return normalised
 
     def _statistics(self, device: torch.device) -> Tensor:
         """[2, 3] on the device; a host that copied them there would wait for it."""

@@ -19,7 +19,8 @@ from trp_scale.planning import tables
 from trp_scale.planning.arguments import NO_DATA, PlanArguments
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import ClusterPlan, Given, fitting, make_plans, refusal
+from trp_scale.planning.layouts import Given
+from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal
 from trp_scale.pretraining.base import DataFacts, find_upstream
 
 
@@ -125,13 +126,7 @@ def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterato
     Raises:
         RefusedError: it does not fit.
     """
-    stated = counted.config.training.activation_checkpointing
-    tensor = counted.config.megatron.tensor_parallel
-    plans = [
-        plan
-        for plan in make_plans(counted, cluster, choices)
-        if plan.layout.checkpointing == stated and plan.layout.tensor == tensor
-    ]
+    plans = [plan for plan in make_plans(counted, cluster, choices) if plan.layout.is_stated(counted.config)]
     plans_that_fit = fitting(plans)
     if not plans_that_fit:
         raise refusal(counted, plans, choices)

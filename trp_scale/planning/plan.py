@@ -3,26 +3,18 @@ them first. What does not fit is refused with the nearest that does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_engine
-from trp_scale.config.json_files import read_object
+from trp_scale.config.checks import engine_rules
+from trp_scale.config.registry import import_name, names
 from trp_scale.data.train_source import check_partition
-from trp_scale.engines import ds_config
 from trp_scale.planning.clusters import GPUS, Cluster
-from trp_scale.planning.counting import Checkpointing, Counted
-from trp_scale.planning.layouts import MASTER, Collective, Layout, Memory, memory, traffic
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.layouts import Collective, Given, Layout, Memory, memory, traffic
 from trp_scale.planning.step import Step, predict_step
-from trp_scale.planning.tensor_parallel import declared_plan, degrees
 from trp_scale.training.micro_size import SURE, candidates
-
-SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
-SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
-"""DeepSpeed's files that are tried where none is given."""
 
 ENOUGH_POSITIONS = 4096
 """Of a micro-batch that keeps a GPU busy: above it checkpointing activations cannot gain."""
@@ -31,10 +23,6 @@ STATED = 0.95
 MOST_GPUS = 4096
 """Looked at for the nearest cluster that fits."""
 SECONDS_A_DAY = 86400
-
-
-BYTES_OF = {"fp32": 4, "bf16": 2}
-"""Of a number, by the name of its type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,116 +84,28 @@ class ClusterPlan:
 
     def command(self, recipe: str) -> str:
         """The command line of this plan, on each node but for DeepSpeed's, which starts the others."""
-        gpus, per_node = self.cluster.gpus, min(self.cluster.gpus, self.cluster.gpu.per_node)
         flags = f"--recipe {recipe} --batch.micro_size {self.micro}"
         if self.layout.checkpointing != "none":
             flags += f" --training.activation_checkpointing {self.layout.checkpointing}"
-        if self.layout.shard_ranks:
-            flags += f" --fsdp.shard_ranks {self.layout.shard_ranks}"
-        if self.layout.offload:
-            flags += " --fsdp.offload True"
-        if self.layout.tensor > 1:
-            flags += f" --megatron.tensor_parallel {self.layout.tensor}"
-        if self.layout.split:
-            flags += " --megatron.sequence_parallel True"
-        flags += " --data.path DATA"
-        if self.layout.engine == "plain":
-            return f"trp-scale pretrain {flags}"
-        if self.layout.engine == "deepspeed":
-            hosts = "" if gpus <= per_node else "--hostfile HOSTFILE "
-            return f"deepspeed {hosts}launch/pretrain.py --ds_config {self.layout.ds_config} {flags}"
-        nodes = (
-            "" if gpus <= per_node else f"--nnodes {self.cluster.nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 "
-        )
-        return f"torchrun {nodes}--nproc_per_node {per_node} launch/pretrain.py --engine {self.layout.engine} {flags}"
+        flags += f"{self.layout.flags} --data.path DATA"
+        return self.layout.command(flags, self.cluster.gpus, self.cluster.gpu.per_node)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """Part of the layout that the command line fixes. Attributes: engine: None: all are tried; document: DeepSpeed's
-    file as read, with its path; None: those shipped are tried."""
-
-    engine: str | None = None
-    document: Mapping[str, Any] | None = None
-    path: str = ""
-
-
-def layouts(config: Config, gpus: int, choices: Given, per_node: int = 8) -> Iterator[Layout]:
-    """Yield the layouts that these settings allow on `gpus` GPUs. FSDP2 is tried with one copy and with one on each
-    node.
+def layouts(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[Layout]:
+    """Yield the layouts that these settings allow, of the named engine or of all that are tried.
 
     Raises:
-        RefusedError: DeepSpeed's file contradicts the recipe, or settings whose cost is not known here.
+        RefusedError: settings that are refused, or whose cost is not known here.
     """
-    if config.fsdp.offload_directory:
-        raise RefusedError(
-            f"--fsdp.offload_directory {config.fsdp.offload_directory}: the speed of its disk is not known here; "
-            "allowed in a plan: --fsdp.offload without it"
-        )
-    stated = config.training.activation_checkpointing
-    ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
-    read, sent = BYTES_OF[config.training.weights], BYTES_OF[config.training.gradients]
-    engines = ("plain",) if gpus == 1 else ("ddp", "fsdp")
-    for engine in engines if choices.engine is None and choices.document is None else (choices.engine,):
-        if engine is not None and engine != "deepspeed":
-            for shard_ranks in _groups(config, gpus, per_node) if engine == "fsdp" else (0,):
-                offload = engine == "fsdp" and config.fsdp.offload
-                for way in ways:
-                    yield Layout(
-                        engine=engine,
-                        checkpointing=way,
-                        read=read,
-                        sent=sent,
-                        shard_ranks=shard_ranks,
-                        offload=offload,
-                    )
-    for path, document in _documents(config, gpus, choices):
-        resolved = _resolve(config, document, path, gpus)
-        half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
-        travels = of_name.get(str(resolved.get("communication_data_type")), 2 if half else 4)
-        for way in ways:
-            yield Layout(
-                engine="deepspeed",
-                stage=ds_config.zero_stage(resolved),
-                checkpointing=way,
-                read=2 if half else 4,
-                sent=travels,
-                ds_config=path,
-                zero=resolved["zero_optimization"],
+    for name in [choices.engine] if choices.engine else names("engine"):
+        location = engine_rules(name).layouts
+        if not location and choices.engine:
+            raise RefusedError(
+                f"--engine {name}: its layouts and cost are not known; allowed in a plan: another engine"
             )
-
-
-def _groups(config: Config, gpus: int, per_node: int) -> tuple[int, ...]:
-    """Ranks that may share one copy of the weights; 0: all."""
-    stated = config.fsdp.shard_ranks
-    if stated:
-        if gpus % stated:
-            raise RefusedError(f"--fsdp.shard_ranks is {stated}, allowed: a divisor of the {gpus} ranks, or 0 for all")
-        return (stated if stated < gpus else 0,)
-    return (0, per_node) if gpus > per_node and gpus % per_node == 0 else (0,)
-
-
-def _documents(config: Config, gpus: int, choices: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if choices.document is not None:
-        yield choices.path, choices.document
-    elif choices.engine in (None, "deepspeed") and gpus > 1 and config.training.weights == "fp32":
-        for name in SHIPPED_FILES:
-            if config.optimizer.kind == "lamb" and "offload" in name:
-                continue  # the engine refuses it
-            yield f"ds_configs/{name}", read_object(SHIPPED / name)
-
-
-def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
-    """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
-    sized = replace(config, batch=replace(config.batch, micro_size=1))
-    accumulation = check_partition(config.batch.global_size, 1, gpus)
-    document = {key: value for key, value in document.items() if key not in OF_THE_BATCH}
-    return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
-
-
-OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys that the run itself compares with the micro-batch that it takes."""
+        if location and (choices.engine or import_name(location).is_tried(cluster.gpus)):
+            kind: type[Layout] = import_name(location)
+            yield from kind.candidates(name, counted, cluster.gpus, cluster.gpu.per_node, choices)
 
 
 def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[ClusterPlan]:
@@ -213,68 +113,31 @@ def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None)
     lacks least.
 
     Raises:
-        RefusedError: the global batch does not divide over the GPUs, or no micro-batch goes with the settings.
+        RefusedError: the global batch divides over the ranks of no layout, or settings that are refused.
     """
-    choices = choices or Given()
-    if choices.engine == "megatron":
-        return in_order(_plans_of_megatron(counted, cluster))
-    sizes = _sizes(counted.config, cluster.gpus)
     plans: list[ClusterPlan] = []
-    enough: set[tuple[str, int | None, str, int]] = set()
-    for layout in layouts(counted.config, cluster.gpus, choices, cluster.gpu.per_node):
-        same = (layout.engine, layout.stage, layout.ds_config, layout.shard_ranks)
-        if same in enough:
+    enough: set[str] = set()  # layouts that more checkpointing cannot make faster
+    refused: RefusedError | None = None
+    for layout in layouts(counted, cluster, choices or Given()):
+        if layout.label in enough:
             continue
-        plan = best(counted, layout, cluster, sizes)
+        try:
+            plan = best(counted, layout, cluster, _sizes(counted.config, layout.data_ranks(cluster.gpus)))
+        except RefusedError as error:
+            refused = error
+            continue
         busy = plan.micro * counted.outline.positions >= ENOUGH_POSITIONS or plan.accumulation == 1
         if plan.fits and busy:
-            enough.add(same)
+            enough.add(layout.label)
         plans.append(plan)
+    if refused and not plans:
+        raise refused
     return in_order(plans)
 
 
 def in_order(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
     """Sort plans: those that fit by speed, then the others by missing memory."""
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
-
-
-def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[ClusterPlan]:
-    """Return plans for the configured tensor-parallel size, or for each allowed size if it is 1.
-
-    Raises:
-        RefusedError: none is allowed, the batch divides over none, or settings that the engine does not have or whose
-            cost is not known here.
-    """
-    config, stated = counted.config, counted.config.megatron.tensor_parallel
-    check_engine(replace(config, batch=replace(config.batch, micro_size=1)), "megatron", gpu=True)
-    allowed = list(degrees(declared_plan(counted.model), cluster.gpus, cluster.gpu.per_node))
-    if stated > 1 and stated not in allowed:
-        raise RefusedError(
-            f"--megatron.tensor_parallel is {stated}; allowed for this model on {cluster.gpus} GPUs in nodes of "
-            f"{cluster.gpu.per_node}: {', '.join(map(str, allowed))}"
-        )
-    fitting_plans, refused = [], []
-    for ranks in [stated] if stated > 1 else allowed:
-        layout = megatron_layout(config, ranks)
-        try:
-            fitting_plans.append(best(counted, layout, cluster, _sizes(config, layout.data_ranks(cluster.gpus))))
-        except RefusedError as error:
-            refused.append(error)
-    if not fitting_plans:
-        raise refused[-1]
-    return fitting_plans
-
-
-def megatron_layout(config: Config, tensor: int) -> Layout:
-    """Return the Megatron layout of these settings with `tensor` ranks that share matrices."""
-    return Layout(
-        engine="megatron",
-        read=BYTES_OF[config.training.weights],
-        sent=BYTES_OF[config.training.gradients],
-        tensor=tensor,
-        shard_moments=config.megatron.shard_moments,
-        split=config.megatron.sequence_parallel,
-    )
 
 
 def _sizes(config: Config, gpus: int) -> list[int]:
@@ -351,6 +214,3 @@ def refusal(counted: Counted, plans: Sequence[ClusterPlan], choices: Given | Non
         f"{other.layout.name}, micro-batches of {other.micro}, "
         f"{other.memory.device / 2**30:.1f} GiB"
     )
-
-
-__all__ = ["MASTER", "ClusterPlan", "Given", "best", "fitting", "layouts", "make_plans", "nearest_that_fits", "refusal"]

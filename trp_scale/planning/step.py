@@ -10,7 +10,7 @@ from trp_scale.config import Config
 from trp_scale.models.counting import TRAINING_OVER_FORWARD
 from trp_scale.planning.clusters import Cluster, Gpu
 from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
-from trp_scale.planning.layouts import MASTER, Collective, Layout
+from trp_scale.planning.layouts import Collective, Layout
 
 ROWS_A_CORE = {"image": 700.0, "text": 3.2e6}
 """What a core of a loader makes in a second: crops of 224 px, or positions of text."""
@@ -85,7 +85,7 @@ def predict_step(
     """
     config, gpu, peak = counted.config, cluster.gpu, peak_flops(counted.config, cluster.gpu)
     fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
-    passes = counted.over(layout.tensor, layout.split).passes(layout.checkpointing, layout.rounded, fused)
+    passes = layout.part(counted).passes(layout.checkpointing, layout.rounded, fused)
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
     hidden, sums = ([message for message in messages if message.hides == hides] for hides in (True, False))
     hidden_seconds = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
@@ -148,14 +148,9 @@ def _tail(messages: list[Collective], cluster: Cluster) -> float:
 
 def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: int) -> float:
     """The optimizer's step over what a rank owns."""
-    whole = layout.engine in ("plain", "ddp") or layout.stage == 0
-    parameters = counted.parameters / (1 if whole else layout.sharers(cluster.gpus))
-    if layout.offload:  # weights come for both passes of each micro-batch, gradients go once
-        return parameters * (2 * accumulation + 1) * MASTER / HOST_LINK + parameters / HOST_UPDATE
-    if layout.engine == "megatron":
-        parameters = counted.over(layout.tensor, layout.split).parameters / layout.sharing(cluster.gpus)
-    if layout.offloads:
-        return parameters * 2 * MASTER / HOST_LINK + parameters / HOST_UPDATE
+    parameters = layout.updated(counted, cluster.gpus)
+    if moved := layout.host_bytes(accumulation):
+        return parameters * moved / HOST_LINK + parameters / HOST_UPDATE
     seconds = UPDATE_BYTES * parameters / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
     return seconds * (2 if counted.config.optimizer.kind == "lamb" else 1)
 

@@ -88,7 +88,7 @@ def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
             rows.append([str(gpus), _short(plan), *[""] * (len(CURVE) - 2)])
             continue
         assert plan.step is not None, "of a plan that fits"
-        rate, first = (plan_.rows_a_second / plan_.cluster.gpus for plan_ in (plan, plans[0]))
+        rate, first = (item.rows_a_second / item.cluster.gpus for item in (plan, plans[0]))
         rows.append(
             [
                 str(gpus),

@@ -1,0 +1,232 @@
+"""Where DeepSpeed's stages keep a run's states, and what their ranks send: DeepSpeed 0.19.8's buckets, partitions and
+gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.config.json_files import read_object
+from trp_scale.data.train_source import check_partition
+from trp_scale.engines import ds_config
+from trp_scale.engines.optimizer import decay_groups
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.layouts import MASTER, Collective, Given, Layout, norms
+
+SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
+SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
+"""DeepSpeed's files that are tried where none is given."""
+
+OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys that the run itself compares with the micro-batch that it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroLayout(Layout):
+    """DeepSpeed's stages.
+
+    Attributes:
+        stage: of ZeRO.
+        ds_config: DeepSpeed's file, as the command line would name it.
+        zero: its block zero_optimization, resolved.
+    """
+
+    stage: int
+    ds_config: str = ""
+    zero: Mapping[str, Any]
+
+    @classmethod
+    def candidates(cls, engine: str, counted: Counted, gpus: int, per_node: int, choices: Given) -> Iterator[Layout]:
+        """Yield the layouts of the stated file, or of those that are shipped."""
+        config = counted.config
+        for path, document in _documents(config, choices):
+            resolved = _resolve(config, document, path, gpus)
+            half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+            of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
+            layout = cls(
+                engine=engine,
+                stage=ds_config.zero_stage(resolved),
+                read=2 if half else 4,
+                sent=of_name.get(str(resolved.get("communication_data_type")), 2 if half else 4),
+                ds_config=path,
+                zero=resolved["zero_optimization"],
+            )
+            yield from layout.ways(config)
+
+    @property
+    def label(self) -> str:
+        return f"ZeRO-{self.stage}" + (" offload" if self.offloads("optimizer") else "")
+
+    @property
+    def compiles(self) -> bool:
+        return self.stage != 3 and super().compiles
+
+    def offloads(self, states: str) -> bool:
+        """Return whether the optimizer's moments and masters ("optimizer"), or the weights ("param"), are in host
+        memory."""
+        block = self.zero.get(f"offload_{states}") or {}
+        return bool(block.get("device", "none") != "none")
+
+    def command(self, flags: str, gpus: int, per_node: int) -> str:
+        """The launcher starts the other nodes."""
+        hosts = "" if gpus <= per_node else "--hostfile HOSTFILE "
+        return f"deepspeed {hosts}launch/pretrain.py --ds_config {self.ds_config} {flags}"
+
+    def sharers(self, ranks: int) -> int:
+        return ranks if self.stage == 3 else 1
+
+    def updated(self, counted: Counted, ranks: int) -> float:
+        return counted.parameters / (ranks if self.stage else 1)
+
+    def host_bytes(self, accumulation: int) -> int:
+        return 2 * MASTER if self.offloads("optimizer") else 0
+
+    def number(self, key: str) -> int:
+        """Return a number of DeepSpeed's block."""
+        return int(self.zero[key])
+
+    def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
+        every, block = counted.parameters, max(counted.blocks, default=0)
+        if self.stage == 0:
+            return {"weights": MASTER * every, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+        bucket = MASTER * self.number("reduce_bucket_size")
+        optimizer = {"host" if self.offloads("optimizer") else "moments": 3 * MASTER * every / ranks}
+        if self.stage in (1, 2):
+            kept = self.read * every if self.stage == 1 else MASTER * every / ranks
+            return {"weights": self.read * every, "gradients": kept, "buckets": 2 * bucket, **optimizer}
+        largest = max((parameter.numel() for parameter in counted.model.parameters()), default=0)
+        return {
+            "weights": 0.0 if self.offloads("param") else self.read * every / ranks,
+            "gradients": MASTER * every / ranks,
+            "gathered": self.read * (counted.rest + 2 * block),
+            "buckets": bucket + MASTER * largest,
+            **optimizer,
+        }
+
+    def collectives(self, counted: Counted, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
+        yield from super().collectives(counted, ranks, micro, accumulation)
+        yield from norms(counted, of_each=self.stage != 0)
+        stages = {0: self._whole, 1: self._by_owners, 2: self._by_owners, 3: self._gathered}
+        yield from stages[self.stage](counted, ranks, accumulation)
+
+    def _whole(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
+        """Stage 0: after the backward pass, in pieces of DeepSpeed's default of 5 10^8 numbers."""
+        numbers, most = counted.parameters, 500_000_000
+        while numbers > 0:
+            yield Collective(kind="all-reduce", size=self.sent * min(numbers, most), phase="update")
+            numbers -= most
+
+    def _by_owners(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
+        """Gradients go bucket by bucket, each part to the rank that owns it: on stage 1 in the window's last backward
+        pass, on stage 2 in every one. New weights are gathered after the update, each group of parameters by one
+        collective."""
+        groups = _groups(counted.model)
+        owners = _Owners(groups, ranks)
+        for bucket in in_buckets(_last_to_first(counted.model), self.number("reduce_bucket_size")):
+            parts: dict[int, int] = {}
+            for parameter in bucket:
+                for rank, size in owners.of(parameter):
+                    parts[rank] = parts.get(rank, 0) + size
+            for size in parts.values():
+                if self.stage == 1:
+                    yield Collective(kind="reduce", size=self.sent * size, phase="last")
+                else:
+                    yield Collective(kind="reduce", size=self.sent * size, phase="backward", times=accumulation)
+        for group in groups:
+            size = self.read * sum(tensor.numel() for tensor in group)
+            yield Collective(kind="gather", size=size, phase="update")
+
+    def _gathered(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
+        """Blocks are gathered whole, other parameters one by one, forward and backward. The last block stays for its
+        backward pass. So does the largest of the others, which the model's end asks for again. Small ones stay on every
+        rank, and are gathered one by one after the update."""
+        small = self.number("stage3_param_persistence_threshold")
+        layers: Any = counted.model.layers
+        of_blocks = {id(tensor) for layer in layers for tensor in layer.parameters()}
+        blocks = [sum(tensor.numel() for tensor in layer.parameters() if tensor.numel() > small) for layer in layers]
+        others = sorted(
+            tensor.numel()
+            for tensor in counted.model.parameters()
+            if id(tensor) not in of_blocks and tensor.numel() > small
+        )
+        gathers = {"forward": [*others, *blocks], "backward": [*others[:-1], *blocks[:-1]]}
+        for phase, numbers in gathers.items():
+            for size in numbers:
+                yield Collective(kind="gather", size=self.read * size, phase=phase, times=accumulation)
+        for bucket in in_buckets(_last_to_first(counted.model), self.number("reduce_bucket_size")):
+            size = self.sent * sum(tensor.numel() for tensor in bucket)
+            yield Collective(kind="scatter", size=size, phase="backward", times=accumulation)
+        for parameter in counted.model.parameters():
+            if parameter.numel() <= small:
+                yield Collective(kind="gather", size=self.read * parameter.numel(), phase="update")
+        yield Collective(kind="all-reduce", size=8, phase="update", times=2)  # DeepSpeed's own
+
+
+def _documents(config: Config, choices: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if choices.document is not None:
+        yield choices.path, choices.document
+    elif config.training.weights == "fp32":
+        for name in SHIPPED_FILES:
+            if config.optimizer.kind == "lamb" and "offload" in name:
+                continue  # the engine refuses it
+            yield f"ds_configs/{name}", read_object(SHIPPED / name)
+
+
+def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
+    """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
+    sized = replace(config, batch=replace(config.batch, micro_size=1))
+    accumulation = check_partition(config.batch.global_size, 1, gpus)
+    document = {key: value for key, value in document.items() if key not in OF_THE_BATCH}
+    return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """Yield gradients grouped like DeepSpeed's buckets: in order, at most `limit` numbers, or one parameter."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and size + parameter.numel() > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel()
+    if bucket:
+        yield bucket
+
+
+def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters in the order in which a backward pass makes their gradients."""
+    return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+
+
+def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The optimizer's."""
+    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return [group["params"] for group in decay_groups(named, 1.0)]
+
+
+class _Owners:
+    """Ownership of parameter parts: each group is one flat tensor, cut into equal parts."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
+        self.places: dict[int, tuple[int, int]] = {}  # a parameter's first number in its group, and a rank's share
+        for group in groups:
+            share = -(-sum(parameter.numel() for parameter in group) // ranks)
+            start = 0
+            for parameter in group:
+                self.places[id(parameter)] = (start, share)
+                start += parameter.numel()
+
+    def of(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
+        """(rank, numbers) of each part."""
+        start, share = self.places[id(parameter)]
+        stop = start + parameter.numel()
+        while start < stop:
+            end = min(stop, (start // share + 1) * share)
+            yield start // share, end - start
+            start = end
