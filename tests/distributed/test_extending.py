@@ -31,7 +31,14 @@ from trp_scale.reporting.results import read_results
 from trp_scale.training.pretrain import pretrain
 from trp_scale.training.report import report
 
-LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120, "mae_bands.py": 120, "checked.py": 40}
+LONGEST = {
+    "power.py": 40,
+    "lookahead.py": 60,
+    "infrared.py": 120,
+    "mae_bands.py": 120,
+    "brightness.py": 150,
+    "checked.py": 40,
+}
 """Lines of each file, at most."""
 LINES = {name: LAYOUTS[name] for name in ("fsdp", "zero3")}
 STEPS, HALF = 5, 3

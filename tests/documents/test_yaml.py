@@ -38,6 +38,6 @@ def test_a_block_loads(block: Block, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "trp_scale", "recipes", str(path), "--module", str(tmp_path / module[0])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert re.search(r"kind: power\b", done.stdout)
+        assert re.search(rf"kind: {module[0].removesuffix('.py')}\b", done.stdout)
     else:
         assert isinstance(load_recipe(path), PretrainConfig)
