@@ -38,8 +38,8 @@ from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.finetuning.task import DownstreamTask, build_task
-from trp_scale.training.pretrain import Guard, Run
-from trp_scale.training.rundir import Ending
+from trp_scale.training.pretrain import Run
+from trp_scale.training.rundir import Ending, Guard
 
 WARM_UP = 5
 """Steps at the beginning of each round that are not measured."""

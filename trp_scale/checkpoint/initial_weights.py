@@ -27,7 +27,7 @@ from trp_scale.models.initialise import OtherTensorsError, check_names, check_sh
 
 
 def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None:
-    """Fill a model with the weights at `model.weights`; empty: it stays as the seed made it.
+    """Fill a model with the weights at `model.weights`.
 
     A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step;
     with "@average" behind its path, the average that its run kept of them.
@@ -46,7 +46,7 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
     named, state = named_weights(path)
     directory = Path(named)
     with naming_tensors(settings):
-        if path and ((directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file()):
+        if (directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file():
             take_checkpoint(model, find_checkpoint(directory), state, settings.heads)
         else:
             load_given_weights(model, path, load, settings.heads)
@@ -114,11 +114,11 @@ model's; names what is missing, unexpected or of another shape."""
 
 
 def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 0) -> None:
-    """Take the weights at `path` where it is given.
+    """Take the weights at `path`.
 
     Args:
         model: takes them.
-        path: a directory with model.safetensors, or a .safetensors file; empty: the model stays as the seed made it.
+        path: a directory with model.safetensors, or a .safetensors file.
         load: knows the other library's names.
         heads: the model's, which no tensor tells; 0: whatever the file's are, they are not compared.
 
@@ -126,8 +126,6 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
         RefusedError: no such file, or its tensors are not this model's: says how kinds or sizes differ, or names those
             that are missing, unexpected or of another shape.
     """
-    if not path:
-        return
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if file.suffix != ".safetensors" or not file.is_file():
         raise RefusedError(

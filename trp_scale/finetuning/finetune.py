@@ -33,7 +33,8 @@ from trp_scale.reporting.results import (
     write_results,
 )
 from trp_scale.training import rundir
-from trp_scale.training.pretrain import Guard, Rollback, Run, guard_run, train_run
+from trp_scale.training.pretrain import Rollback, Run, train_run
+from trp_scale.training.rundir import Guard, guard_run
 
 
 def finetune(arguments: FinetuneArguments) -> int:

@@ -6,9 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +28,6 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
-from trp_scale.distributed.liveness import HANGS, Lease, Watchdog
-from trp_scale.distributed.stop import StopRequests, launcher_processes
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.exit_status import ExitStatus
@@ -42,7 +38,7 @@ from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_t
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
 from trp_scale.training.metrics import FINISHED, RunInfo, nothing_left
 from trp_scale.training.observer import Observer
-from trp_scale.training.rundir import Ending, Incidents
+from trp_scale.training.rundir import Guard, Incidents, guard_run
 from trp_scale.training.speed import StartUp, StepProfile
 
 logger = logging.getLogger(__name__)
@@ -85,65 +81,6 @@ def pretrain(arguments: Arguments) -> Ended:
             run, status = train_run(make)
             guard.ending.note_stop(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
-
-
-class Guard(NamedTuple):
-    """Watchers of a run while it trains.
-
-    Attributes:
-        stop_requested: why this rank wants to stop, or None.
-        watchdog: ends the run when it hangs.
-        ending: leaves the record of why it ended.
-    """
-
-    stop_requested: Callable[[], str | None]
-    watchdog: Watchdog
-    ending: Ending
-
-
-@contextmanager
-def guard_run(
-    run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
-) -> Iterator[Guard]:
-    """Context in which a directory belongs to this run, requests to stop are heard, and hangs end. All ranks enter it.
-
-    Args:
-        run_dir: there, and shared by all ranks.
-        asked_in: where a file named STOP is looked for; None: in run_dir.
-
-    Raises:
-        RefusedError: on every rank: another run trains into the directory.
-    """
-    info, world = environment.info, environment.world
-    with ExitStack() as stack:
-        lease = Lease(run_dir)
-        on_rank_zero(world, f"taking {run_dir}", lambda: stack.enter_context(lease) and None)
-        ending = Ending(run_dir=run_dir, rank=info.rank)
-        started = world.broadcast_object(f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
-        ending.begin(info.attempt or 0)
-        requests = StopRequests(
-            asked_in or run_dir,
-            rank=info.rank,
-            max_hours=config.training.max_hours,
-            launchers=launcher_processes(info.launcher, forked=info.attempt is not None),
-            began=info.began,
-        )
-        stop = stack.enter_context(requests)
-        watchdog = Watchdog(
-            run_dir / HANGS / started,
-            rank=info.rank,
-            world=info.world,
-            limit=60.0 * config.reliability.hang_minutes,
-            stop_asked=stop.waiting_since,
-            leave_word=ending.hung,
-        )
-        stack.enter_context(watchdog)
-        try:
-            yield Guard(stop.reason_to_stop, watchdog, ending)
-        except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code:
-                ending.broke(error, watchdog.steps_done)
-            raise
 
 
 def _set_arithmetic(config: Config) -> None:

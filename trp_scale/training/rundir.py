@@ -21,12 +21,13 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,10 +37,10 @@ from trp_scale.config import Config
 from trp_scale.config.json_files import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields, clean_text
-from trp_scale.distributed.environment import RankInfo
+from trp_scale.distributed.environment import Environment, RankInfo
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.distributed.liveness import write_exclusively
-from trp_scale.distributed.stop import OF_A_PERSON
+from trp_scale.distributed.liveness import HANGS, Lease, Watchdog, write_exclusively
+from trp_scale.distributed.stop import OF_A_PERSON, StopRequests, launcher_processes
 from trp_scale.errors import RefusedError, exit_status_and_message
 from trp_scale.exit_status import ExitStatus
 from trp_scale.storage.files import write_text
@@ -346,3 +347,62 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
                 if isinstance(document, dict):
                     incidents.append(document)
     return incidents
+
+
+class Guard(NamedTuple):
+    """Watchers of a run while it trains.
+
+    Attributes:
+        stop_requested: why this rank wants to stop, or None.
+        watchdog: ends the run when it hangs.
+        ending: leaves the record of why it ended.
+    """
+
+    stop_requested: Callable[[], str | None]
+    watchdog: Watchdog
+    ending: Ending
+
+
+@contextmanager
+def guard_run(
+    run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
+) -> Iterator[Guard]:
+    """Context in which a directory belongs to this run, requests to stop are heard, and hangs end. All ranks enter it.
+
+    Args:
+        run_dir: there, and shared by all ranks.
+        asked_in: where a file named STOP is looked for; None: in run_dir.
+
+    Raises:
+        RefusedError: on every rank: another run trains into the directory.
+    """
+    info, world = environment.info, environment.world
+    with ExitStack() as stack:
+        lease = Lease(run_dir)
+        on_rank_zero(world, f"taking {run_dir}", lambda: stack.enter_context(lease) and None)
+        ending = Ending(run_dir=run_dir, rank=info.rank)
+        started = world.broadcast_object(f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        ending.begin(info.attempt or 0)
+        requests = StopRequests(
+            asked_in or run_dir,
+            rank=info.rank,
+            max_hours=config.training.max_hours,
+            launchers=launcher_processes(info.launcher, forked=info.attempt is not None),
+            began=info.began,
+        )
+        stop = stack.enter_context(requests)
+        watchdog = Watchdog(
+            run_dir / HANGS / started,
+            rank=info.rank,
+            world=info.world,
+            limit=60.0 * config.reliability.hang_minutes,
+            stop_asked=stop.waiting_since,
+            leave_word=ending.hung,
+        )
+        stack.enter_context(watchdog)
+        try:
+            yield Guard(stop.reason_to_stop, watchdog, ending)
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code:
+                ending.broke(error, watchdog.steps_done)
+            raise

@@ -122,7 +122,8 @@ class ImageUpstream(UpstreamParts):
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        give_weights(model, self.config.model, load_weights)
+        if self.config.model.weights:
+            give_weights(model, self.config.model, load_weights)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

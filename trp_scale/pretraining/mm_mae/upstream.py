@@ -91,7 +91,8 @@ class MultimodalUpstream(UpstreamParts):
 
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)
-        give_weights(model, self.config.model, load_multimae)
+        if self.config.model.weights:
+            give_weights(model, self.config.model, load_multimae)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

@@ -114,7 +114,8 @@ class TextUpstream(UpstreamParts):
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
-        give_weights(model, settings, load_bert)
+        if settings.weights:
+            give_weights(model, settings, load_bert)
         return model
 
     def _log_frequencies(self) -> Tensor:

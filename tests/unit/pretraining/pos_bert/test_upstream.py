@@ -55,6 +55,7 @@ def test_only_the_bias_starts_elsewhere_and_the_order_stays(text_dataset: Path, 
 
 def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = upstream(text_dataset, tmp_path, objective__output_bias="frequency")
+    task.config.model.weights = "elsewhere"
 
     def give(model: torch.nn.Module, settings: object, load: object) -> None:
         with torch.no_grad():
