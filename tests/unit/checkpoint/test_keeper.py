@@ -116,7 +116,7 @@ def test_the_mirror_has_every_finished_one_and_its_document_last(
     assert sent == ["rank-00000.safetensors", "hooks.safetensors", DOCUMENT_NAME] * 3
     assert keeper.messages() == [f"step_0000000{step} was copied to file://{far}" for step in (1, 2, 3)]
     assert sorted(path.name for path in far.iterdir()) == [f"step_0000000{step}" for step in (1, 2, 3)]
-    assert select(tmp_path / "new", str(far / "step_00000002"), ALONE).checkpoint == far / "step_00000002"
+    assert select(tmp_path / "new", str(far / "step_00000002"), ALONE).path == far / "step_00000002"
 
 
 def test_a_mirror_that_fails_is_tried_again_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +210,3 @@ def test_a_checkpoint_in_a_bucket_is_the_local_one(
     for file in path.iterdir():
         stored = client.get_object(Bucket="mirror", Key=f"runs/one/step_00000003/{file.name}")
         assert stored["Body"].read() == file.read_bytes()
-
-
-def test_a_bucket_that_is_not_there_stops_nothing(
-    signed: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
-    keeper = Keeper(tmp_path, "s3://nowhere/runs/one")
-    keeper.note_written(save_step(tmp_path, 3), Kept(newest=2))
-    keeper.finish(lambda: None)
-    (message,) = keeper.messages()
-    assert message.startswith(
-        "--checkpoint.mirror s3://nowhere/runs/one: step_00000003 was not copied, tried 5 times ("
-    )

@@ -166,22 +166,6 @@ def test_a_checkpoint_whose_files_have_a_gap_is_refused(tmp_path: Path) -> None:
         load_one(path, FakeEngine.empty(0, ONE))
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "hooks.safetensors"])
-def test_one_changed_byte_is_found_on_every_rank(tmp_path: Path, name: str) -> None:
-    split = random_split(3, 2)
-    on_ranks(2, lambda group: save_step(tmp_path, 1, engine=FakeEngine(group.rank, split, whole_state(0)), group=group))
-    path = tmp_path / "checkpoints" / "step_00000001"
-    content = bytearray((path / name).read_bytes())
-    content[-3] ^= 1
-    (path / name).write_bytes(content)
-    engines = [FakeEngine.empty(rank, split) for rank in range(2)]
-    errors = on_ranks(2, lambda group: load(path, engine=engines[group.rank], group=group))
-    for error in errors:
-        assert isinstance(error, CheckpointError)
-        assert f"{name}: bytes 0:{len(content)} do not have the checksum" in str(error)
-    assert all(engine.loaded_steps is None for engine in engines)
-
-
 def test_a_large_file_says_which_bytes_are_bad(tmp_path: Path) -> None:
     shapes = {"large": (9 * 2**20,)}  # 36 MiB in fp32: three parts of 16 MiB, the last one shorter
     state = {"weight": {"large": torch.arange(9 * 2**20, dtype=torch.float32)}}
@@ -212,28 +196,6 @@ def test_the_failure_of_one_rank_is_the_failure_of_all(tmp_path: Path) -> None:
         assert isinstance(error, RankError)
         assert "failed on 1 of 3 ranks: rank 1: OSError: [Errno 28] No space left on device" in str(error)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
-
-
-def test_nothing_stored_is_pickled(tmp_path: Path) -> None:
-    path = save_step(tmp_path, 1)
-    assert sorted(file.name for file in path.iterdir()) == [
-        "checkpoint.json",
-        "hooks.safetensors",
-        "rank-00000.safetensors",
-    ]
-    for file in path.glob("*.safetensors"):
-        content = file.read_bytes()
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        assert len(content) == 8 + int.from_bytes(content[:8], "little") + max(
-            entry["data_offsets"][1] for entry in header.values()
-        )
-
-
-def test_saving_is_the_same_for_the_same_state(tmp_path: Path) -> None:
-    first, second = save_step(tmp_path / "a", 1), save_step(tmp_path / "b", 1)
-    assert {file.name: file.read_bytes() for file in first.iterdir()} == {
-        file.name: file.read_bytes() for file in second.iterdir()
-    }
 
 
 NAME = "masking_network"
