@@ -32,7 +32,6 @@ class Export:
     Attributes:
         directory: empty; the files go there.
         checkpoint: whose weights they are.
-        document: of the checkpoint.
         state: what is read as the weights (checkpoint/format.py: STATE_OF).
         image_size: timm: side of the images that it is for, in pixels; the fixed positions are those of its grid.
     """

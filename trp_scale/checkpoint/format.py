@@ -203,8 +203,6 @@ class StoredPieces:
     closed at its end.
 
     Args:
-        directory: the checkpoint.
-        document: its checkpoint.json.
         headers: read_header of each of its rank files, by file name.
     Raises:
         CheckpointError: a key that cannot be understood; a piece of another type or size than announced; a gap or an

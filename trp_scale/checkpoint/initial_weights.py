@@ -34,7 +34,6 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
     What other engines of that run held, such as a masking network, is left where it is.
 
     Args:
-        model: takes them.
         settings: `weights` has their path.
         load: takes those of another library.
 
@@ -117,7 +116,6 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
     """Take the weights at `path`.
 
     Args:
-        model: takes them.
         path: a directory with model.safetensors, or a .safetensors file.
         load: knows the other library's names.
         heads: the model's, which no tensor tells; 0: whatever the file's are, they are not compared.
@@ -170,7 +168,6 @@ def reading(path: str, what: str) -> Iterator[None]:
 
     Args:
         path: of the directory, as --from names it.
-        what: the file.
 
     Raises:
         RefusedError: it cannot be read, or lacks a name that was asked of it.

@@ -75,7 +75,6 @@ class Keeper:
     """Keeper of one run's checkpoints, on rank 0.
 
     Args:
-        run_dir: where the checkpoints are.
         mirror: URL that they are copied to; empty = none.
     """
 
@@ -124,11 +123,7 @@ class Keeper:
         return texts
 
     def finish(self, beat: Callable[[], None]) -> None:
-        """Wait until older ones are removed and the mirror has the newest.
-
-        Args:
-            beat: told that this gets on.
-        """
+        """Wait until older ones are removed and the mirror has the newest."""
         beat()
         if self._thread is not None:
             self._thread.join()
@@ -162,9 +157,6 @@ class CheckpointUpload:
 
     checkpoint.json goes last: a directory there without it is not a checkpoint. Nothing is removed there.
 
-    Args:
-        url: where to.
-        tell: takes a line for the log.
     """
 
     def __init__(self, url: str, tell: Callable[[str], None]) -> None:
@@ -213,7 +205,6 @@ class CheckpointUpload:
             self._copy(self._current)
 
     def _copy(self, path: Path) -> None:
-        """One checkpoint, tried again after failures."""
         error, tried = self._attempt(path), 1
         while error is not None and tried < TRIES and not self._stopped.wait(FIRST_PAUSE * 2 ** (tried - 1)):
             error, tried = self._attempt(path), tried + 1

@@ -138,7 +138,6 @@ class Content:
         engine: whose weights and moments; read while they are written or copied.
         hooks_state: nested dicts of JSON values and tensors, the same on every rank.
         cursors: rows consumed, by source.
-        config: the resolved settings, nested.
         extra: JSON values of the training loop; `vocab_size` and `data_tokenizer` are needed for an export,
             `data_digest` lets the data set move between runs.
     """

@@ -407,7 +407,6 @@ def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
     """Set, in place, what earlier versions computed where the settings that they stored do not say it.
 
     Args:
-        config: of the run that continues.
         stored: nested settings in its checkpoint or result.
     """
     if "decay_end" not in stored.get("optimizer", {}):

@@ -153,9 +153,7 @@ class _UnderWay:
     """One checkpoint that is being written: what all ranks know of it, and this rank's part.
 
     Attributes:
-        facts, hooks: of its document.
         result, error: of this rank's part, once it is written or has failed.
-        passed: pieces that have been written.
     """
 
     step: int
@@ -225,11 +223,7 @@ class CheckpointWriter:
     """All ranks make the same calls at the same steps; `written` and `abandon` make no collective call.
 
     Attributes:
-        run_dir: shared by all ranks.
-        group: all ranks.
-        settings: of checkpoints.
         beat: takes a sign of life while something is waited for.
-        tell: takes a line for the log.
         whole: told of each checkpoint that has become whole, on all ranks.
         no_copy: why weights and moments are not copied in host memory; empty: they are.
         failures: checkpoints in a row that storage has refused.

@@ -63,9 +63,7 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        check: its name.
         state: ok, warning or wrong.
-        result: what was measured.
         change: what to change; empty if ok.
         where: hosts with this finding.
     """
@@ -126,7 +124,6 @@ def examine(environment: Environment, storage: Path | None = None, *, mebibytes:
     """Return the findings of all ranks, on every rank. Collective.
 
     Args:
-        environment: entered.
         storage: a directory that the hosts share, where each rank writes and reads a file; None: not measured.
         mebibytes: size of each of these files, and of what is all-reduced.
     """
@@ -310,7 +307,6 @@ def _measure_all_reduce(numbers: Tensor, environment: Environment) -> float:
 
 
 def _measure(work: Callable[[], object], environment: Environment) -> float:
-    """Return the seconds of `work`, which all ranks begin together."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if environment.device.type == "cuda" else lambda: None
     environment.world.barrier()
     synchronize()

@@ -107,7 +107,6 @@ def _is_run(directory: Path) -> bool:
 
 
 def _describe_run(run_dir: Path) -> Finding:
-    """Engine, hosts and time of the last start."""
     path = run_dir / ENVIRONMENT_FILE
     document = read_optional_object(path)
     if not document:

@@ -52,7 +52,6 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
     torchrun the agents of all nodes await each other before any rank starts: a node that is missing is not seen here.
 
     Args:
-        info: this process's place.
         timeout: how long missing ranks are awaited, and of every later wait in the store.
 
     Raises:
@@ -196,12 +195,10 @@ def _register(store: Store, info: RankInfo) -> None:
 
 
 def _agree(store: Store, key: str, value: str) -> str:
-    """Return the value that the first process has written."""
     return store.compare_set(key, "", value).decode()
 
 
 def _is_there(store: Store, key: str) -> bool:
-    """Whether it has come within the store's timeout."""
     try:
         store.wait([key])
     except DistStoreError:
@@ -211,7 +208,6 @@ def _is_there(store: Store, key: str) -> bool:
 
 @contextmanager
 def _patience(store: Store, timeout: timedelta, *, afterwards: timedelta) -> Iterator[None]:
-    """Wait so long only."""
     store.set_timeout(min(timeout, afterwards))
     try:
         yield
@@ -249,7 +245,6 @@ class Environment:
     Attributes:
         info: place in the world, and the launcher.
         device: cuda:N with a GPU, else cpu.
-        world: all ranks.
         data: ranks that split the batch (all of them).
         cpus: CPUs for this rank, at least 1; where ranks may use the same ones, its share of them.
     """

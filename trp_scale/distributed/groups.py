@@ -27,7 +27,6 @@ class Group:
     Attributes:
         name: data, tensor or world.
         rank: this process's place in the group.
-        size: number of ranks.
         handle: torch's process group; None stands for the default group, or for no group at all when size is 1.
     """
 
@@ -100,7 +99,6 @@ class Failure:
     Attributes:
         refused: a traceback would say no more than the message.
         complete: the message itself says where and what, so that it needs no rank and no action in front.
-        storage: it is one of storage.
         status: that a refusal ends the command with.
     """
 

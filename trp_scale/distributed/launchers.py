@@ -33,7 +33,6 @@ class RankInfo:
 
     Attributes:
         rank: 0 ... world - 1.
-        world: number of processes.
         local_rank: place on this node.
         local_world: processes on this node.
         master_addr: host of rank 0.
@@ -68,7 +67,6 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _read_rank(environ: Mapping[str, str]) -> RankInfo:
-    """Return the rank as the launcher gave it."""
     started = _launched_by_variables(environ)
     step = _slurm_step(environ)
     if started is None and step is None:

@@ -51,7 +51,6 @@ class Lease:
     """Context in which this process alone trains into a directory. A thread renews the lease.
 
     Args:
-        run_dir: exists.
         gone_after, renewed_each: seconds.
         lost: called if another process has taken the lease, as it may where this one was stopped for long.
     """
@@ -89,7 +88,6 @@ class Lease:
             self._path.unlink(missing_ok=True)
 
     def _is_held(self) -> bool:
-        """Whether the lease is this process's now."""
         try:
             write_exclusively(self._path, json.dumps({"token": self._token, **_this_process()}))
         except FileExistsError:
@@ -257,7 +255,6 @@ class Watchdog:
 
     Args:
         directory: what ranks write into, the same for all and of this start alone; made when it is needed.
-        rank, world: this process's place.
         limit: seconds without a sign of life after which the run hangs, or 20 times the median step if that is longer;
             0 = never.
         stop_asked: when a request to stop came, by time.monotonic(); None: none has. Then the limit is a minute.
@@ -344,7 +341,6 @@ class Watchdog:
         return ""
 
     def _report(self, why: str) -> None:
-        """Write what this rank does, wait for what the others write, and end."""
         try:
             beat, directory = self._beat, self._directory
             directory.mkdir(parents=True, exist_ok=True)
@@ -396,7 +392,6 @@ def collectives() -> dict[str, Any]:
 
 
 def _last(trace: Mapping[str, Any]) -> str:
-    """The last collective that was begun, in words."""
     entries = trace.get("entries") or []
     if not entries:
         return ""
@@ -406,7 +401,6 @@ def _last(trace: Mapping[str, Any]) -> str:
 
 
 def _read_reports(directory: Path) -> dict[int, dict[str, Any]]:
-    """Read the reports of ranks, by rank."""
     reports = {}
     for path in sorted(directory.glob("rank-*.json")):
         if path.name.endswith(".trace.json"):

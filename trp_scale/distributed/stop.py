@@ -93,7 +93,6 @@ class StopRequests:
     Args:
         run_dir: where rank 0 looks for a file named STOP, at most once a second; it is removed when it is heard, so
             that the next start does not stop at once. None: no file.
-        rank: this process's rank.
         max_hours: ask for a stop this many hours after they began; 0 = no limit.
         launchers: processes that started this one and see to it, by their numbers from the nearest on: their children
             stop when they are gone (`launchers_of`).

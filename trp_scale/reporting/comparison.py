@@ -75,7 +75,6 @@ class Summary:
 
     Attributes:
         name: average or worst.
-        split: of all of them.
         values: by run; None for a run that has not all of the tasks.
     """
 
@@ -390,7 +389,6 @@ def legend(comparison: Comparison) -> list[str]:
 
 
 def _notes_on_rows(comparison: Comparison) -> list[str]:
-    """Tasks that cannot be compared, and runs without some tasks."""
     notes = []
     for task in dict.fromkeys(key.task for key in comparison.rows):
         keys = [key for key in comparison.rows if key.task == task]

@@ -36,7 +36,6 @@ class ComparedRuns:
     Attributes:
         runs: those with metrics.
         results: of those with results.json, side by side; None where none has.
-        colour_of: of each run.
     """
 
     runs: dict[str, RunRecord]
@@ -155,7 +154,6 @@ def _percent(share: float | None) -> float | None:
 
 
 def _curves(compared: ComparedRuns) -> Iterator[PageSection]:
-    """A plot for each figure, a line for each run that has it."""
     plots = []
     for task in _tasks(compared)[:MOST_TASKS]:
         losses = {name: run.curves.losses.get(task) for name, run in compared.runs.items()}
@@ -185,7 +183,6 @@ def _plot(compared: ComparedRuns, title: str, curves: Mapping[str, Curve | None]
 
 
 def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
-    """Settings in which the runs differ."""
     settings = {name: flat(run.settings) for name, run in compared.runs.items() if run.settings}
     if len(settings) < 2:
         return

@@ -66,12 +66,10 @@ class Plot:
     """Curves over steps.
 
     Attributes:
-        title: above it.
         lines: in the legend's order; the last lies on top.
         unit: at the axis; share: values are shares of 1, shown in per cent.
         log: a logarithmic axis; values that are not positive are not drawn.
         edge: a value that is marked, and the words beside it.
-        note: below the title.
         from_zero: the axis begins at 0, as that of shares does.
         wide: over the page's whole width.
     """
@@ -259,7 +257,6 @@ class PageSection:
 
     Attributes:
         name: of its anchor: lower-case letters and hyphens.
-        title: its heading.
         look_for: what to look for, in a sentence or two; empty: nothing is said.
         blocks: in order; plots that follow one another stand side by side where there is room.
     """
@@ -281,7 +278,6 @@ class Page:
 
     Attributes:
         kind: above the title, such as "Pre-training".
-        title: its name.
         state: how a run ended, in a word or two; empty: no such thing.
         mood: good, bad or open: the state's colour.
         lead: sentences below the title.

@@ -291,8 +291,6 @@ class RunRecord:
     """A run.
 
     Attributes:
-        run_dir: as it was given.
-        history, curves: of metrics.jsonl.
         summary: summary.json; empty of a run that has not ended.
         start: of environment.json; empty if there is none that can be read.
         settings: config.yaml as it is; empty if there is none.
@@ -385,7 +383,6 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
 
 
 def _changed_settings(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
-    """Return the settings that differ from the recipe of the command line."""
     recipe = _recipe(start)
     if config is None or not recipe or problem:
         return Changed(recipe=recipe, problem=problem)

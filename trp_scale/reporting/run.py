@@ -499,6 +499,5 @@ def image_commands(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _modules(run: RunRecord) -> str:
-    """--module of a run with methods from outside."""
     names = run.settings.get("modules")
     return "".join(f" --module {shlex.quote(str(name))}" for name in names) if isinstance(names, list) else ""

@@ -63,7 +63,6 @@ class RunningPage:
             return self._version, self._text
 
     def _fingerprint(self) -> str:
-        """Return a short fingerprint of the files."""
         parts = []
         for name in WATCHED:
             path = self.run_dir / name

@@ -127,10 +127,8 @@ class Executor:
     """Runs nodes of a graph, each in a process of its own.
 
     Args:
-        graph: the graph.
         jobs: at a time; each has its share of the cores.
         tell: called with a line for each node that ends.
-        program: that has the commands.
     """
 
     def __init__(
@@ -289,12 +287,10 @@ def _ask_to_stop(process: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End the child when the study's process ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _last_lines(log: Path) -> str:
-    """The last lines of a command's output."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[-600:]
 

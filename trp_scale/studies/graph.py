@@ -53,14 +53,7 @@ class Node:
 
 
 class Graph:
-    """All nodes of a study at a scale.
-
-    Args:
-        study: the study.
-        scale: at which it is run.
-        directory: of the study's runs.
-        inputs: by name.
-    """
+    """All nodes of a study at a scale."""
 
     def __init__(self, study: Study, scale: Scale, directory: Path, inputs: Mapping[str, str]) -> None:
         self.study, self.scale, self.directory = study, scale, directory

@@ -162,7 +162,6 @@ def describe_outcome(graph: Graph, outcome: Outcome) -> list[str]:
 
 
 def _describe_verdict(seen: str, difference: Difference, baseline: str) -> str:
-    """A verdict in words, with what it rests on."""
     assert difference.test is not None and difference.half is not None
     low, high = difference.value - difference.half, difference.value + difference.half
     by = (

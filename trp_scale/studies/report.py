@@ -58,7 +58,6 @@ def write_report(graph: Graph, output: Path, command: str) -> str:
 
 
 def _describe_source(graph: Graph) -> str:
-    """Return the source and the question of the study."""
     source = graph.study.source
     where = f"{source.paper} (arXiv:{source.arxiv}), {source.place}{f'; {source.note}' if source.note else ''}"
     return f"{where}. {graph.study.question}"
@@ -79,7 +78,6 @@ def _tables(graph: Graph, outcome: Outcome, states: Mapping[str, NodeState | Non
 
 
 def _figures_table(graph: Graph, outcome: Outcome, judge: str, keys: Sequence[JudgeRow]) -> Table:
-    """Variants by rows of one judge."""
     rows = []
     best = {key: _best_variant(outcome, key) for key in keys}
     for name in outcome.variants:
@@ -112,7 +110,6 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, keys: Sequence[Ju
 
 
 def _describe_variance(outcome: Outcome, keys: Sequence[JudgeRow]) -> Iterator[str]:
-    """Yield the variance parts of pre-training and judging seeds."""
     spreads = [cell.spread for key in keys for cell in outcome.cells[key].values() if cell.spread.within is not None]
     between = [part.between for part in spreads if part.between is not None]
     within = [part.within for part in spreads if part.within is not None]
@@ -173,7 +170,6 @@ def _paper_table(graph: Graph) -> Table:
 
 
 def _cost_table(graph: Graph, outcome: Outcome) -> Table:
-    """Steps, seconds of a step and hours of each variant's runs."""
     seconds: dict[str, float] = {}
     runs: dict[str, list[RunHistory]] = {}
     for name in outcome.variants:
@@ -209,7 +205,6 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
 
 
 def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], command: str) -> Table:
-    """Return the table on how the study was run."""
     scale, sums = graph.scale, totals(states)
     rows = [
         ("command", command),
@@ -239,7 +234,6 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
 
 
 def _tuning_rows(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield the values that were tried, and the chosen one."""
     tuning = graph.scale.tuning
     if tuning is None:
         yield "tuning of runs", "none: their rates are those above, for all seeds"

@@ -41,7 +41,6 @@ class Variant:
     """One thing that is compared.
 
     Attributes:
-        title: in tables.
         settings: by `section.field`, over the scale's.
         trained: False: the encoder as the seed draws it.
         at: number on the axis of a figure.
@@ -86,7 +85,6 @@ class Judge:
     Attributes:
         command: finetune and probe take the run as --from; evaluate gives the losses of the run itself on held-out
             rows, or measures what the judge `of` has trained on it.
-        flags: of the command.
         of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
             that it leaves, of its first seed, where that has been fine-tuned for another task before.
         left_out: tasks that average and worst leave out: too few rows measure them, or not all variants have them.
@@ -125,12 +123,10 @@ class Scale:
     """How large a study is run.
 
     Attributes:
-        recipe: of all variants.
         settings: of all variants, over the recipe's.
         variants: those that take part; empty = all.
         variant_settings: by variant, over its own.
         data: made first, by name.
-        judges: by name.
         outcome: in place of the study's, where the scale has other judges.
         seeds: of pre-training, 0, 1, ...
         tuning: of a setting of the runs.
@@ -241,7 +237,6 @@ class Study:
 
 
 def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
-    """Yield problems of judges that measure the result of another judge."""
     first = {name: judge for name, judge in scale.judges.items() if judge.command == "finetune" and not judge.of}
     for name, judge in scale.judges.items():
         if judge.of and judge.of not in first:

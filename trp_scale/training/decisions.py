@@ -69,7 +69,6 @@ class StepAgreement:
     """One per run.
 
     Args:
-        group: all ranks.
         max_corrupt_blocks: unreadable blocks allowed before the run stops on all ranks.
         max_corrupt_steps: steps in a row allowed that each meet such blocks.
         copies: ranks that read the same rows, as those of a tensor parallel group do.
@@ -87,7 +86,6 @@ class StepAgreement:
 
         Args:
             counts: [T] float64 on the host, of this rank's window.
-            window: this rank's micro-batches.
             stop: this rank was asked to stop.
             written: this rank's part of the checkpoint that is under way is over.
 
@@ -256,9 +254,6 @@ class Spike(NamedTuple):
 
     Attributes:
         name: loss, grad_norm, or loss of a task.
-        value: found.
-        usual: the median.
-        score: robust z-score.
     """
 
     name: str

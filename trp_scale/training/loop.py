@@ -118,7 +118,6 @@ class RunControl:
         mark: notes where the sources are; what it returns goes back there.
         can_roll_back: whether there is a checkpoint; the same on all ranks.
         checkpoints: those that `save` has begun; None: it writes them whole.
-        incidents: records what went wrong.
     """
 
     save: Callable[[], None] = lambda: None
@@ -137,7 +136,6 @@ class Trainer:
     """One run's parts, and the loop over its steps.
 
     Attributes:
-        run_context: settings, engine and objective.
         control: what the loop calls on the run around it.
         spikes: judges the numbers of each step; None: nothing does.
         best: judges what is measured; None: no checkpoint is kept for it.

@@ -86,7 +86,6 @@ class RunInfo:
         positions_per_step: sequence positions of one step on all ranks, padding included: rows x length.
         images_per_step: of one step on all ranks; 0 where rows are no images.
         flops_per_step: model FLOPs of one training step on all ranks (3 x forward, no recomputation); 0 = not known.
-        devices: number of ranks.
         device_name: as torch names it, or "cpu".
         outside_tasks: tasks that take no part in the maximum; never marked as the worst.
         start_step: steps done before this process began (a resumed run).
@@ -150,10 +149,6 @@ def drop_torn_line(path: Path) -> None:
 class MetricsWriter:
     """Appends to `run_dir`/metrics.jsonl. Lines that storage refuses, as a full disk does, are held and written with
     the next one; the run goes on.
-
-    Args:
-        run_dir: the run directory.
-        tell: takes a line for the log.
 
     Raises:
         TypeError: a value that JSON does not know (a tensor, say), with the line's step.
@@ -266,8 +261,6 @@ class LastLesson(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Line(PartOf):
-    """Fields of a metrics line. One of a step has tasks, and one of a step that was validated a validation."""
-
     step: Whole
     tasks: dict[str, _Task] = field(default_factory=dict)
     validation: _Validation | None = None

@@ -180,7 +180,6 @@ def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[in
 
     Args:
         sizes: ascending.
-        need: as counted.
         free: bytes, the same on all ranks.
         attempt: whether a step with so many rows runs; asked where the count is close to `free`. None: nothing can be
             tried, because a rank that is out of memory would leave the others in a collective.

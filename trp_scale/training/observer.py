@@ -27,7 +27,6 @@ class Observer:
     """Writes metrics, shows progress, and ends with the report. Makes no collective call.
 
     Args:
-        run_dir: the run directory; must exist or be creatable.
         config: the run's settings (`logging`, `validation`, `training.steps`, `training.precision` are read).
         tasks: names of the objective's tasks, in order.
         info: what does not change during the run.

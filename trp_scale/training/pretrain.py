@@ -102,11 +102,8 @@ class Run:
     """The parts of one run, joined.
 
     Args:
-        arguments: the command line.
-        environment: ranks and device.
         run_dir: made, and the same on all ranks.
         engine_name: plain, ddp, fsdp, megatron or deepspeed.
-        guard: what looks after the run.
         build: opens what the run learns from; it may complete the settings from the data.
         rollback: resume the newest checkpoint with the rows after these; None: resume as the arguments say.
     Attributes:
@@ -178,14 +175,12 @@ class Run:
             self.notices.append(str(choice))
 
     def _open_data(self, build: Callable[[Config, Environment], Upstream], stored: CheckpointDocument | None) -> None:
-        """Open the data and the objective, and check them against the checkpoint."""
         self.upstream = build(self.config, self.environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {self.config.data.path}")
         self.notices += [*self._check_checkpoint(stored), *self._capped_workers()]
 
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
-        """Build the engine, the hooks on it, and what judges the steps."""
         config, path = self.config, str(self.arguments.ds_config or "")
         if config.training.compile != "none":
             self.notices.append(f"compiled graphs are kept in {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")

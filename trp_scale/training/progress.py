@@ -99,7 +99,6 @@ class PlainDisplay:
 
     Args:
         steps: of the whole run.
-        info: of the run.
         lines: False: messages and the report only.
     Attributes:
         curves: of the tasks that have occurred.

@@ -47,8 +47,6 @@ def read_summary(run_dir: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Graphs(PartOf):
-    """Graph counts in summary.json."""
-
     made: Whole
     found: Whole
     seconds: float
@@ -57,8 +55,6 @@ class _Graphs(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Best(PartOf):
-    """Best checkpoint in summary.json."""
-
     figure: str
     value: float | None
     step: Whole
@@ -66,8 +62,6 @@ class _Best(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary(PartOf):
-    """Fields of summary.json."""
-
     exit_reason: str = ""
     steps_asked: Whole = 0
     goes_on: str = ""
@@ -250,7 +244,6 @@ def held_out_name(history: RunHistory) -> str:
 
 
 def _list_changes(tasks: Mapping[str, TaskHistory], most: int) -> str:
-    """Name the tasks that changed most, with their change."""
     order = sorted(tasks, key=lambda name: -abs(tasks[name].change or 0.0))
     changes = ", ".join(f"{name} {figure_text(tasks[name].change, DIGITS, sign=True)}" for name in order[:most])
     return f": {changes}{', ...' if len(order) > most else ''}" if order else ""

@@ -203,7 +203,6 @@ def _device_name(device: torch.device) -> str:
 
 
 def _earlier(path: Path) -> list[dict[str, Any]]:
-    """The starts before this one, oldest first."""
     if not path.exists():
         return []
     advice = "move it away to go on without the record of the starts before"
@@ -230,8 +229,6 @@ class Ending:
     network that is down for a run which has a checkpoint is waited for, however many starts that takes.
 
     Attributes:
-        run_dir: of the run.
-        rank: this process's.
         began_with: step of the newest checkpoint when the run was started, -1 without one.
         finished_before: rank 0's record of a start that made all steps, which a refused command does not change.
     """
@@ -313,7 +310,6 @@ class Incidents:
     Appended to on rank 0. A disk that takes no line does not stop the run: they are kept, and written with the next.
 
     Args:
-        run_dir: of the run.
         enabled: False on other ranks: nothing is written.
     """
 

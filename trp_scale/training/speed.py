@@ -75,7 +75,6 @@ class StartUp:
 
     Args:
         graphs: of the engine; None where nothing is compiled.
-        say: prints a line.
     Attributes:
         seconds: from the start of the process to the end of the first step; None before that.
         compiling: how many of them were spent on compiling.
@@ -130,11 +129,6 @@ class StepProfile:
     a table of the costliest operations beside it, and with `logging.memory_snapshot` what the GPU's allocator did
     (pytorch.org/memory_viz). Tracing slows the traced steps down; their numbers stay.
 
-    Args:
-        run_dir: the run directory.
-        config: which steps.
-        device: where the run trains.
-        say: prints a line.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, device: torch.device, say: Callable[[str], None]) -> None:
