@@ -147,7 +147,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = read(RunArguments, argv, prog="trp-scale study run")
     import os
 
-    from trp_scale.studies.execute import Claim, Executor, claim, submit
+    from trp_scale.studies.execute import Claim, Executor, claim, has_finished, submit
     from trp_scale.studies.study import load_study
 
     study = load_study(arguments.file)
@@ -167,7 +167,7 @@ def run(argv: Sequence[str]) -> int:
     executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), tell=_say)
     only = None if arguments.only is None else list(graph.nodes)[arguments.only]
     ended = executor.run(only)
-    failed = [name for name, state in ended.items() if state is None or state.status != "finished"]
+    failed = [name for name, state in ended.items() if not has_finished(state)]
     _say(f"{len(ended) - len(failed)} of {len(ended)} finished in {graph.directory}")
     if failed:
         _say(

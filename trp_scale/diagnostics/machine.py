@@ -32,7 +32,7 @@ from torch import Tensor
 from trp_scale.config.json_files import read_lines
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.distributed.launchers import RankInfo
+from trp_scale.distributed.launchers import RankInfo, list_ranks
 from trp_scale.errors import RefusedError
 
 State = Literal["ok", "warning", "wrong"]
@@ -250,7 +250,7 @@ def _check_versions(world: Group) -> Iterator[Finding]:
         numbers: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
             numbers.setdefault(str(rank.get(name)), []).append(number)
-        result = "; ".join(f"{version} on {_list_ranks(ranks)}" for version, ranks in numbers.items())
+        result = "; ".join(f"{version} on {list_ranks(ranks)}" for version, ranks in numbers.items())
         change = f"install the same {name} on all hosts (constraints.txt), or take the environment from shared storage"
         yield judge("versions", False, f"{name} is {result}", change, "wrong")
 
@@ -265,7 +265,7 @@ def _check_compute(environment: Environment) -> Finding:
     median, slowest = statistics.median(speeds), min(speeds)
     result = f"{median / 1e12:.2f} TFLOP/s a rank at a {'bf16' if on_gpu else 'fp32'} product of {side} x {side}"
     if slow := [rank for rank, speed in enumerate(speeds) if speed < SLOW_RANK * median]:
-        result += f", {slowest / 1e12:.2f} on the slowest of {_list_ranks(slow)}"
+        result += f", {slowest / 1e12:.2f} on the slowest of {list_ranks(slow)}"
     change = "look at its clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE, top); all wait for it"
     return judge("compute", not slow, result, change)
 
@@ -334,7 +334,7 @@ def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
         with contextlib.suppress(OSError):
             files[world.rank].unlink()
     if errors := {rank: part for rank, parts in enumerate(results) for part in parts if isinstance(part, str)}:
-        result = f"{next(iter(errors.values()))} ({_list_ranks([*errors])})"
+        result = f"{next(iter(errors.values()))} ({list_ranks([*errors])})"
         change = "give a directory that all hosts share and may write, mounted at the same path on each"
         return judge("storage", False, result, change, "wrong")
     total = world.size * len(content)
@@ -370,7 +370,3 @@ def _read(file: Path, checksum: int) -> float:
     if zlib.crc32(content) != checksum:
         raise OSError(0, "what was read is not what was written", str(file))
     return seconds
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -26,9 +26,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, exit_process
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, exit_process, list_ranks
 from trp_scale.distributed.stop import asked_early
 from trp_scale.errors import exit_status_and_message
+
+__all__ = ["Environment", "RankInfo", "discover"]
 
 FIRST_REPORT_SECONDS = 10.0
 """How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
@@ -62,13 +64,17 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
     store = PrefixStore(f"{prefix()}/{info.attempt or 0}", _open(info, timeout, wait))
     try:
         _register(store, info)
-        with _patience(store, _SLICE, afterwards=timeout):
-            while not _is_there(store, _ALL_HERE):
-                _leave_if_asked()
-                if wait.is_long:
-                    here = [rank for rank in range(info.world) if store.check([_describe_rank(rank)])]
-                    missing = [rank for rank in range(info.world) if rank not in here]
-                    wait.report(missing, speaks=info.rank == here[0])  # one speaks for all
+        store.set_timeout(min(_SLICE, timeout))
+        while True:
+            with suppress(DistStoreError):  # not within this slice
+                store.wait([_ALL_HERE])
+                break
+            _leave_if_asked()
+            if wait.is_long:
+                here = [rank for rank in range(info.world) if store.check([f"rank {rank}"])]
+                missing = [rank for rank in range(info.world) if rank not in here]
+                wait.report(missing, speaks=info.rank == here[0])  # one speaks for all
+        store.set_timeout(timeout)
     except DistNetworkError as error:
         raise RefusedError(
             f"the process that holds {info.master_addr}:{info.master_port} left while ranks came there (rank 0, or "
@@ -100,7 +106,7 @@ class _Wait:
             return
         info = self._info
         message = (
-            f"{_numbers(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
+            f"{list_ranks(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
             f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s{reason and f' ({reason})'}"
         )
         if self.waited >= self._seconds:
@@ -176,7 +182,7 @@ def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
 
 def _register(store: Store, info: RankInfo) -> None:
     """Tell the others that this rank is there; the last one tells that all are."""
-    world = _agree(store, "world", str(info.world))
+    world = store.compare_set("world", "", str(info.world)).decode()  # the value that the first process has written
     if world != str(info.world):
         raise RefusedError(
             f"{socket.gethostname()} started rank {info.rank} of {info.world}, and others at "
@@ -184,54 +190,14 @@ def _register(store: Store, info: RankInfo) -> None:
             "between hosts"
         )
     process = f"{socket.gethostname()}, process {os.getpid()}"
-    holder = _agree(store, _describe_rank(info.rank), process)
+    holder = store.compare_set(f"rank {info.rank}", "", process).decode()
     if holder != process:
         raise RefusedError(
             f"rank {info.rank} of {info.world} at {info.master_addr}:{info.master_port} is there twice: {holder}, and "
             f"{process}; two launches share the port, or two hosts were started with the same node rank"
         )
-    if all(store.check([_describe_rank(rank)]) for rank in range(info.world)):
+    if all(store.check([f"rank {rank}"]) for rank in range(info.world)):
         store.set(_ALL_HERE, "yes")
-
-
-def _agree(store: Store, key: str, value: str) -> str:
-    return store.compare_set(key, "", value).decode()
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.wait([key])
-    except DistStoreError:
-        return False
-    return True
-
-
-@contextmanager
-def _patience(store: Store, timeout: timedelta, *, afterwards: timedelta) -> Iterator[None]:
-    store.set_timeout(min(timeout, afterwards))
-    try:
-        yield
-    finally:
-        store.set_timeout(afterwards)
-
-
-def _describe_rank(rank: int) -> str:
-    return f"rank {rank}"
-
-
-def _numbers(ranks: list[int]) -> str:
-    """rank 3; ranks 0, 4-7."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    written = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {written}"
-
-
-__all__ = ["Environment", "RankInfo", "discover"]
 
 
 class Environment:
@@ -313,10 +279,15 @@ class Environment:
         ends, line = exit_status_and_message(error)
         status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(ends)
         try:
-            if line:
-                report_refusal(line, self.info)
+            rank = f"[rank {self.info.rank} on {socket.gethostname()}] "  # several ranks write to one terminal
+            if line and self.info.rank == 0:
+                print(f"error: {line}", file=sys.stderr, flush=True)
+            elif line:  # printed once, unless this rank outlives rank 0
+                time.sleep(FIRST_WORD_SECONDS)
+                print(f"{rank}error: {line}", file=sys.stderr, flush=True)
             elif not isinstance(error, SystemExit):
-                report_failure(error, self.info)
+                lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+                print("\n".join(rank + line for line in lines), file=sys.stderr, flush=True)
         finally:  # also when nobody reads what is printed
             # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
             exit_process(status)
@@ -351,22 +322,6 @@ def read_lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-
-
-def report_refusal(line: str, info: RankInfo) -> None:
-    """Print why the run is refused: rank 0 at once, the others only if they outlive it, so that it is printed once."""
-    if info.rank == 0:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        return
-    time.sleep(FIRST_WORD_SECONDS)
-    print(f"[rank {info.rank} on {socket.gethostname()}] error: {line}", file=sys.stderr, flush=True)
-
-
-def report_failure(error: BaseException, info: RankInfo) -> None:
-    """Print the traceback with the rank before each line: several ranks write to one terminal."""
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    prefix = f"[rank {info.rank} on {socket.gethostname()}] "
-    print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
 
 
 def _device(info: RankInfo) -> torch.device:

@@ -7,7 +7,7 @@ import multiprocessing.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
@@ -235,6 +235,17 @@ def _check_rank(info: RankInfo) -> RankInfo:
         if not 0 <= number < size:
             raise RefusedError(f"{name} {number} of {size} processes ({info.launcher}); allowed: 0 to {size - 1}")
     return info
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return the words for some ranks: "rank 3"; "ranks 0, 4-7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 def exit_process(status: int) -> NoReturn:

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from trp_scale.config.json_files import read_optional_object
+from trp_scale.distributed.launchers import list_ranks
 from trp_scale.errors import RefusedError
 from trp_scale.exit_status import ExitStatus
 
@@ -418,7 +419,7 @@ def summary(written: Mapping[int, Mapping[str, Any]], world: int) -> str:
         + (f"; last collective {report['last']}" if report["last"] else "")
         for rank, report in sorted(written.items())
     ]
-    gone = f"{_ranks(silent)} did not answer: stopped, ended, or on a host that is gone"
+    gone = f"{list_ranks(silent)} did not answer: stopped, ended, or on a host that is gone"
     late = gone if silent else _fewest(written)
     return "\n".join([f"the run hangs: {late}", *lines[:64]])
 
@@ -428,17 +429,12 @@ def _fewest(written: Mapping[int, Mapping[str, Any]]) -> str:
     steps = {rank: int(report["step"]) for rank, report in written.items()}
     behind = [rank for rank, step in steps.items() if step < max(steps.values())]
     if behind:
-        return f"{_ranks(behind)} is at step {min(steps.values())}, others at {max(steps.values())}"
+        return f"{list_ranks(behind)} is at step {min(steps.values())}, others at {max(steps.values())}"
     begun = {rank: dict(report["begun"]) for rank, report in written.items()}
     for group in dict.fromkeys(name for counters in begun.values() for name in counters):
         counts = {rank: counters.get(group, 0) for rank, counters in begun.items() if group in counters}
         behind = [rank for rank, count in counts.items() if count < max(counts.values())]
         if behind:
             most, least = max(counts.values()), min(counts.values())
-            return f"{_ranks(behind)} has begun {least} collectives of group {group}, others {most}"
+            return f"{list_ranks(behind)} has begun {least} collectives of group {group}, others {most}"
     return "no rank is behind another: all wait alike, as for the network or for storage"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -66,6 +66,11 @@ class NodeState:
     at: str = ""
 
 
+def has_finished(state: NodeState | None) -> bool:
+    """Whether a node has ended well."""
+    return state is not None and state.status == "finished"
+
+
 def file_name(node: str) -> str:
     """A node's name as that of a file."""
     return node.replace("/", "+")
@@ -193,8 +198,7 @@ class Executor:
 
     def _ready(self, waiting: list[str], ended: Mapping[str, NodeState | None]) -> Iterator[str]:
         for name in waiting:
-            needs = [ended.get(need) for need in self.graph.nodes[name].needs]
-            if all(need is not None and need.status == "finished" for need in needs):
+            if all(has_finished(ended.get(need)) for need in self.graph.nodes[name].needs):
                 yield name
 
     def _tell(self, state: NodeState, left: int) -> None:
@@ -328,7 +332,7 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
         level[name] = 1 + max((level[need] for need in node.needs), default=-1)
     jobs: list[str] = []
     for number in sorted(set(level.values())):
-        waiting = [name for name in graph.nodes if level[name] == number and not _has_finished(states[name])]
+        waiting = [name for name in graph.nodes if level[name] == number and not has_finished(states[name])]
         if not waiting:
             continue
         after = f"--dependency=afterany:{jobs[-1]}" if jobs else ""
@@ -336,10 +340,6 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
         script = f'exec {shlex.join(words)} --only "$SLURM_ARRAY_TASK_ID"'
         jobs.append(submit_job(f"--requeue --array={array} {after}", sbatch, script))
     return jobs
-
-
-def _has_finished(state: NodeState | None) -> bool:
-    return state is not None and state.status == "finished"
 
 
 def totals(states: Mapping[str, NodeState | None]) -> dict[str, Any]:

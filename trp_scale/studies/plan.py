@@ -16,7 +16,7 @@ from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import fitting, make_plans, refusal
 from trp_scale.planning.step import extra_passes, prepass
-from trp_scale.studies.execute import NodeState, read_states
+from trp_scale.studies.execute import NodeState, has_finished, read_states
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, to_arguments
 
@@ -85,7 +85,7 @@ def hours_left(graph: Graph) -> Iterator[str]:
     kinds: dict[str, list[NodeState | None]] = {}
     for node, state in read_states(graph).items():
         kind = "/".join(node.split("/")[:2])
-        kinds.setdefault(kind, []).append(state if state is not None and state.status == "finished" else None)
+        kinds.setdefault(kind, []).append(state if has_finished(state) else None)
     finished = sum(state is not None for ended in kinds.values() for state in ended)
     yield f"{graph.directory}: {finished} of {len(graph.nodes)} commands have finished"
     total = 0.0
