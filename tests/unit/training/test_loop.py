@@ -1,8 +1,10 @@
-"""A fault, and the checkpoint from before it; garbage is collected between steps; a step leaves nothing behind."""
+"""A fault, and the checkpoint from before it; garbage is collected between steps; a step leaves nothing behind; the
+learning rate of each step."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +14,19 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
+from transformers import get_linear_schedule_with_warmup as linear_with_warmup
 
 from tests.runs import flags, pretrain_here
 from tests.synthetic import Layout, RecordingTrainer, SilentObserver, small_config, trainer_for
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
+from trp_scale.config import OptimizerConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.training import loop
-from trp_scale.training.loop import CALM_STEPS, Trainer, TrainingState
+from trp_scale.training.loop import CALM_STEPS, Trainer, TrainingState, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -192,3 +197,78 @@ def test_batches_and_open_files_stay_as_many_over_two_hundred_steps(
     assert max(alive) == 0, "a past step's batches are alive"
     # What the loader has ready ahead of the loop comes and goes; a file for each of a step's tensors would not.
     assert max(files[MANY_STEPS // 2 :]) <= max(files[10 : MANY_STEPS // 2]) + MICRO_BATCHES
+
+
+PEAK, LEAST = 2e-4, 1e-6
+
+
+def rates(steps: int, **settings: Any) -> list[float]:
+    config = OptimizerConfig(**{"lr": PEAK, "min_lr": LEAST, "warmup_steps": 10, **settings})
+    return [learning_rate(step, steps, config) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(schedule: str) -> None:
+    found = rates(100, schedule=schedule)
+    assert found[0] == pytest.approx(PEAK / 10, rel=1e-12)
+    assert found[:10] == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)], rel=1e-12)
+    assert found[9] == pytest.approx(PEAK, rel=1e-12) and max(found) <= PEAK * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "theirs"), [("linear", linear_with_warmup), ("cosine", cosine_with_warmup)])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
+def test_decay_equals_transformers_schedule(schedule: str, theirs: Any, warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = theirs(optimizer, warmup, 100)
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(100, schedule=schedule, warmup_steps=warmup, min_lr=0.0)[warmup:] == pytest.approx(
+        expected[warmup:], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
+def test_decay_of_earlier_versions_reaches_the_least_rate_at_the_last_step(schedule: str, warmup: int) -> None:
+    found = rates(100, schedule=schedule, warmup_steps=warmup, decay_end="last_step")
+    assert found[warmup] == pytest.approx(PEAK, rel=1e-12)
+    assert found[-1] == pytest.approx(LEAST, rel=1e-9)
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[warmup:]))
+
+
+def test_cosine_decay_is_half_way_in_the_middle_and_flat_at_both_ends() -> None:
+    found = rates(110, schedule="cosine")  # 100 steps of decay from step 10
+    assert found[60] == pytest.approx((PEAK + LEAST) / 2, rel=1e-12)
+    assert found[35] == pytest.approx(LEAST + (PEAK - LEAST) * (0.5 + 0.5 * 0.5**0.5), rel=1e-9)
+    assert found[10] - found[11] < (PEAK - LEAST) / 1000 and found[-2] - found[-1] < (PEAK - LEAST) / 1000
+
+
+def test_constant_stays_at_the_full_rate() -> None:
+    assert rates(30, schedule="constant")[10:] == [PEAK] * 20
+    assert rates(30, schedule="constant", warmup_steps=0) == [PEAK] * 30
+
+
+def test_the_root_of_the_step_is_what_it_falls_with_whatever_the_length() -> None:
+    found = rates(1000, schedule="inverse_sqrt")
+    assert found[9:] == pytest.approx([PEAK * (10 / step) ** 0.5 for step in range(10, 1001)], rel=1e-12)
+    assert rates(100, schedule="inverse_sqrt") == found[:100]
+    assert rates(3, schedule="inverse_sqrt", warmup_steps=0) == pytest.approx([PEAK, PEAK / 2**0.5, PEAK / 3**0.5])
+    assert rates(1000, schedule="inverse_sqrt", min_lr=PEAK / 5)[-1] == PEAK / 5
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (5, 8), (1, 1), (1, 1000)])
+def test_a_warm_up_as_long_as_the_run_never_decays(schedule: str, steps: int, warmup: int) -> None:
+    expected = [PEAK * (step + 1) / warmup for step in range(steps)]
+    assert rates(steps, schedule=schedule, warmup_steps=warmup) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_one_step_of_decay_has_the_full_rate_and_in_earlier_versions_the_least(schedule: str) -> None:
+    assert rates(1, schedule=schedule, warmup_steps=0) == pytest.approx([PEAK])
+    assert rates(11, schedule=schedule)[-2:] == pytest.approx([PEAK, PEAK])
+    assert rates(1, schedule=schedule, warmup_steps=0, decay_end="last_step") == pytest.approx([LEAST])
+    assert rates(11, schedule=schedule, decay_end="last_step")[-2:] == pytest.approx([PEAK, LEAST])

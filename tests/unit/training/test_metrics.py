@@ -63,14 +63,6 @@ def test_the_end_is_of_steps_not_of_lines(start: Callable[..., Observer], config
     assert "steps 361 to 400" in " ".join(report(tmp_path / "run").split())
 
 
-def test_the_end_of_a_run_of_three_steps_is_its_last(start: Callable[..., Observer]) -> None:
-    observer = start()
-    for step in (1, 2, 3):
-        noun = TaskRecord(loss=float(step), weight=0.5, count=10)
-        observer.step(record(step, tasks=dict(record(1).tasks) | {"noun": noun}))
-    assert observer.close("finished")["tasks"]["noun"]["end"] == 3.0
-
-
 def test_a_rare_task_s_weight_is_of_the_steps_that_had_it(start: Callable[..., Observer], tmp_path: Path) -> None:
     observer = start()
     for step in range(1, 101):
@@ -115,10 +107,3 @@ def test_a_directory_without_metrics_and_a_broken_line_are_named(tmp_path: Path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(RefusedError, match=r"metrics\.jsonl.* 2: "):
         report(tmp_path)
-
-
-def test_a_task_that_min_count_keeps_out_is_not_the_worst(start: Callable[..., Observer], tmp_path: Path) -> None:
-    observer = start()
-    tasks = {"noun": TaskRecord(loss=6.0, weight=0.0, count=1), "verb": TaskRecord(loss=4.0, weight=1.0, count=30)}
-    observer.step(record(1, tasks=dict(record(1).tasks) | tasks))
-    assert observer.close("finished")["worst_task"] == "verb"

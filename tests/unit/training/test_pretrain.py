@@ -1,9 +1,11 @@
-"""Runs that go back, end by an error, lose their output, or begin with another run's weights."""
+"""Runs that go back, end by an error, lose their output, or begin with another run's weights; their loader workers; and
+second levels from the command line, beside an adversary and U-MAE's uniformity."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +16,17 @@ import torch
 
 from tests.grids import always
 from tests.runs import flags, image_flags, lines, pretrain_here, start
+from tests.unit.data.images.stored import sample, write_images
+from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import RefusedError
+from trp_scale.config.loader import load_recipe
 from trp_scale.config.run_flags import parse
-from trp_scale.core.batch import TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.data.fetch import Fetcher, MicroBatches
+from trp_scale.distributed import environment
 from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
 from trp_scale.models.initialise import fill_module, without_content
@@ -138,3 +145,147 @@ def test_another_model_s_weights_are_refused_by_name(image_dataset: Path, tmp_pa
     )
     with pytest.raises(RefusedError, match=r"decoder_blocks\.1\.attn\.proj\.bias.*--model"):
         pretrain_here(other)
+
+
+CPUS = 2
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Loader workers of each source that a run opens, on a machine of 2 CPUs."""
+    monkeypatch.setattr(environment, "cpus_of_rank", lambda world: CPUS)
+    found: list[int] = []
+    make = MicroBatches.__init__
+
+    def watched(self: MicroBatches, *arguments: object, workers: int, **others: object) -> None:
+        found.append(workers)
+        make(self, *arguments, workers=workers, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MicroBatches, "__init__", watched)
+    return found
+
+
+def test_workers_are_capped_and_change_nothing(
+    text_dataset: Path, tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for asked in (0, 64):
+        run_dir = tmp_path / str(asked)
+        changes = {"data__workers": asked, "training__steps": 3, "validation__every": 3}
+        assert pretrain_here(flags(text_dataset, run_dir, **changes)) == 0
+        losses.append([(line["loss"], line["tasks"], line.get("validation")) for line in lines(run_dir)])
+        assert load_recipe(run_dir / "config.yaml").data.workers == asked
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert (summary["loader_workers"], summary["loader_workers_asked"]) == (min(asked, CPUS), asked)
+    assert losses[0] == losses[1]
+    assert started == [0, 0, 1, CPUS], "validation, then training, of each run"
+    assert "--data.workers 64: 2 " in capsys.readouterr().out
+    assert "--data.workers" not in (tmp_path / "0" / "report.txt").read_text()
+    assert "loader workers: 0)" in (tmp_path / "0" / "report.txt").read_text()
+    assert "loader workers: 2 of 64" in (tmp_path / "64" / "report.txt").read_text()
+
+
+@pytest.mark.exhaustive
+def test_what_learned_masks_share_is_the_capped_number(tmp_path: Path, started: list[int]) -> None:
+    samples = [sample(number, 40, 40) for number in range(60)]
+    data = write_images(tmp_path / "data", [samples], rows_per_block=2)
+    masks = {"multilevel__network": "patchwise", "multilevel__kind": "head", "multilevel__unroll": 1}
+    argv = image_flags("mae_vit_b", data, tmp_path / "run", training__steps=1, data__workers=12, **masks)
+    assert pretrain_here(argv) == 0
+    assert started == [1, 1, 1], "each source has at least one"
+
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of 3 classes in blocks of 2."""
+    samples = [sample(number, 40, 40) for number in range(60)]
+    return write_images(tmp_path_factory.mktemp("images") / "data", [samples], rows_per_block=2)
+
+
+def level_flags(data: Path, run_dir: Path, level: str, **changes: object) -> list[str]:
+    settings = {
+        "multilevel__network": "patchwise",
+        "multilevel__kind": level,
+        "multilevel__unroll": 2,
+        "training__steps": STEPS,
+        "checkpoint__every": STEPS,
+        "data__validation_fraction": 0.2,
+        "validation__every": STEPS,
+        **changes,
+    }
+    return image_flags("mae_vit_b", data, run_dir, **settings)
+
+
+def test_joint_steps_leave_two_tasks_and_three_cursors(data: Path, tmp_path: Path) -> None:
+    others = {
+        "objective__uniformity": 0.01,
+        "adversary__kind": "pixels",
+        "adversary__eps": 0.03,
+    }
+    assert pretrain_here(level_flags(data, tmp_path, "joint", multilevel__gamma=0.25, **others)) == 0
+    document = read_document(tmp_path / "checkpoints" / f"step_{STEPS:08d}")
+    size = document.config["batch"]["global_size"]
+    crops = document.config["crops"]["count"]
+    assert document.cursors == {
+        "train": STEPS * size,
+        "downstream_train": STEPS * size,
+        "downstream_validation": STEPS // 2 * size,
+    }
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert rows.keys() == {"train", "validation", "downstream_train", "downstream_validation"}
+    assert f"rows: train {rows['train']}, downstream_train" in (tmp_path / "report.txt").read_text()
+    found = lines(tmp_path)
+    for line in found:
+        tasks = line["tasks"]
+        assert {name: task["weight"] for name, task in tasks.items()} == {
+            "reconstruction": 0.25,
+            "uniformity": 0.01,
+            "classification": 1.0,
+        }
+        assert tasks["classification"]["count"] == tasks["uniformity"]["count"] == size * crops
+        assert line["loss"] == pytest.approx(sum(task["weight"] * task["loss"] for task in tasks.values()), rel=1e-9)
+    validation = found[-1]["validation"]
+    assert validation["tasks"]["classification"] == {"loss": None, "count": 0}
+    assert validation["loss"] == validation["tasks"]["reconstruction"]["loss"] is not None
+
+
+def test_a_step_counts_its_waiting_for_every_source(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the loop for D_u, and that of the hook for D_tr and D_val."""
+    spent: list[float] = []
+    fetch = Fetcher.__getitems__
+
+    def slowly(self: Fetcher, positions: range) -> Batch:
+        began = time.perf_counter()
+        time.sleep(0.02)
+        batch = fetch(self, positions)
+        spent.append(time.perf_counter() - began)
+        return batch
+
+    monkeypatch.setattr(Fetcher, "__getitems__", slowly)
+    assert pretrain_here(level_flags(data, tmp_path, "head", validation__every=0)) == 0
+    assert len(spent) == 2 * (STEPS + STEPS // 2 + STEPS // 2), "two micro-batches a window: of D_u, D_tr, D_val"
+    waited = sum(line["data_wait_seconds"] for line in lines(tmp_path))
+    seconds = sum(line["step_seconds"] for line in lines(tmp_path))
+    assert sum(spent) <= waited < seconds
+    share = waited / seconds
+    assert json.loads((tmp_path / "summary.json").read_text())["data_wait_share"] == pytest.approx(share)
+    assert f"waited for data: {share:.1%}" in (tmp_path / "report.txt").read_text()
+
+
+def test_a_fine_tuned_encoder_is_in_the_checkpoint(data: Path, tmp_path: Path) -> None:
+    assert pretrain_here(level_flags(data, tmp_path, "fine_tuning", multilevel__proximity=10.0)) == 0
+    document = read_document(tmp_path / "checkpoints" / f"step_{STEPS:08d}")
+    first = {name for name in document.tensors if not name.startswith(("fine_tuned.", "masking_network."))}
+    assert {name for name in document.tensors if name.startswith("fine_tuned.")} == {f"fine_tuned.{n}" for n in first}
+    assert document.engine_state["fine_tuned.optimizer_steps"] == STEPS // 2
+    assert all(line["multilevel"]["distance"] > 0 for line in lines(tmp_path)[-1:])
+
+
+def test_a_balancer_that_would_have_nothing_to_do_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"--balancer.kind .*minimax"):
+        pretrain_here(level_flags(data, tmp_path, "joint", balancer__kind="minimax"))

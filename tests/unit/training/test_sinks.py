@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ import pytest
 from PIL import Image
 
 from tests.unit.training.small_run import record
-from tests.unit.training.test_picture_files import draw
 from trp_scale.config import Config, RefusedError
 from trp_scale.training.metrics import RunInfo
 from trp_scale.training.observer import Observer
-from trp_scale.training.sinks import flatten
+from trp_scale.training.sinks import NewPictures, flatten
 
 
 def test_nested_lines_become_paths() -> None:
@@ -60,21 +60,6 @@ def offline(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     config.logging.wandb = True
 
 
-def test_wandb_offline_keeps_its_id(start: Callable[..., Observer], offline: None, tmp_path: Path) -> None:
-    ids = []
-    for _ in range(2):
-        observer = start()
-        observer.step(record(1))
-        observer.close("finished")
-        ids.append((tmp_path / "run" / "wandb_id.txt").read_text(encoding="utf-8").strip())
-    assert ids[0] == ids[1]
-    stored = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
-    assert stored
-    content = b"".join(path.read_bytes() for path in stored)
-    assert b"noun" in content
-    assert b"weight" in content
-
-
 def test_tensorboard_has_new_pictures_and_the_report(
     start: Callable[..., Observer], config: Config, tmp_path: Path
 ) -> None:
@@ -95,16 +80,24 @@ def test_tensorboard_has_new_pictures_and_the_report(
     assert b"worst task, noun" in text.tensor_proto.string_val[0]
 
 
-def test_wandb_has_new_pictures_and_the_report(start: Callable[..., Observer], offline: None, tmp_path: Path) -> None:
-    observer = start()
-    draw(tmp_path / "run", 2, 20)
-    observer.step(record(3))
-    observer.close("finished")
-    (media,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media")
-    (picture,) = (media / "images").rglob("*.png")
-    assert picture.read_bytes() == (tmp_path / "run" / "pictures" / "step_00000002" / "masks.png").read_bytes()
-    (page,) = (media / "html").rglob("*.html")
-    assert "worst task, noun" in page.read_text(encoding="utf-8")
+def test_wandb_offline_keeps_its_id_and_has_new_pictures_and_the_report(
+    start: Callable[..., Observer], offline: None, tmp_path: Path
+) -> None:
+    ids = []
+    for step in (2, 3):
+        observer = start()
+        draw(tmp_path / "run", step, 10 * step)
+        observer.step(record(step))
+        observer.close("finished")
+        ids.append((tmp_path / "run" / "wandb_id.txt").read_text(encoding="utf-8").strip())
+    assert ids[0] == ids[1]
+    folder = tmp_path / "run" / "wandb"
+    stored = b"".join(path.read_bytes() for path in folder.glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+    assert b"noun" in stored and b"weight" in stored
+    drawn = [path.read_bytes() for path in sorted((tmp_path / "run" / "pictures").rglob("*.png"))]
+    assert sorted(path.read_bytes() for path in folder.glob("offline-run-*/files/media/images/**/*.png")) == drawn
+    pages = [path.read_text(encoding="utf-8") for path in folder.glob("offline-run-*/files/media/html/**/*.html")]
+    assert len(pages) == 2 and all("worst task, noun" in page for page in pages)
 
 
 def test_wandb_without_a_login_is_one_line(
@@ -130,3 +123,23 @@ def test_a_missing_extra_is_named_with_its_command(
     setattr(config.logging, extra, True)
     with pytest.raises(RefusedError, match=rf"--logging\.{extra} .*pip install 'trp-scale\[{extra}\]'"):
         start()
+
+
+def draw(run_dir: Path, step: int, value: int) -> None:
+    folder = run_dir / "pictures" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (12, 8), (value, 0, 0)).save(folder / "masks.png")
+
+
+def test_a_picture_comes_again_when_it_was_not_taken_or_is_drawn_again(tmp_path: Path) -> None:
+    new = NewPictures(tmp_path)
+    draw(tmp_path, 1, 10)
+    with pytest.raises(OSError):
+        for _ in new.take():
+            raise OSError
+    assert [step for _, step, _ in new.take()] == [1] and list(new.take()) == []
+    path = tmp_path / "pictures" / "step_00000001" / "masks.png"
+    os.utime(path, (1, 1))
+    assert [(name, step) for name, step, _ in new.take()] == [("pictures/masks", 1)]
+    path.write_bytes(path.read_bytes() + bytes(5 << 20))
+    assert list(new.take()) == []
