@@ -15,6 +15,7 @@ from trp_scale.reporting.paired_tests import Difference, PairedTest, Spread
 from trp_scale.reporting.results import SeedResult, TaskResult, join
 from trp_scale.storage.files import write_json
 from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
+from trp_scale.studies.graph import Graph
 from trp_scale.studies.outcome import JudgeRow, VariantResult, describe_outcome, read_outcome, verdict
 from trp_scale.studies.report import write_report
 
@@ -47,25 +48,30 @@ def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool
     assert verdict(cell(mean, corrected), row(lower)) == said
 
 
-def run(tmp_path: Path, **scale: object) -> tuple[object, object]:
+def run(tmp_path: Path, **scale: object) -> Graph:
     graph = graph_of(tmp_path, document(seeds=4, **scale))
     Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
-    return graph, read_outcome(graph)
+    return graph
 
 
-def test_worst_and_average_are_over_the_tasks_of_each_run(tmp_path: Path) -> None:
-    _, outcome = run(tmp_path)
-    worst = outcome.figures[JudgeRow("glue", "worst")]["plain"]  # type: ignore[attr-defined]
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    return run(tmp_path_factory.mktemp("judged"))
+
+
+def test_worst_and_average_are_over_the_tasks_of_each_run(judged: Graph) -> None:
+    outcome = read_outcome(judged)
+    worst = outcome.figures[JudgeRow("glue", "worst")]["plain"]
     assert worst[2] == [
         pytest.approx(0.9 - 0.3 - 0.1 + 0.02 + 0.002 + 0.0005)
     ]  # the mean of two judgings of the hard task
-    average = outcome.figures[JudgeRow("glue", "average")]["plain"]  # type: ignore[attr-defined]
+    average = outcome.figures[JudgeRow("glue", "average")]["plain"]
     assert average[2] == [pytest.approx(0.9 - 0.15 - 0.1 + 0.02 + 0.002 + 0.0005)]
 
 
 def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> None:
-    graph, _ = run(tmp_path, variant_settings={"slow": {"optimizer.lr": 0.002}})
-    text = write_report(graph, tmp_path / "report", "trp-scale study run x")  # type: ignore[arg-type]
+    graph = run(tmp_path, variant_settings={"slow": {"optimizer.lr": 0.002}})
+    text = write_report(graph, tmp_path / "report", "trp-scale study run x")
     assert "slow: better than plain by +0." in text
     assert "Pre-training pays here: plain over untrained +0.1" in text
     assert "tuning of runs | none" in text
@@ -82,9 +88,9 @@ def test_differences_may_be_taken_from_another_variant_at_equal_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {"slow": {"optimizer.lr": 0.002, "masking.ratio": 2}}
-    graph, _ = run(tmp_path, variant_settings=own, budgets=["steps", "time"])
+    graph = run(tmp_path, variant_settings=own, budgets=["steps", "time"])
     claim = Claim(study=str(tmp_path / "study.yaml"), scale="cpu", inputs={"text": str(tmp_path)})
-    write_json(graph.directory / STUDY_FILE, asdict(claim))  # type: ignore[attr-defined]
+    write_json(graph.directory / STUDY_FILE, asdict(claim))
     words = ["study", "report", str(tmp_path / "study")]
     assert main(words) == 0 and "slow, equal time" in capsys.readouterr().out
     assert main([*words, "--baseline", "slow"]) == 0
@@ -97,16 +103,16 @@ def test_differences_may_be_taken_from_another_variant_at_equal_steps(
     assert "--baseline scratch: allowed: plain, slow" in capsys.readouterr().err
 
 
-def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> None:
-    graph, outcome = run(tmp_path)
-    outcome.outcome = JudgeRow("glue", "hard")  # type: ignore[attr-defined]
-    cells, ground = outcome.cells, graph.study.ground  # type: ignore[attr-defined]
+def test_a_ground_that_is_seen_on_average_alone_is_said_so(judged: Graph) -> None:
+    graph, outcome = judged, read_outcome(judged)
+    outcome.outcome = JudgeRow("glue", "hard")
+    cells, ground = outcome.cells, graph.study.ground
 
     def state(hard: Difference, average: Difference) -> str:
         for row, difference in (("hard", hard), ("average", average)):
             key = JudgeRow("glue", row)
             cells[key][ground] = replace(cells[key][ground], difference=difference)
-        return "\n".join(describe_outcome(graph, outcome))  # type: ignore[arg-type]
+        return "\n".join(describe_outcome(graph, outcome))
 
     def lead(p: float, value: float = -0.05, error: float = 0.1) -> Difference:
         return Difference(value=value, error=error, test=PairedTest(seeds=5, p=p, test="t"))
@@ -117,9 +123,8 @@ def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> No
     assert "Pre-training" not in state(lead(1.0, value=0.0, error=0.0), lead(0.02))
 
 
-def test_equal_figures_make_no_difference(tmp_path: Path) -> None:
-    graph, outcome = run(tmp_path)
-    said = "\n".join(describe_outcome(graph, outcome))  # type: ignore[arg-type]
+def test_equal_figures_make_no_difference(judged: Graph) -> None:
+    said = "\n".join(describe_outcome(judged, read_outcome(judged)))
     assert "slow: no difference to plain seen at this power" in said
 
 
