@@ -97,7 +97,7 @@ def test_storage_that_is_not_shared_is_wrong_and_nothing_stays(two_ranks: Ranks,
     for folder in folders:
         folder.mkdir()
     for (found,) in two_ranks(storage, [str(folder) for folder in folders]):
-        assert found.state == "wrong" and "(ranks 0, 1)" in found.result
+        assert found.state == "wrong" and "(ranks 0-1)" in found.result
     for (found,) in two_ranks(storage, [str(tmp_path)] * 2):
         assert found.state in ("ok", "warning")
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
