@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trp_scale.methods.balancing.minimax import softmax_weights, theorem_alpha
+from trp_scale.methods.balancing.global_losses import softmax_weights, theorem_alpha
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A point [D] -> the losses of the tasks [T] and their gradients [T, D]."""

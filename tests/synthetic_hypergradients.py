@@ -16,7 +16,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import whole_tensors
 from trp_scale.methods.learned_masks.head import HeadLevel, LossGradients
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
-from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 Path = Literal["encoder", "head", "both"]

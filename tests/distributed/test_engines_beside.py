@@ -21,7 +21,7 @@ from trp_scale.config import OptimizerConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.engines.build import build_second_engine
-from trp_scale.methods.learned_masks.masking_network import FlattenedMasking
+from trp_scale.methods.learned_masks.masks import FlattenedMasking
 
 NAME = "masking_network"
 OF_THE_FIRST: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 from tests.synthetic import ADVERB, INTERJECTION, TWO_RANKS, Layout, Result, run, small_config, trainer_for
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.methods.balancing.from_counts import Uniform
+from trp_scale.methods.balancing.base import Uniform
 
 BALANCING: dict[str, dict[str, Any]] = {
     "uniform": {"kind": "uniform"},

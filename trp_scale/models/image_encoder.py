@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
-from trp_scale.models.positions import interpolate, sine_cosine
-from trp_scale.models.relative_positions import RelativeInputs, relative_inputs
+from trp_scale.models.positions import RelativeInputs, interpolate, relative_inputs, sine_cosine
 from trp_scale.models.vit import TransformerBlock
 
 CHANNELS = 3

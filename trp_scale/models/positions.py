@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from trp_scale.config import DecodedVisionConfig, ModelConfig
+from trp_scale.core.batch import Extra
+from trp_scale.models.tensor_plan import WHOLE, Cut
 
 TEMPERATURE = 10000.0
 
@@ -90,3 +96,331 @@ def interpolate(positions: Tensor, grid: int) -> Tensor:
     patches = positions[1:].float().view(1, old, old, -1).permute(0, 3, 1, 2)  # [1, D, H, H]
     patches = F.interpolate(patches, size=(grid, grid), mode="bicubic", antialias=True)
     return torch.cat([positions[:1], patches.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)])
+
+
+ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
+"""Offsets up to ALPHA keep their own entry, longer ones share by their logarithm, and end at BETA (ratio 1.9)."""
+
+REACH = 3
+"""Entries of the table go from -REACH to REACH on each axis: floor(BETA)."""
+
+NODES = 2 * REACH + 1
+
+BUCKETS = NODES**2 + 1
+"""Rows of the table; node (row, column) is NODES (row + REACH) + column + REACH, the last is the class token's."""
+
+SETTLED = 7
+"""Whole offsets of this length and more are all the table's end, up to half a patch either way: `relaxed_index` gets to
+REACH at 6.33."""
+
+IndexKind = Literal["rounded", "relaxed", "straight_through"]
+
+
+class RelativeInputs(NamedTuple):
+    """Inputs of a block's relative positions beside its queries. Tokens are [class, visible, masked], T = 1 + K.
+
+    Attributes:
+        pairs: [B, T, T] int64, which vector the query and the key of a pair have.
+        weights: [R, 50], how each vector is made of the table's rows; or [2R, 50], where masked queries have vectors of
+            their own, which come second.
+        masked: the last so many queries see what is named so, where it is given.
+        moved: whether masked queries have vectors of their own.
+        masked_pairs: [B, M, T] int64, in place of their rows of `pairs`.
+        masked_table: [50, D / H] or [1, D / H], added to the table.
+    """
+
+    pairs: Tensor
+    weights: Tensor
+    masked: int
+    moved: bool = False
+    masked_pairs: Tensor | None = None
+    masked_table: Tensor | None = None
+
+
+def relaxed_index(offset: Tensor) -> Tensor:
+    """g~ of AdPE 4.2.3: the offset itself up to ALPHA, then growing with its logarithm, up to BETA."""
+    beyond = offset.abs().clamp(min=ALPHA)  # clamped, so that no infinite slope meets the 0 of the branch not taken
+    grown = ALPHA + (beyond / ALPHA).log() * ((BETA - ALPHA) / math.log(GAMMA / ALPHA))
+    return torch.where(offset.abs() <= ALPHA, offset, offset.sign() * grown.clamp(max=BETA))
+
+
+def node_weights(offset: Tensor, index: IndexKind) -> Tensor:
+    """Return the weights of an offset on the 7 nodes of an axis, -3..3; at most two of them are nonzero.
+
+    rounded: the nearest one. relaxed: the two around the index, which is clamped to the table, so that no gradient
+    comes back from beyond. straight_through: the nearest one, with the gradient of relaxed.
+
+    Args:
+        offset: [...] in patches, fp32 or fp64; differentiable but for rounded.
+    Returns:
+        [..., 7], which sum to one.
+    """
+    clamped = relaxed_index(offset).clamp(-REACH, REACH).unsqueeze(-1)  # [..., 1]
+    nodes = torch.arange(-REACH, REACH + 1, device=offset.device)
+    nearest = (clamped.round() == nodes).to(offset.dtype)
+    if index == "rounded":
+        return nearest
+    lower = clamped.floor().clamp(max=REACH - 1)  # the last cell holds its upper node: nothing outside is touched
+    upper_share = clamped - lower
+    relaxed = torch.where(nodes == lower, 1 - upper_share, torch.where(nodes == lower + 1, upper_share, 0.0))
+    return relaxed if index == "relaxed" else nearest + (relaxed - relaxed.detach())
+
+
+class Offsets(NamedTuple):
+    """The vectors of a grid's offsets.
+
+    Attributes:
+        weights: [..., R, 50], how each vector is made of the table's rows, times 1 / sqrt(D / H).
+        numbers: [..., (2G-1)^2 + 2] int64, the vector of each pair number of `pair_numbers`.
+    """
+
+    weights: Tensor
+    numbers: Tensor
+
+
+def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The offsets -(G-1)..G-1 of an axis with a shift, by those P of them that differ.
+
+    A rounded index has the table's own 7. Of others, those beyond SETTLED are one on each side, wherever the shift has
+    moved it.
+
+    Args:
+        shift: [...] in patches; the gradient of the weights is exact.
+    Returns:
+        [..., 2G-1] int64, which of the P each offset is, and [..., P, 7] `node_weights` of these.
+    """
+    offsets = torch.arange(1 - grid, grid, device=shift.device)
+    shift = shift.unsqueeze(-1)  # [..., 1]
+    if index == "rounded":
+        nearest = relaxed_index(offsets + shift).clamp(-REACH, REACH).round().long() + REACH
+        return nearest, torch.eye(NODES, dtype=shift.dtype, device=shift.device).expand(*shift.shape[:-1], -1, -1)
+    if grid <= SETTLED + 1:
+        return (offsets + grid - 1).expand(*shift.shape[:-1], -1), node_weights(offsets + shift, index)
+    whole = shift.detach().round()
+    ends = torch.arange(-SETTLED, SETTLED + 1, device=shift.device)
+    return (offsets + whole.long()).clamp(-SETTLED, SETTLED) + SETTLED, node_weights(ends + (shift - whole), index)
+
+
+def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> Offsets:
+    """The vectors of a grid with a shift, then the class token's, then zeros: at least one, and up to a multiple of 8,
+    which matrix products like.
+
+    Args:
+        shift: [..., 2] added to the row and the column offset, in patches.
+        head_size: D / H.
+    """
+    places, nodes = axis_offsets(grid, index, shift)  # [..., 2, 2G-1], [..., 2, P, 7]
+    (rows, columns), count = places.unbind(-2), nodes.shape[-2]
+    numbers = (rows.unsqueeze(-1) * count + columns.unsqueeze(-2)).flatten(-2)  # [..., (2G-1)^2]
+    others = torch.arange(count**2, count**2 + 2, device=shift.device).expand(*numbers.shape[:-1], -1)
+    down, across = nodes.unbind(-3)  # [..., P, 7]
+    weights = torch.einsum("...pi,...qj->...pqij", down * head_size**-0.5, across)
+    weights = weights.flatten(-4, -3).flatten(-2)  # [..., P^2, 49]
+    weights = F.pad(weights, (0, 1, 0, (count**2 + 2 + 7) // 8 * 8 - count**2))  # [..., R, 50]
+    constant = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
+    constant[count**2, -1].fill_(head_size**-0.5)
+    return Offsets(weights + constant, torch.cat([numbers, others], dim=-1))
+
+
+def pair_numbers(patches: Tensor, grid: int) -> Tensor:
+    """[B, K] patch numbers -> [B, 1 + K, 1 + K] int64, of the class token and patches: the number of the offset
+    x_i - x_j, rows first; (2G-1)^2 where the key is the class token; one more where it asks, whose keys all share one
+    entry, which cancels in the softmax and so is left out."""
+    span = 2 * grid - 1
+    rows, columns = patches // grid, patches % grid  # [B, K]
+    cell = rows * span + columns
+    between = cell.unsqueeze(2) - cell.unsqueeze(1) + (grid - 1) * (span + 1)  # [B, K, K]
+    return F.pad(F.pad(between, (1, 0), value=span**2), (0, 0, 1, 0), value=span**2 + 1)
+
+
+def relative_inputs(
+    patches: Tensor,
+    grid: int,
+    index: IndexKind,
+    head_size: int,
+    *,
+    dtype: torch.dtype,
+    blocks: int,
+    masked: int = 0,
+    shifts: Tensor | None = None,
+    tables: Tensor | None = None,
+) -> list[RelativeInputs]:
+    """Return the inputs of each block's relative positions; equal parts are shared.
+
+    Args:
+        patches: [B, K] numbers of the patches after the class token; the last `masked` ones are masked.
+        head_size: D / H.
+        dtype: fp32 or fp64, of the interpolation.
+        shifts: [L, 2] added to the row and the column offset of masked queries.
+        tables: [L, 50, D / H] or [L, 1, D / H] added to the table for masked queries.
+    """
+    numbers = pair_numbers(patches, grid)  # [B, T, T]
+    shift = torch.zeros(1, 2, dtype=dtype, device=patches.device)
+    if shifts is None or not masked:
+        offsets = grid_offsets(grid, index, shift[0], head_size)
+        inputs = [RelativeInputs(offsets.numbers[numbers], offsets.weights, masked)] * blocks
+        if tables is not None and masked:
+            inputs = [clean._replace(masked_table=table) for clean, table in zip(inputs, tables.unbind(0), strict=True)]
+        return inputs
+    offsets = grid_offsets(grid, index, torch.cat([shift, shifts.to(dtype)]), head_size)
+    pairs = offsets.numbers[0][numbers]
+    clean = offsets.weights[:1].expand(blocks, -1, -1)
+    weights = torch.cat([clean, offsets.weights[1:]], dim=1)  # [L, 2R, 50]
+    masked_pairs: list[Tensor | None] = [None] * blocks
+    if index == "rounded" or grid > SETTLED + 1:  # the shift moves which vector a pair has
+        masked_pairs = list(offsets.numbers[1:, numbers[:, -masked:]].unbind(0))  # L of [B, M, T]
+    return [
+        RelativeInputs(pairs, block_weights, masked, True, block_pairs)
+        for block_weights, block_pairs in zip(weights.unbind(0), masked_pairs, strict=True)
+    ]
+
+
+class RelativePositions(nn.Module):
+    """The table of one block, zero at the start, and the bias that it gives to attention scores.
+
+    Args:
+        head_size: D / H.
+    """
+
+    cut: Cut = WHOLE
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
+
+    def forward(self, queries: Tensor, relative: RelativeInputs) -> Tensor:
+        """The bias of the last Q tokens as queries: what attention adds to its scaled scores.
+
+        Args:
+            queries: [B, H, Q, D / H]; Q is all T tokens, or the masked ones.
+            relative: see there.
+        Returns:
+            [B, H, Q, T]. The class token's own row is zero.
+        """
+        count, masked = queries.shape[2], relative.masked
+        vectors = self.vectors(relative, queries.dtype)
+        pairs = relative.pairs[:, -count:]
+        if len(vectors) == 1:
+            return looked_up(queries, vectors[0], pairs)
+        others = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
+        if count == masked:
+            return looked_up(queries, vectors[1], others)
+        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # whose gradient is one copy
+        return torch.cat(
+            [looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], others)], dim=2
+        )
+
+    def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """[R, D / H] of all queries, or of the clean ones and of the masked ones."""
+        table: Tensor = self.table
+        weights = relative.weights
+        if relative.masked_table is not None:
+            table = torch.cat([table, table + relative.masked_table], dim=-1)  # [50, 2 D / H]
+        table = table.to(weights.dtype)
+        if dtype == weights.dtype:
+            vectors = weights @ table
+        else:
+            with torch.autocast(table.device.type, enabled=False):
+                vectors = (weights @ table).to(dtype)
+        vectors = self.cut.share_input(vectors)
+        if relative.masked_table is not None:
+            return vectors.chunk(2, dim=1)
+        return vectors.chunk(2) if relative.moved else (vectors,)
+
+
+def looked_up(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+    """[B, H, Q, D / H] times [R, D / H], at [B, Q, T] -> [B, H, Q, T]."""
+    products = F.linear(queries, vectors)  # [B, H, Q, R]
+    return products.gather(-1, pairs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1))
+
+
+PERTURBATION = Extra("perturbation")
+"""[numel] the flat vector, added where its parts act."""
+PIXEL_SHIFT = Extra("pixel_shift")
+"""[R, 3, S, S], or [R, k, 3, S, S] of several crops: added to pixels in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerturbationShape:
+    """Shapes of the encoder's and the decoder's part. The last dimension is that of one ball, the first is the block.
+
+    absolute_embedding: (1, D). absolute_coordinate: (1, 2), row and column in patches. relative_embedding: (L, 50,
+    D / H) with a vector for each entry of the table, else (L, D / H). relative_coordinate: (L, 2), added to the row and
+    the column of x_i - x_j.
+
+    Attributes:
+        kind: of the adversary.
+        encoder, decoder: shapes; the decoder is None where it stays clean.
+    """
+
+    kind: str
+    encoder: tuple[int, ...]
+    decoder: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat vector."""
+        return math.prod(self.encoder) + (0 if self.decoder is None else math.prod(self.decoder))
+
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[numel] -> views of the encoder's and of the decoder's part."""
+        encoder = math.prod(self.encoder)
+        decoder = None if self.decoder is None else flat[encoder:].view(self.decoder)
+        return flat[:encoder].view(self.encoder), decoder
+
+
+def perturbation_shape(model: ModelConfig, vision: DecodedVisionConfig, adversary: Any) -> PerturbationShape | None:
+    """The shape for these settings, None where no position is perturbed (kinds none and pixels).
+
+    That the adversary has something to act on is for the checks of the recipes to say.
+    """
+    if adversary.kind in ("none", "pixels"):
+        return None
+    encoder = _part(adversary, model.layers, model.hidden_size, model.heads)
+    if adversary.where == "encoder":
+        return PerturbationShape(kind=adversary.kind, encoder=encoder)
+    decoder = _part(adversary, vision.decoder_layers, vision.decoder_hidden_size, vision.decoder_heads)
+    return PerturbationShape(kind=adversary.kind, encoder=encoder, decoder=decoder)
+
+
+def _part(adversary: Any, layers: int, width: int, heads: int) -> tuple[int, ...]:
+    per_bucket = adversary.kind == "relative_embedding" and adversary.scope == "per_bucket"
+    return {
+        "absolute_embedding": (1, width),
+        "absolute_coordinate": (1, 2),
+        "relative_embedding": (layers, BUCKETS, width // heads) if per_bucket else (layers, width // heads),
+        "relative_coordinate": (layers, 2),
+    }[adversary.kind]
+
+
+class Perturbed(NamedTuple):
+    """The part of a perturbation that acts in the encoder, or in the decoder; None where nothing acts.
+
+    Attributes:
+        embedding: [D], added to the position embedding of masked patches (AdPE 4.1.1).
+        coordinate: [2], added to their row and column (AdPE 4.1.2).
+        tables: [L, 50 or 1, D / H], added to the relative table for masked queries (AdPE 4.2.2).
+        values: [L, D / H], added to what each head of masked queries attends to: r^V of AdPE 4.2.1.
+        offsets: [L, 2], added to the offsets of masked queries (AdPE 4.2.3).
+    """
+
+    embedding: Tensor | None = None
+    coordinate: Tensor | None = None
+    tables: Tensor | None = None
+    values: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def perturbed_attribute(part: Tensor | None, adversary: Any) -> Perturbed:
+    """Return the attribute that a part perturbs, or none."""
+    if part is None:
+        return Perturbed()
+    if adversary.kind == "absolute_embedding":
+        return Perturbed(embedding=part[0])
+    if adversary.kind == "absolute_coordinate":
+        return Perturbed(coordinate=part[0])
+    if adversary.kind == "relative_coordinate":
+        return Perturbed(offsets=part)
+    if adversary.scope == "value":
+        return Perturbed(values=part)
+    return Perturbed(tables=part if adversary.scope == "per_bucket" else part.unsqueeze(1))

@@ -10,7 +10,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from trp_scale.models.relative_positions import RelativeInputs, RelativePositions
+from trp_scale.models.positions import RelativeInputs, RelativePositions
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 

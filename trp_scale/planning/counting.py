@@ -20,7 +20,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import Objective
 from trp_scale.engines.compiled import checkpoint_blocks
-from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.models.counting import Operation, RecordsOperations, attention_of_a_gpu, fake_pass
 from trp_scale.models.initialise import without_content
 from trp_scale.planning.clusters import Gpu

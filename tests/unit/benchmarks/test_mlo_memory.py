@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.mlo_memory import Options, Peak, measure, row_of, settings
-from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 SMALL = Options(layers=1, hidden_size=64, decoder_layers=1)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.small_images import GRID, Crops
-from trp_scale.models.perturbation import Perturbed
-from trp_scale.models.positions import PositionOrder
+from trp_scale.models.positions import Perturbed, PositionOrder
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 CLASS = -1

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.plain_autoencoder import blocks
-from trp_scale.models.perturbation import Perturbed
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import Perturbed, sine_cosine
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, TaskDecoder
 
 Seen = dict[tuple[str, int], Tensor]

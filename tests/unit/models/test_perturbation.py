@@ -12,8 +12,7 @@ from tests.unit.models.small_images import GRID, config, crops, loss_of, perturb
 from trp_scale.config import ModelConfig
 from trp_scale.config.images import MaeVisionConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed_attribute
-from trp_scale.models.relative_positions import BUCKETS, relaxed_index
+from trp_scale.models.positions import BUCKETS, Perturbed, perturbation_shape, perturbed_attribute, relaxed_index
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from tests.unit.models.plain_autoencoder import entry, wu_index
-from trp_scale.models.relative_positions import (
+from trp_scale.models.positions import (
     ALPHA,
     BUCKETS,
     NODES,

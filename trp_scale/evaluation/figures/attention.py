@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trp_scale.evaluation.figures.drawing import DPI, show_image, small_axes
 from trp_scale.models.image_encoder import ImageEncoder
-from trp_scale.models.relative_positions import RelativeInputs
+from trp_scale.models.positions import RelativeInputs
 from trp_scale.models.vit import TransformerBlock
 
 if TYPE_CHECKING:

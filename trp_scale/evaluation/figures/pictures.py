@@ -26,10 +26,9 @@ from trp_scale.evaluation.figures.trained_images import (
 )
 from trp_scale.methods.adversary.ascent import size
 from trp_scale.methods.adversary.settings import AdversarySettings
-from trp_scale.methods.learned_masks.masking_network import MaskingNetwork
-from trp_scale.methods.learned_masks.masks import select
+from trp_scale.methods.learned_masks.masks import MaskingNetwork, select
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, gather_patches, unpatchify
-from trp_scale.models.relative_positions import REACH, relaxed_index
+from trp_scale.models.positions import REACH, relaxed_index
 from trp_scale.pretraining.mm_mae.settings import predicted_modality
 
 if TYPE_CHECKING:

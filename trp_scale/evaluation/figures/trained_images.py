@@ -30,8 +30,8 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Sources
 from trp_scale.errors import DataError, error_text, finding
 from trp_scale.methods.learned_masks.hook import NETWORK
-from trp_scale.methods.learned_masks.masking_network import NETWORKS, MaskingNetwork
-from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
+from trp_scale.methods.learned_masks.masks import NETWORKS, MaskingNetwork
+from trp_scale.models.positions import PerturbationShape, perturbation_shape
 from trp_scale.pretraining.base import find_upstream, open_sources
 from trp_scale.pretraining.mae.batch import draw_masks, random_order
 from trp_scale.pretraining.mae.model import MaskedAutoencoder

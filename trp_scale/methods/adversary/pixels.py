@@ -11,10 +11,9 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.adversary.ascent import run_own_pass, size, steepest
-from trp_scale.methods.adversary.effect import EffectWatch, log_line
+from trp_scale.methods.adversary.ascent import EffectWatch, log_line, run_own_pass, size, steepest
 from trp_scale.methods.adversary.settings import PixelAdversarySettings
-from trp_scale.models.perturbation import PIXEL_SHIFT
+from trp_scale.models.positions import PIXEL_SHIFT
 
 
 class PixelAdversary(Hook):

@@ -13,15 +13,13 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.adversary.ascent import ASCENTS, Balls, State, run_own_pass
-from trp_scale.methods.adversary.effect import NEGLIGIBLE, EffectWatch, log_line
+from trp_scale.methods.adversary.ascent import ASCENTS, NEGLIGIBLE, Balls, EffectWatch, State, log_line, run_own_pass
 from trp_scale.methods.adversary.settings import (
     NoAdversarySettings,
     PositionAdversarySettings,
     RelativeCoordinateSettings,
 )
-from trp_scale.models.perturbation import PERTURBATION, PerturbationShape, perturbation_shape
-from trp_scale.models.relative_positions import REACH, relaxed_index
+from trp_scale.models.positions import PERTURBATION, REACH, PerturbationShape, perturbation_shape, relaxed_index
 
 NAME = "adversary"
 

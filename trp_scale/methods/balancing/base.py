@@ -14,7 +14,8 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.balancing.settings import FixedSumSettings, LossReadingSettings
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.methods.balancing.settings import FixedSumSettings, LossReadingSettings, RandomSettings, UniformSettings
 
 
 class TaskBalancer(Balancer):
@@ -161,3 +162,80 @@ class LossReadingBalancer(TaskBalancer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first_losses = state["first_losses"].to(self.device)
+
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+class TaskAdam:
+    """Adam of torch.optim.Adam with one 0-dimensional parameter per task, without decay.
+
+    torch's own leaves a parameter alone only if the host knows that it has no gradient; which tasks are absent is known
+    on the device, and the host would have to wait for it. An absent task's moments and step count stay as they are.
+
+    Args:
+        like: [T] float64 zeros on the device.
+        lr: learning rate.
+    """
+
+    def __init__(self, like: Tensor, lr: float) -> None:
+        self.lr = lr
+        self.steps, self.first_moments, self.second_moments = (torch.zeros_like(like) for _ in range(3))
+
+    def step(self, values: Tensor, gradient: Tensor, moving: Tensor) -> Tensor:
+        """[T] values a step down their gradient [T] where `moving` [T] bool; the others as they are."""
+        beta1, beta2 = BETAS
+        self.steps = self.steps + moving
+        mean = torch.lerp(self.first_moments, gradient, 1 - beta1)
+        square = beta2 * self.second_moments + (1 - beta2) * gradient.square()
+        self.first_moments = torch.where(moving, mean, self.first_moments)
+        self.second_moments = torch.where(moving, square, self.second_moments)
+        root = square.sqrt() / (1 - beta2**self.steps).sqrt() + EPS
+        return torch.where(moving, values - self.lr / (1 - beta1**self.steps) * mean / root, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps.cpu(),
+            "first_moments": self.first_moments.cpu(),
+            "second_moments": self.second_moments.cpu(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        device = self.steps.device
+        self.steps, self.first_moments, self.second_moments = (
+            state[name].to(device) for name in ("steps", "first_moments", "second_moments")
+        )
+
+
+class Uniform(TaskBalancer):
+    """Equal weight for every balanced task: with `total: 1` they sum to 1 over the tasks present in the global
+    batch; with `paper` each has 1/T, or 1 with `form: sum`, whoever is absent."""
+
+    settings: UniformSettings
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        divided = self.settings.total == "paper" and self.settings.form == "mean"
+        counted = self.balanced.double()
+        return self.scale_total(counted / counted.sum().clamp(min=1) if divided else counted, ctx.counts)
+
+
+class Proportional(TaskBalancer):
+    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements."""
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return normalise(torch.where(self.balanced, ctx.counts, 0.0))
+
+
+class RandomWeights(TaskBalancer):
+    """softmax(z / temperature) over the present tasks, z standard normal: drawn from (seed, step) on the host, so that
+    all ranks, engines and resumed runs have the same."""
+
+    settings: RandomSettings
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        generator = torch.Generator().manual_seed(tensor_seed(self.run.seed, f"random weights/{ctx.step}"))
+        draws = torch.randn(len(self.objective.tasks), generator=generator, dtype=torch.float64)  # [T]
+        present = self.present(ctx.counts)
+        scores = torch.where(present, draws.to(self.device, non_blocking=True) / self.settings.temperature, -torch.inf)
+        return torch.where(present, torch.softmax(scores, dim=0), 0.0)  # no task: softmax of all -inf is NaN

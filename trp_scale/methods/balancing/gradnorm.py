@@ -18,9 +18,8 @@ from trp_scale.core.engine import Trains
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import Objective, TappedObjective, TapPlace
 from trp_scale.core.run import RunContext
-from trp_scale.methods.balancing.base import LossReadingBalancer
+from trp_scale.methods.balancing.base import LossReadingBalancer, TaskAdam
 from trp_scale.methods.balancing.settings import GradNormSettings
-from trp_scale.methods.balancing.task_adam import TaskAdam
 
 
 @dataclass

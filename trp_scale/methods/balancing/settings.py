@@ -87,7 +87,7 @@ class RatioSettings(LossReadingSettings):
             )
 
 
-@component("balancer", "uniform", "trp_scale.methods.balancing.from_counts:Uniform")
+@component("balancer", "uniform", "trp_scale.methods.balancing.base:Uniform")
 @dataclass(kw_only=True)
 class UniformSettings(FixedSumSettings):
     """Equal weights for all tasks (TRP eq. 4)."""
@@ -100,13 +100,13 @@ class UniformSettings(FixedSumSettings):
             yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
 
 
-@component("balancer", "proportional", "trp_scale.methods.balancing.from_counts:Proportional")
+@component("balancer", "proportional", "trp_scale.methods.balancing.base:Proportional")
 @dataclass(kw_only=True)
 class ProportionalSettings(Settings):
     """Weights by the number of elements (plain BERT)."""
 
 
-@component("balancer", "random", "trp_scale.methods.balancing.random_weights:RandomWeights")
+@component("balancer", "random", "trp_scale.methods.balancing.base:RandomWeights")
 @dataclass(kw_only=True)
 class RandomSettings(Settings):
     """New random weights in every step: softmax of normal draws (Lin et al. 2022, RLW)."""
@@ -115,7 +115,7 @@ class RandomSettings(Settings):
     """The draws are divided by it: small ones leave each step to one task, large ones weigh all alike."""
 
 
-@component("balancer", "minimax", "trp_scale.methods.balancing.minimax:Minimax")
+@component("balancer", "minimax", "trp_scale.methods.balancing.global_losses:Minimax")
 @dataclass(kw_only=True)
 class MinimaxSettings(GlobalLossSettings):
     """Softmax of alpha x loss over the tasks (TRP eq. 7)."""
@@ -142,7 +142,7 @@ class MinimaxSettings(GlobalLossSettings):
             )
 
 
-@component("balancer", "group_dro", "trp_scale.methods.balancing.group_dro:GroupDro")
+@component("balancer", "group_dro", "trp_scale.methods.balancing.global_losses:GroupDro")
 @dataclass(kw_only=True)
 class GroupDroSettings(GlobalLossSettings):
     """Exponentiated gradient ascent on the weights (Sagawa et al. 2020, Algorithm 1)."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.balancing.base import LossReadingBalancer
+from trp_scale.methods.balancing.base import LossReadingBalancer, TaskAdam
 from trp_scale.methods.balancing.settings import UncertaintySettings
-from trp_scale.methods.balancing.task_adam import TaskAdam
 
 
 class Uncertainty(LossReadingBalancer):

@@ -15,8 +15,7 @@ from trp_scale.core.engine import Engine, EngineError, Stores
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Region, Shards, foreach_chunks
 from trp_scale.core.run import RunContext
-from trp_scale.methods.learned_masks.exact import Weights, whole
-from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
+from trp_scale.methods.learned_masks.finite_difference import MaskDerivative, Weights, whole
 from trp_scale.methods.learned_masks.head import global_rows, global_sum, leaf
 from trp_scale.methods.learned_masks.hypergradient import Clock, ValidationLoss, on_device
 from trp_scale.methods.learned_masks.settings import FineTuningSettings

@@ -13,17 +13,24 @@ own also has gates, and their derivative needs a backward pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective, task_losses
-from trp_scale.core.pieces import Shards
-from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient
+from trp_scale.core.pieces import Shards, whole_tensors
+from trp_scale.core.run import RunContext
+from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
+from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient, masked_config
 
 SMALLEST = 1e-30
 """A direction shorter than this counts as one of this length: the difference is then next to nothing, not NaN."""
@@ -136,3 +143,151 @@ def finite_difference(
         move_to(-epsilon)
         below = derivative(ctx, window)
     return [high.plus(low, -1.0).times(0.5 / epsilon) for high, low in zip(above, below, strict=True)]
+
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """An inner step and the head's step after it.
+
+    Attributes:
+        before, after: E and E', whole and in float64.
+        response: derivative of E - E' by the gradient, element by element.
+        head: the head's step.
+        train, validation: this rank's micro-batches of D_tr and D_val.
+        number: of the run's step.
+    """
+
+    before: Weights
+    after: Weights
+    response: Weights
+    head: HeadStep
+    train: Sequence[Batch]
+    validation: Sequence[Batch]
+    number: int
+
+
+class ExactComparison:
+    """Compares each `multilevel.exact_every`-th hypergradient with the exact one.
+
+    Args:
+        run: whose model is differentiated.
+    Attributes:
+        number: hypergradients so far.
+        cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.make_model = run.make_model
+        self.every: int = masked_config(run).multilevel.exact_every
+        self.number = 0
+        self.cosine: Tensor | None = None
+        self.norm_ratio: Tensor | None = None
+        self._module: nn.Module | None = None
+
+    def due(self) -> bool:
+        """Whether this hypergradient is to be compared; call it once for each."""
+        self.number += self.every > 0
+        return self.every > 0 and self.number % self.every == 0
+
+    def compare(
+        self,
+        ctx: StepContext,
+        derivative: MaskDerivative,
+        level: HeadLevel,
+        window: MaskedWindow,
+        approximate: Sequence[MaskGradient],
+        step: WholeStep,
+    ) -> None:
+        """Record how well a hypergradient agrees with the exact one; all ranks call it together.
+
+        Args:
+            approximate: the hypergradient, by micro-batch of this rank.
+            step: the step that it is the hypergradient of.
+        """
+        if self._module is None:
+            assert self.make_model is not None, "hypergradients are compared in a run that can make a second model"
+            self._module = self.make_model().double().to(ctx.engine.device)
+        forward = partial(_forward, self._module)
+        with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            direction = _encoder_gradient(ctx, level, forward, step)
+            exact = _hypergradient(ctx, derivative, window, forward, step, direction)
+        ours = torch.cat([part.reshape(-1).double() for gradient in approximate for part in gradient.parts()])
+        theirs = torch.cat([part.reshape(-1) for gradient in exact for part in gradient.parts()])
+        across, ours_squared, other = ctx.data_group.sum(torch.stack([ours @ theirs, ours @ ours, theirs @ theirs]))
+        self.cosine, self.norm_ratio = across / (ours_squared * other).sqrt(), (ours_squared / other).sqrt()
+
+
+def _forward(module: nn.Module, weights: Weights) -> Callable[..., Any]:
+    return lambda *arguments, **named: functional_call(module, weights, arguments, named)
+
+
+def _encoder_gradient(
+    ctx: StepContext, level: HeadLevel, forward: Callable[[Weights], Callable[..., Any]], step: WholeStep
+) -> Weights:
+    """dL_val / dE' by both paths (eq. 9), over all ranks."""
+    weights = {name: value.clone().requires_grad_() for name, value in step.after.items()}
+    engine: Any = forward(weights)
+
+    def parts(window: Sequence[Batch], *, learning: bool) -> list[Any]:
+        batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
+        return [level.head_input(batch, micro, learning=learning, step=step.number) for micro, batch in batches]
+
+    train, validation = parts(step.train, learning=True), parts(step.validation, learning=False)
+    counts = [torch.stack([part.weights.sum() for part in level_parts]).sum() for level_parts in (train, validation)]
+    rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
+    start = step.head.before.flat().double().requires_grad_()
+    loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in train]).sum() / rows_train
+    (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
+    moved = step.head.parameters.flat().double().requires_grad_()
+    outer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in validation]).sum() / rows
+    direct, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
+    (by_head,) = global_sum(ctx.data_group, [by_head])
+    path = _gradients(-(step.head.response.double() * by_head * gradient).sum(), weights)
+    summed = global_sum(ctx.data_group, [direct[name] + path[name] for name in weights])
+    return dict(zip(weights, summed, strict=True))
+
+
+def _hypergradient(
+    ctx: StepContext,
+    derivative: MaskDerivative,
+    window: MaskedWindow,
+    forward: Callable[[Weights], Callable[..., Any]],
+    step: WholeStep,
+    direction: Weights,
+) -> list[MaskGradient]:
+    """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
+    weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
+    leaves = [derivative.leaves(window, index) for index in range(len(window.selections))]
+    losses = [
+        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, index, *pair)))
+        for index, pair in enumerate(leaves)
+    ]
+    gradients = torch.autograd.grad(
+        torch.stack(losses).sum(), list(weights.values()), create_graph=True, allow_unused=True
+    )
+    slope = torch.stack(
+        [
+            -(step.response[name] * direction[name] * gradient).sum()
+            for name, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None
+        ]
+    ).sum()
+    derivatives = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
+    return [
+        MaskGradient(weights=next(derivatives), gates=None if gate is None else next(derivatives)) for _, gate in leaves
+    ]
+
+
+def _gradients(loss: Tensor, weights: Weights) -> Weights:
+    gradients = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
+    pairs = zip(weights.items(), gradients, strict=True)
+    return {name: torch.zeros_like(weight) if gradient is None else gradient for (name, weight), gradient in pairs}
+
+
+def whole(engine: Engine, shards: Shards) -> Weights:
+    """Every parameter's part of a vector, whole and in float64, on every rank."""
+    tensors = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
+    return {name: value.to(engine.device) for name, value in tensors.items()}

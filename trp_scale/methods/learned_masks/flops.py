@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.methods.learned_masks.masking_network import NETWORKS
+from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.methods.learned_masks.settings import (
     FineTuningSettings,
     HeadSettings,

@@ -21,12 +21,15 @@ from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.fine_tuning import FineTunedValidationLoss
 from trp_scale.methods.learned_masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
-from trp_scale.methods.learned_masks.hypergradient import OuterObjective, RaisedReconstruction, ValidationLoss
+from trp_scale.methods.learned_masks.hypergradient import (
+    OuterObjective,
+    RaisedReconstruction,
+    UnrolledValidationLoss,
+    ValidationLoss,
+)
 from trp_scale.methods.learned_masks.joint import JointValidationLoss
-from trp_scale.methods.learned_masks.masking_network import NETWORKS
-from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, Masker, masked_config
+from trp_scale.methods.learned_masks.masks import NETWORKS, Hypergradient, MaskedWindow, Masker, masked_config
 from trp_scale.methods.learned_masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
-from trp_scale.methods.learned_masks.unrolled import UnrolledValidationLoss
 
 NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""

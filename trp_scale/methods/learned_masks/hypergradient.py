@@ -12,10 +12,10 @@ made: no implicit function theorem is used, though the paper's A.1 bears its nam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +27,18 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import Downstream
-from trp_scale.methods.learned_masks.exact import ExactComparison, Weights, WholeStep, whole
-from trp_scale.methods.learned_masks.finite_difference import MaskDerivative, finite_difference
+from trp_scale.methods.learned_masks.finite_difference import (
+    SMALLEST,
+    ExactComparison,
+    MaskDerivative,
+    Weights,
+    WholeStep,
+    finite_difference,
+    whole,
+)
 from trp_scale.methods.learned_masks.head import Head, HeadLevel, HeadRule, HeadStep
 from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, masked_config
-from trp_scale.methods.learned_masks.settings import LabelledSettings, LearnedMasksSettings
+from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSettings, LearnedMasksSettings
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
 """Chooses masks for these micro-batches. Hooks and model see them with these until the step itself begins."""
@@ -300,3 +307,118 @@ def _refuse_rounded_weights(settings: LabelledSettings, engine: Engine) -> None:
 def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:
     """The micro-batches where the engine computes."""
     return [micro.to(ctx.engine.device) for micro in window]
+
+
+class Peekable(Protocol):
+    """A source of windows that can be looked at before they are due."""
+
+    def peek(self, count: int) -> list[list[Batch]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerStep:
+    """One of the unrolled steps. Attributes: ctx: the step as hooks see it; window: its masks; place: where the weights
+    were, as their distance from the present ones; None = there."""
+
+    ctx: StepContext
+    window: MaskedWindow
+    place: Shards | None
+
+
+class UnrolledValidationLoss(ValidationLoss):
+    """L_val after unrolled steps that are taken back.
+
+    Attributes:
+        upcoming: D_u, whose next windows the steps are made on.
+    """
+
+    of_last_step = False
+    settings: HeadSettings
+
+    def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
+        super().__init__(run, derivative, clock)
+        self.upcoming: Peekable = run.sources.train
+
+    def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
+        """The outer step was at the start of the cycle; there is nothing to keep."""
+
+    def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
+        """None: the head learns as in any cycle."""
+        self.head_step(ctx)
+        return ()
+
+    def unrolled_gradient(self, ctx: StepContext, choose: Choose) -> Hypergradient:
+        engine, rate = ctx.engine, self.settings.look_ahead_lr or ctx.lr
+        with self.clock("look_ahead"):
+            steps, end = self._unroll(ctx, choose, rate)
+        with self.clock("validation"), _offset_weights(engine, end):
+            train = on_device(self.sources.train.peek(1)[0], ctx)
+            validation = on_device(self.sources.validation.next_window(), ctx)
+            rule = partial(self.level.head.gradient_step, scale=self.scale(ctx))
+            direction = self.both_paths(ctx, train, validation, rule)
+        self.direction_norm = direction.norm()
+        self.response_norm = rate * self.direction_norm
+        results = [self._through(steps[-1], direction.times(rate))]
+        if self.exact.due():
+            self._compare(steps[-1], end, results[0], rate)
+        if self.settings.derivative == "full":
+            for earlier, step in zip(reversed(steps[:-1]), reversed(steps), strict=False):
+                # dE_{k+1} / dE_k = 1 - eta_E Hessian
+                direction = direction.plus(self._hessian_product(step, direction), -rate)
+                results.append(self._through(earlier, direction.times(rate)))
+        return [pair for pairs in results for pair in pairs]
+
+    def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
+        """Compare with the exact hypergradient of the last of the steps."""
+        engine, present = step.ctx.engine, step.ctx.engine.weights()
+        before = present if step.place is None else present.plus(step.place)
+        places = (before, present.plus(end), present.times(0.0).shift(rate))
+        self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in places))
+
+    def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
+        """The steps that the derivative goes through, and where they end (eq. 6)."""
+        windows = [ctx.window, *(on_device(later, ctx) for later in self.upcoming.peek(self.settings.unroll - 1))]
+        steps: list[InnerStep] = []
+        offset: Shards | None = None
+        for micros in windows:
+            with _offset_weights(ctx.engine, offset):
+                window = choose(ctx, micros)
+                inner_ctx = ctx.separate_context(micros, window.counts)
+                inner_ctx.balancer.before_step(inner_ctx)
+                gradient = ctx.engine.compute_gradient(_losses(inner_ctx, micros))
+            if self.settings.derivative == "last":
+                steps.clear()
+            steps.append(InnerStep(ctx=inner_ctx, window=window, place=offset))
+            offset = gradient.times(-rate) if offset is None else offset.plus(gradient, -rate)
+        assert offset is not None, "unroll is at least 1"
+        return steps, offset
+
+    def _through(self, step: InnerStep, direction: Shards) -> Hypergradient:
+        with _offset_weights(step.ctx.engine, step.place):
+            return self.through_inner_step(step.ctx, step.window, direction, None)
+
+    def _hessian_product(self, step: InnerStep, direction: Shards) -> Shards:
+        """The reconstruction's Hessian at a step, times a direction: one central difference of its gradient."""
+        engine = step.ctx.engine
+        epsilon = self.settings.difference / direction.norm().clamp(min=SMALLEST)
+
+        losses = _losses(step.ctx, step.window.micros)
+        with (
+            _offset_weights(engine, step.place),
+            engine.perturb_weights(direction, epsilon) as move_to,
+            engine.exact_forwards(),
+        ):
+            above = engine.compute_gradient(losses)
+            move_to(-epsilon)
+            return above.plus(engine.compute_gradient(losses), -1.0).times(0.5 / epsilon)
+
+
+def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
+    def loss(micro: Batch) -> Tensor:
+        return ctx.balancer.total(ctx, ctx.compute_losses(micro))
+
+    return [partial(loss, micro) for micro in micros]
+
+
+def _offset_weights(engine: Engine, offset: Shards | None) -> AbstractContextManager[Any]:
+    return nullcontext() if offset is None else engine.perturb_weights(offset, 1.0)

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
-from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed_attribute
-from trp_scale.models.positions import RowsOf, shift_positions, sine_cosine
-from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
+from trp_scale.models.positions import (
+    IndexKind,
+    Perturbed,
+    RelativeInputs,
+    RowsOf,
+    perturbation_shape,
+    perturbed_attribute,
+    relative_inputs,
+    shift_positions,
+    sine_cosine,
+)
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, block_plan
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS
 from trp_scale.models.patches import ImagePatches, gather_patches, normalise_patches
-from trp_scale.models.perturbation import PERTURBATION, PIXEL_SHIFT
+from trp_scale.models.positions import PERTURBATION, PIXEL_SHIFT
 from trp_scale.pretraining.mae.model import MaeOutput, Wanted
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
 
@@ -22,7 +22,7 @@ class MaskedPatchReconstruction:
     """One task: the mean squared error over a masked patch's values, an element being a masked patch.
 
     The k crops of an image are rows of the model. A hook may add, under `batch.extras`,
-        perturbation: what the model's positions are shifted by (trp_scale/models/perturbation.py),
+        perturbation: what the model's positions are shifted by (trp_scale/models/positions.py),
         pixel_shift: [R, k, 3, S, S], of pixels in [0, 1], added to what the model sees; the target stays clean,
         patch_weights: [R, k, M], by which each masked patch's error counts (MLO-MAE eq. 1),
         gate: [R, k, V], by which the tokens of visible patches are multiplied.

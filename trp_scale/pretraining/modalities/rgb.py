@@ -22,7 +22,7 @@ from trp_scale.models.patches import (
     normalise_patches,
     unpatchify,
 )
-from trp_scale.models.perturbation import PIXEL_SHIFT
+from trp_scale.models.positions import PIXEL_SHIFT
 from trp_scale.pretraining.modalities.base import Modality
 
 RAW = "raw_rgb"

@@ -16,7 +16,7 @@ from trp_scale.evaluation.figures.attention import (
     recorded_attention,
 )
 from trp_scale.models.image_encoder import ImageEncoder
-from trp_scale.models.relative_positions import node_weights
+from trp_scale.models.positions import node_weights
 
 KINDS = ("absolute", "relative")
 

@@ -15,7 +15,7 @@ from tests.unit.methods.adversary.toy import COORDINATES
 from trp_scale.config import OptimizerConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.methods.adversary.ascent import ASCENTS, Ascent, Balls, Norm, project, size, steepest
-from trp_scale.models.perturbation import PerturbationShape
+from trp_scale.models.positions import PerturbationShape
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
 fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

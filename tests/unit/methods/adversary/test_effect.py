@@ -13,8 +13,8 @@ from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
 from tests.unit.methods.adversary.toy import Setting, Toy, gradient, toy_hook, toy_trainer
 from trp_scale.core.hooks import Hook
-from trp_scale.methods.adversary.effect import IDLE_STEPS, QUARTER
-from trp_scale.models.perturbation import PerturbationShape
+from trp_scale.methods.adversary.ascent import IDLE_STEPS, QUARTER
+from trp_scale.models.positions import PerturbationShape
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}
 WARNING = "had no effect for"

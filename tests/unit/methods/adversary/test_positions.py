@@ -15,7 +15,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
 from trp_scale.core.hooks import Hook, built
 from trp_scale.methods.adversary.positions import PositionAdversary
-from trp_scale.models.perturbation import PerturbationShape
+from trp_scale.models.positions import PerturbationShape
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}
 ASCENTS: dict[str, dict[str, Any]] = {

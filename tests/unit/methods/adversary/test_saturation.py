@@ -10,8 +10,7 @@ import torch
 from tests.unit.methods.adversary.toy import CPU, Setting, toy_hook, toy_trainer
 from trp_scale.methods.adversary.ascent import Balls
 from trp_scale.methods.adversary.positions import Saturation
-from trp_scale.models.perturbation import PerturbationShape
-from trp_scale.models.relative_positions import BUCKETS, grid_offsets, node_weights
+from trp_scale.models.positions import BUCKETS, PerturbationShape, grid_offsets, node_weights
 
 GRID = 7
 SHAPE = PerturbationShape(kind="relative_coordinate", encoder=(3, 2), decoder=(1, 2))

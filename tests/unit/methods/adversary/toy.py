@@ -19,7 +19,7 @@ from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.adversary.positions import position_adversary
-from trp_scale.models.perturbation import PerturbationShape
+from trp_scale.models.positions import PerturbationShape
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.decisions import StepAgreement
 

@@ -14,7 +14,7 @@ from trp_scale.checkpoint.run_directory import adopt_unrecorded
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
-from trp_scale.methods.balancing.group_dro import GroupDro
+from trp_scale.methods.balancing.global_losses import GroupDro
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 THREE = ToyObjective(tasks=("a", "b", "c"))

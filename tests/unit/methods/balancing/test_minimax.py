@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, take_step
-from trp_scale.methods.balancing.minimax import Minimax, softmax_weights, spread_alpha, theorem_alpha
+from trp_scale.methods.balancing.global_losses import Minimax, softmax_weights, spread_alpha, theorem_alpha
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trp_scale.methods.balancing.task_adam import TaskAdam
+from trp_scale.methods.balancing.base import TaskAdam
 
 
 def test_it_is_torch_adam_where_tasks_are_present() -> None:

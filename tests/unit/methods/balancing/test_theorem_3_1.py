@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.methods.balancing.toy import ClosedForm, balancer, descend
-from trp_scale.methods.balancing.minimax import softmax_weights, theorem_alpha
+from trp_scale.methods.balancing.global_losses import softmax_weights, theorem_alpha
 
 # f_t = |x - b_t| on [-1, 1]: the maximum 1 + |x| is least at 0. From 1 or -1, R0 = 1; slopes are 1; no loss exceeds 2.
 CENTRES = torch.tensor([1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)

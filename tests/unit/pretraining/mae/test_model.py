@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.settings import changed
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
-from trp_scale.models.perturbation import perturbed_attribute
+from trp_scale.models.positions import perturbed_attribute
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.models.small_images import GRID, PATCH, VISIBLE, config, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
-from trp_scale.models.perturbation import Perturbed
+from trp_scale.models.positions import Perturbed
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
