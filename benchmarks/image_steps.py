@@ -12,12 +12,12 @@ from trp_scale.config import split_patches
 from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
+from trp_scale.pretraining.mm_mae.batch import RunModalities
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.tokens import RunModalities
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 
 EncoderSize = Literal["tiny", "small", "base", "large"]
 

@@ -37,14 +37,14 @@ from trp_scale.data.text.dataset import GROUPS, WORD_START
 from trp_scale.data.train_source import TrainSource
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert import batch as text_batch
-from trp_scale.pretraining.pos_bert import masking, sentence_pairs
+from trp_scale.pretraining.pos_bert import masking
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.sharding.job.writing import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
     "read rows from the maps": (text_rows.__file__, "read"),
-    "draw pairs": (sentence_pairs.__file__, "draw_pairs"),
+    "draw pairs": (text_batch.__file__, "draw_pairs"),
     "lay out the sequences": (text_batch.__file__, "_lay_out"),
     "mask": (masking.__file__, "mask"),
     "tensors": (text_batch.__file__, "_fields"),

@@ -23,8 +23,8 @@ from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.pos_bert.batch import kept_places
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
 

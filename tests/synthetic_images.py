@@ -21,9 +21,8 @@ from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
 from trp_scale.training.decisions import StepAgreement
 
 CROPS, SIDE, PATCH = 2, 16, 4

@@ -23,8 +23,7 @@ from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.methods.learned_masks.hook import LearnedMasks
 from trp_scale.methods.learned_masks.joint import JointObjective
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
-from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
 from trp_scale.training.decisions import StepAgreement
 
 CLASSES = 3

@@ -31,8 +31,8 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, ModalitiesConfig
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardise
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.training.decisions import StepAgreement

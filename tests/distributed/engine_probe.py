@@ -14,7 +14,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import ALONE
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
 LR = 1e-3
 

@@ -15,7 +15,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import ALONE
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 LR = 1e-2
 OPTIMIZER = {"clipping": 0.5, "eps": 1e-3}

@@ -12,7 +12,7 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, data_group
 from tests.synthetic_images import batch, make_image_engine
 from tests.synthetic_masks import mask_config
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 
 class InterruptionError(Exception):

@@ -20,7 +20,7 @@ from trp_scale.config.run_flags import parse
 from trp_scale.data.split import held_out
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
 CHANGES: dict[str, Any] = {
     "model__dropout": 0.1,

@@ -26,7 +26,7 @@ from tests.synthetic import Layout, Result, data_group
 from tests.synthetic_images import CROPS, batch, image_config, make_image_engine, run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 

@@ -1,4 +1,5 @@
-"""Fixed two-dimensional sine-cosine positions (He et al., from Vaswani et al.), and their shift by a real distance."""
+"""Positions of patches: fixed sines and cosines (He et al., from Vaswani et al.), relative positions (Wu et al.), and
+how an adversary perturbs either (AdPE 4)."""
 
 from __future__ import annotations
 
@@ -276,7 +277,14 @@ def relative_inputs(
 
 
 class RelativePositions(nn.Module):
-    """The table of one block, zero at the start, and the bias that it gives to attention scores.
+    """iRPE's contextual product on keys (Wu et al.), with AdPE's relaxed index (AdPE 4.2): the table of one block, zero
+    at the start, and the bias that it gives to attention scores.
+
+    The score of query i and key j gains scale x q_i . r[offset x_i - x_j]. A block's heads share one table of 49
+    entries, 7 per axis, and one more for the class token. The table is interpolated first, to one vector for every
+    offset that differs from the others; queries meet these, and each pair looks its product up. Which vector a pair has
+    is the same in all blocks. A perturbed coordinate changes the interpolation alone, and costs the forward pass next
+    to nothing.
 
     Args:
         head_size: D / H.
@@ -342,7 +350,11 @@ PIXEL_SHIFT = Extra("pixel_shift")
 
 @dataclass(frozen=True, kw_only=True)
 class PerturbationShape:
-    """Shapes of the encoder's and the decoder's part. The last dimension is that of one ball, the first is the block.
+    """Shapes of the encoder's and the decoder's part of a perturbation, which is one flat vector. The last dimension is
+    that of one ball, the first is the block.
+
+    A perturbation acts at masked patches only and is shared by them and by all images; of relative positions, each
+    block has its own.
 
     absolute_embedding: (1, D). absolute_coordinate: (1, 2), row and column in patches. relative_embedding: (L, 50,
     D / H) with a vector for each entry of the table, else (L, D / H). relative_coordinate: (L, 2), added to the row and

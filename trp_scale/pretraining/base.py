@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,9 +18,8 @@ from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
-from trp_scale.data import sources
-from trp_scale.data.mixture import MemberPath
-from trp_scale.data.sources import Rows, Sources
+from trp_scale.data import sources as data_sources
+from trp_scale.data.sources import OpenLabelled, Rows, Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
@@ -74,34 +74,53 @@ class Outline:
 
 
 class Upstream(Protocol):
-    """The upstream task as the run needs it.
+    """Upstream task as the run needs it, with the defaults of what an upstream need not say.
 
     Attributes:
         exports: {library: "module:function" that writes a checkpoint for it} (checkpoint/export.py: `Writer`).
         sources: named streams of rows.
+        source: of a step's global batch: `sources.train`, unless a step learns from two sources.
+        objective: task losses of a batch.
         positions_per_step: sequence positions of a step on all ranks, padding included.
+        open_rows: function of (config, [MemberPath, ...]) that opens data sets of the kind that it learns from. Raises
+            DataError if the data is missing, damaged or of another format, or the members of a mixture differ;
+            RefusedError for settings that do not fit the data or each other, or data of another kind.
     """
 
     exports: ClassVar[Mapping[str, str]]
+    open_rows: ClassVar[Callable[..., Rows]]
     sources: Sources
+    source: WindowSource
+    objective: Objective
     positions_per_step: int
 
     def __init__(self, config: Any, environment: Environment) -> None: ...
 
-    @staticmethod
-    def open_rows(config: Any, paths: Sequence[MemberPath]) -> Rows:
-        """Open data sets of the kind that it learns from.
-
-        Raises:
-            DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-            RefusedError: settings that do not fit the data or each other, or data of another kind.
-        """
-        ...
-
-    @staticmethod
-    def open_sources(config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+    @classmethod
+    def open_sources(cls, config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
         """Open a run's data on one rank (data/sources.py)."""
-        ...
+        return data_sources.open_sources(
+            config,
+            partial(cls.open_rows, config),
+            workers_import=cls.open_rows.__module__,
+            labelled=cls.open_labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
+            rank=rank,
+            world=world,
+            device_type=device_type,
+        )
+
+    @classmethod
+    def open_rank_sources(cls, config: Any, environment: Environment) -> Sources:
+        """Open this rank's part of the data, with at most as many workers as it has CPUs."""
+        rank, world = environment.data.rank, environment.data.size
+        config = data_sources.within_cpus(config, environment.cpus)
+        return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
+
+    @staticmethod
+    def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
+        """Return the function that takes labelled rows out of the data (data/sources.py); `None` without such
+        sources."""
+        return None
 
     @classmethod
     def facts(cls, config: Any) -> DataFacts:
@@ -109,56 +128,52 @@ class Upstream(Protocol):
 
         Raises: as `open_rows`.
         """
-        ...
+        return DataFacts()
 
     @classmethod
     def outline(cls, config: Any, facts: DataFacts) -> Outline:
-        """The run without its data, for `trp-scale plan`.
+        """Describe the run without its data, for `trp-scale plan`.
 
         Raises:
             RefusedError: this upstream cannot say it.
         """
-        ...
+        raise RefusedError(
+            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
+            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
+        )
 
     @property
-    def source(self) -> WindowSource:
-        """Source of a step's global batch: `sources.train`, unless a step learns from two sources."""
-        ...
-
-    @property
-    def objective(self) -> Objective:
-        """Task losses of a batch."""
-        ...
-
-    @property
+    @abstractmethod
     def step_flops(self) -> float:
         """Model FLOPs of a training step on all ranks."""
         ...
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         """Return a batch with the same number of rows that needs the most memory."""
-        ...
+        return batch
 
+    @abstractmethod
     def model(self) -> nn.Module:
-        """The model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
+        """Make the model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
         ...
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        """Methods that act on this model, beside the balancer; none when they are off."""
-        ...
+        """Build the methods that act on this model, beside the balancer; none when they are off."""
+        return []
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
         """Save the tokenizer and other files that `export` needs beside the checkpoint."""
-        ...
+        return
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        """JSON values that an export needs to know of the data."""
-        ...
+        """Return JSON values that an export needs to know of the data."""
+        return {}
 
     @classmethod
     def inference_config(cls, config: Any) -> Any:
-        """Settings for evaluating a trained run, without what only training needs; a checkpoint has the weights."""
-        ...
+        """Return settings for evaluating a trained run, without what only training needs; a checkpoint has the
+        weights."""
+        return config
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
@@ -173,68 +188,7 @@ class Upstream(Protocol):
         Raises:
             RefusedError: another vocabulary, say.
         """
-        ...
-
-
-class UpstreamParts:
-    """Base of upstreams: what they share beside data, model and objective."""
-
-    open_rows: ClassVar[Callable[..., Rows]]
-
-    @classmethod
-    def open_sources(cls, config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-        return sources.open_sources(
-            config,
-            partial(cls.open_rows, config),
-            workers_import=cls.open_rows.__module__,
-            labelled=cls.open_labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
-            rank=rank,
-            world=world,
-            device_type=device_type,
-        )
-
-    @classmethod
-    def open_rank_sources(cls, config: Any, environment: Environment) -> Sources:
-        """Open this rank's part of the data, with at most as many workers as it has CPUs."""
-        rank, world = environment.data.rank, environment.data.size
-        config = sources.within_cpus(config, environment.cpus)
-        return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
-
-    @staticmethod
-    def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
-        """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
-        return None
-
-    @classmethod
-    def facts(cls, config: Any) -> DataFacts:
-        return DataFacts()
-
-    @classmethod
-    def outline(cls, config: Any, facts: DataFacts) -> Outline:
-        raise RefusedError(
-            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
-            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
-        )
-
-    def worst_case_batch(self, batch: Batch) -> Batch:
-        return batch
-
-    def hooks(self, run: RunContext) -> list[Hook]:
-        return []
-
-    def save_assets(self, run_dir: Path, world: Group) -> None:
-        """Save nothing: settings and checkpoint describe the model."""
-
-    def checkpoint_extra(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def inference_config(cls, config: Any) -> Any:
-        return config
-
-    @classmethod
-    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Any rows that `open_rows` has opened."""
+        return
 
 
 def find_upstream(config: Config) -> type[Upstream]:

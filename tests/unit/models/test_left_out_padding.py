@@ -14,8 +14,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
 ROWS = 11
 

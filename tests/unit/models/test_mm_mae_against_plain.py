@@ -12,7 +12,7 @@ from tests.synthetic_modalities import batch
 from tests.unit.models.plain_modalities import plain_forward
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 
 MODELS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -12,7 +12,7 @@ from tests.synthetic_modalities import batch
 from tests.unit.models.small_modalities import EVERY_TASK, config, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.core.objective import TappedObjective, TapPlace
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 
 WEIGHTS = torch.tensor([0.2, 0.5, 1.5, 0.7], dtype=torch.float64)
 

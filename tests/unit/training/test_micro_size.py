@@ -30,7 +30,7 @@ from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import fake_pass, saved_bytes
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training import micro_size
 from trp_scale.training.micro_size import METHODS, Choice, Need
 

@@ -31,7 +31,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.exit_status import ExitStatus
 from trp_scale.models.initialise import fill_module, without_content
 from trp_scale.pretraining.base import build_upstream
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training.observer import Observer
 from trp_scale.training.pretrain import Rollback, Run, train_run
 

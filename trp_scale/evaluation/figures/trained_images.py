@@ -35,12 +35,12 @@ from trp_scale.models.positions import PerturbationShape, perturbation_shape
 from trp_scale.pretraining.base import find_upstream, open_sources
 from trp_scale.pretraining.mae.batch import draw_masks, random_order
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 from trp_scale.pretraining.mm_mae.batch import open_rows
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.weights import CLASSES
 
 ORIENTATION = 0x0112

@@ -1,5 +1,5 @@
-"""How the adversary climbs: gradient -> next perturbation, and the balls that it stays in, one for each vector along
-the last dimension (AdPE 4.1.1, footnote 2).
+"""Parts of every adversary: how it climbs (gradient -> next perturbation), the balls that it stays in, one for each
+vector along the last dimension (AdPE 4.1.1, footnote 2), its metrics, and a warning where it does nothing.
 
 Each rule is a pure function of the vector, its gradient and the rule's own state, so that a step can be taken back or
 withheld on the device. Nothing here waits for the device: the step count of AdamW lives there too.

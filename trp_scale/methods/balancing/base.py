@@ -1,5 +1,5 @@
-"""Base of all balancers: the balanced tasks' weights beside the fixed ones, and the total they give; and what those
-share that read losses: the units that they read them in. Eq. 7 of TRP compares pixels with nats as they are."""
+"""Bases of all balancers and of those that read losses, and the balancers that read none: equal weights (TRP eq. 4),
+weights by number of elements, random ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ SMALLEST_LOSS = 1e-12
 
 
 class LossReadingBalancer(TaskBalancer):
-    """Reads losses as they are, over their first value, or minus a reference (`balancer.scale`).
+    """Reads losses as they are, over their first value, or minus a reference (`balancer.scale`). Eq. 7 of TRP compares
+    pixels with nats as they are.
 
     The total is of the losses as they are; `scale` decides what the weights are made of.
     """
@@ -169,7 +170,8 @@ EPS = 1e-8
 
 
 class TaskAdam:
-    """Adam of torch.optim.Adam with one 0-dimensional parameter per task, without decay.
+    """Adam (Kingma & Ba, Algorithm 1) for a balancer's own numbers: that of torch.optim.Adam with one 0-dimensional
+    parameter per task, without decay.
 
     torch's own leaves a parameter alone only if the host knows that it has no gradient; which tasks are absent is known
     on the device, and the host would have to wait for it. An absent task's moments and step count stay as they are.
@@ -221,15 +223,15 @@ class Uniform(TaskBalancer):
 
 
 class Proportional(TaskBalancer):
-    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements."""
+    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements (plain BERT's loss)."""
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         return normalise(torch.where(self.balanced, ctx.counts, 0.0))
 
 
 class RandomWeights(TaskBalancer):
-    """softmax(z / temperature) over the present tasks, z standard normal: drawn from (seed, step) on the host, so that
-    all ranks, engines and resumed runs have the same."""
+    """softmax(z / temperature) over the present tasks, z standard normal (Lin et al. 2022, RLW): drawn from (seed,
+    step) on the host, so that all ranks, engines and resumed runs have the same."""
 
     settings: RandomSettings
 

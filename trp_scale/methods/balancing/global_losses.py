@@ -1,4 +1,5 @@
-"""Balancers whose weights follow from the losses of the global batch they weigh: how those losses are estimated."""
+"""Balancers whose weights follow from the losses of the global batch they weigh: how those losses are estimated,
+minimax (TRP Algorithm 1, eq. 7) and group DRO (Sagawa et al.)."""
 
 from __future__ import annotations
 
@@ -230,7 +231,8 @@ class Minimax(GlobalLossBalancer):
 
 
 class GroupDro(GlobalLossBalancer):
-    """q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; then the batch is weighed by q.
+    """Sagawa et al., Algorithm 1: q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; then the batch is weighed by
+    q.
 
     A task that is absent, or below min_count, keeps its q and gets no weight: the others share what they had among
     themselves, and the step's weights are theirs, normalised. (Taking it as a loss of 0, as a product over all tasks

@@ -1,4 +1,4 @@
-"""dE' / dT by a central difference of two losses (MLO-MAE eq. 10, 12; A.2).
+"""dE' / dT by a central difference of two losses (MLO-MAE eq. 10, 12; A.2), and its comparison with the exact one.
 
 The masking network T enters the reconstruction loss through the masks' weights alone, so that for a direction v in the
 encoder's weights
@@ -170,7 +170,11 @@ class WholeStep:
 
 
 class ExactComparison:
-    """Compares each `multilevel.exact_every`-th hypergradient with the exact one.
+    """Compares each `multilevel.exact_every`-th hypergradient with the exact one: automatic differentiation in float64
+    on whole weights.
+
+    It is for small models: every rank gathers all weights and differentiates twice. It compares dL_val / d (weights,
+    gates) of the window's masks; the masking network's gradient is a linear function of that.
 
     Args:
         run: whose model is differentiated.

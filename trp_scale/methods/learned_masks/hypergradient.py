@@ -326,7 +326,11 @@ class InnerStep:
 
 
 class UnrolledValidationLoss(ValidationLoss):
-    """L_val after unrolled steps that are taken back.
+    """L_val after unrolled steps that are taken back: gradient descent as printed (MLO-MAE eq. 6-11, Algorithm 1).
+
+    At the start of a cycle the encoder is moved along `unroll` inner steps of gradient descent, on the very windows
+    that come next, and the head by one step from there. The outer step is down the loss on D_val at that place. Then
+    everything is where it was, and the cycle's real steps see the network's new masks.
 
     Attributes:
         upcoming: D_u, whose next windows the steps are made on.

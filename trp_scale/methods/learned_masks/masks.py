@@ -362,7 +362,8 @@ def rows(micro: Batch) -> Tensor:
 
 
 class MaskingNetwork(nn.Module):
-    """Patch embeddings [B, N, D] -> probabilities [B, N] in (0, 1), fp32 at least.
+    """How probable it is that each patch is masked (MLO-MAE 3.2, B.2): patch embeddings [B, N, D] -> probabilities
+    [B, N] in (0, 1), fp32 at least.
 
     Its input is what the encoder's patch embedding gives, without positions and without a graph: the public code lets
     the patch embedding train through it.

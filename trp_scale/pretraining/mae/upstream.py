@@ -3,34 +3,232 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import split_patches
-from trp_scale.core.batch import Batch, WindowSource
-from trp_scale.core.hooks import Hook, built
-from trp_scale.core.objective import PatchObjective
+from trp_scale.core.batch import Batch, Extra, TaskLosses, WindowSource
+from trp_scale.core.hooks import Hook, StepContext, built
+from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
 from trp_scale.methods.learned_masks.flops import masks_step_flops
 from trp_scale.methods.learned_masks.joint import JointObjective
 from trp_scale.methods.learned_masks.labelled import open_downstream
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings, RandomMasksSettings
-from trp_scale.pretraining.base import DataFacts, Outline, UpstreamParts
+from trp_scale.models.patches import ImagePatches, gather_patches, normalise_patches
+from trp_scale.models.positions import PERTURBATION, PIXEL_SHIFT
+from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.mae.batch import open_rows
-from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
-from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.u_mae import Uniformity, UniformPatchReconstruction
+from trp_scale.pretraining.mae.model import MaeOutput, MaskedAutoencoder, Wanted
+from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
+
+RECONSTRUCTION = "reconstruction"
+UNIFORMITY = "uniformity"
+MOMENT = Extra("uniformity_moment")
+ROWS = Extra("uniformity_rows")
+"""Extras of a batch: S of the global batch; or the rows of a global batch that is one micro-batch on each rank."""
+
+
+class MaskedPatchReconstruction:
+    """One task: the mean squared error over a masked patch's values (He et al.; AdPE 3.1), an element being a masked
+    patch.
+
+    The k crops of an image are rows of the model. A hook may add, under `batch.extras`,
+        perturbation: what the model's positions are shifted by (trp_scale/models/positions.py),
+        pixel_shift: [R, k, 3, S, S], of pixels in [0, 1], added to what the model sees; the target stays clean,
+        patch_weights: [R, k, M], by which each masked patch's error counts (MLO-MAE eq. 1),
+        gate: [R, k, V], by which the tokens of visible patches are multiplied.
+
+    Args:
+        config: settings.
+        patch_size: side of a patch in pixels.
+    """
+
+    tasks: tuple[str, ...] = (RECONSTRUCTION,)
+    balanced: tuple[int, ...] = (0,)
+    regression: tuple[int, ...] = (0,)
+    in_a_graph = True
+
+    def __init__(self, config: MaeObjectiveConfig, patch_size: int) -> None:
+        self.normalised = config.target == "normalised"
+        self.patch_size = patch_size
+        self._image_patches = ImagePatches(patch_size)
+
+    def count(self, batch: Batch) -> Tensor:
+        """[1] float64, masked patches of the rows that are there."""
+        _, crops, masked = batch["masked"].shape
+        return (batch["row_weights"].double().sum() * (crops * masked)).reshape(1)
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+    def __call__(self, forward: Callable[..., MaeOutput], batch: Batch) -> TaskLosses:
+        """Sums over masked patches of their mean squared error, taken in float64 like every task's sum."""
+        return self.losses(self.errors(forward, batch), batch)
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The sums for given errors [R, k, M]; linear in them."""
+        errors = errors.double()
+        if (weights := batch.extras.get(PATCH_WEIGHTS)) is not None:
+            errors = errors * weights
+        rows = errors.sum((1, 2)) @ batch["row_weights"].double()
+        return TaskLosses(sums=rows.reshape(1), counts=self.count(batch))
+
+    def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
+        """[R, k, M] mean squared error of each masked patch."""
+        clean = self.patches(batch)  # [B, N, P], B = R k
+        return self.compute_errors(self.run(forward, batch, clean).prediction, batch, clean)
+
+    def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
+        """Return the model's output for a batch, its patches [B, N, P], and the hooks' extras; `wanted` is its
+        `give`."""
+        seen = clean
+        if (shift := batch.extras.get(PIXEL_SHIFT)) is not None:
+            seen = self.patches(batch, shift)
+        arguments: dict[str, Any] = {**wanted}
+        if (perturbation := batch.extras.get(PERTURBATION)) is not None:
+            arguments["perturbation"] = perturbation
+        if (gate := batch.extras.get(GATE)) is not None:
+            arguments["gate"] = gate.flatten(0, 1)
+        return forward(seen, batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1), **arguments)
+
+    def compute_errors(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
+        """[R, k, M] of a prediction [B, M, P], against the clean patches [B, N, P]."""
+        target = self.target(gather_patches(clean, batch["masked"].flatten(0, 1)))  # [B, M, P]
+        wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+        return (wide - target).square().mean(-1).view(batch["masked"].shape)
+
+    def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
+        """[B, N, P] float32 patches of the normalised images."""
+        shift = None if pixel_shift is None else pixel_shift.flatten(0, 1)
+        return self._image_patches(batch["images"].flatten(0, 1), shift)
+
+    def target(self, patches: Tensor) -> Tensor:
+        """[B, M, P] what is predicted of the given patches."""
+        patches = patches.detach()
+        return normalise_patches(patches) if self.normalised else patches
+
+
+class UniformPatchReconstruction(MaskedPatchReconstruction):
+    """U-MAE (Zhang et al. 2022, How Mask Matters): class tokens that spread over the sphere. A second task outside the
+    balance: the mean over all pairs (i, j) of the global batch, i = j too, of the squared cosine (f_i . f_j)^2, f_i the
+    class token of the encoder's output in the masked pass.
+
+    That mean is ||S||_F^2 with the second moment S = 1/B sum_i f_i f_i^T, [D, D]. With S known and held, row i counts
+    f_i^T S f_i, an element of the task, and has the gradient of 2 f_i^T S f_i: both add up to the mean over pairs and
+    its gradient, however the global batch is split. `Uniformity` puts S under `batch.extras`; where
+    the global batch is one micro-batch on each rank, S comes from this very pass. Without either (held-out rows, whose
+    pairs would be those of a micro-batch) the task is absent.
+
+    Args:
+        config: settings.
+        patch_size: side of a patch in pixels.
+        data_group: ranks that split the global batch.
+    """
+
+    tasks = (RECONSTRUCTION, UNIFORMITY)
+    in_a_graph = False  # its moment is a sum over ranks
+
+    def __init__(self, config: MaeObjectiveConfig, patch_size: int, data_group: Group) -> None:
+        super().__init__(config, patch_size)
+        self.weight = config.uniformity
+        self.data_group = data_group
+
+    def count(self, batch: Batch) -> Tensor:
+        """[2] float64, masked patches and crops of the rows that are there."""
+        return torch.cat([super().count(batch), self.present(batch).sum().reshape(1)])
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """objective.uniformity for the second task."""
+        weights = torch.zeros_like(counts)
+        weights[self.tasks.index(UNIFORMITY)].fill_(self.weight)
+        return weights
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Both tasks' sums, in float64."""
+        if MOMENT not in batch.extras and ROWS not in batch.extras:
+            return super().__call__(forward, batch)
+        clean = self.patches(batch)  # [B, N, P], B = R k
+        output = self.run(forward, batch, clean, give="prediction_and_class")
+        reconstruction = self.losses(self.compute_errors(output.prediction, batch, clean), batch)
+        uniformity = self.spread(output.class_token, batch).reshape(1)
+        return TaskLosses(sums=torch.cat([reconstruction.sums[:1], uniformity]), counts=self.count(batch))
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The reconstruction's sums for given errors [R, k, M]; linear in them. The other task is absent."""
+        losses = super().losses(errors, batch)
+        absent = losses.counts.new_zeros(1)
+        return TaskLosses(sums=torch.cat([losses.sums, absent]), counts=torch.cat([losses.counts[:1], absent]))
+
+    def spread(self, class_token: Tensor, batch: Batch) -> Tensor:
+        """0-dimensional, sum of f_i^T S f_i over the rows of class tokens [B, D], with the gradient of twice that."""
+        features = F.normalize(class_token.double(), dim=-1)
+        moment = batch.extras.get(MOMENT)
+        if moment is None:
+            total = self.data_group.sum(self.compute_moment(features, batch))
+            moment = total / batch.extras[ROWS].clamp(min=1)
+        rows = ((features @ moment) * features).sum(-1)  # [B]
+        return (2.0 * rows - rows.detach()) @ self.present(batch)
+
+    def moment(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[D, D] sum of f_i f_i^T over this micro-batch, from a pass through the encoder alone."""
+        class_token: Tensor = self.run(forward, batch, self.patches(batch), give="class_token")
+        return self.compute_moment(F.normalize(class_token.double(), dim=-1), batch)
+
+    def compute_moment(self, features: Tensor, batch: Batch) -> Tensor:
+        """[B, D] -> [D, D], without a graph; rows that are not there are left out."""
+        features = features.detach()
+        return (features * self.present(batch).unsqueeze(1)).T @ features
+
+    def present(self, batch: Batch) -> Tensor:
+        """[B] float64: each crop's row weight."""
+        return batch["row_weights"].double().repeat_interleave(batch["masked"].shape[1])
+
+
+class Uniformity(Hook):
+    """Adds the moment to every batch of the step. With several micro-batches it takes a pass of the encoder over the
+    window, without gradients, which sees what the weighted pass sees; with one the objective finds the moment in the
+    weighted pass itself.
+
+    It comes after the hooks that change what the model sees. A pass that one of those takes of its own before a step
+    is without this task.
+
+    Args:
+        objective: the run's.
+    """
+
+    name = "uniformity"
+
+    def __init__(self, objective: UniformPatchReconstruction) -> None:
+        self.objective = objective
+        self._added: dict[Extra, Tensor] = {}
+
+    def before_step(self, ctx: StepContext) -> None:
+        rows = ctx.counts[self.objective.tasks.index(UNIFORMITY)]
+        self._added = {ROWS: rows}
+        if len(ctx.own_window) > 1:
+            with torch.no_grad():
+                moments = [self.objective.moment(ctx.engine, ctx.apply_hooks(micro)) for micro in ctx.own_window]
+            self._added = {MOMENT: ctx.data_group.sum(torch.stack(moments).sum(0)) / rows.clamp(min=1)}
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        return micro.adding(self._added)
+
+    def after_step(self, ctx: StepContext) -> None:
+        self._added = {}
 
 
 def blank_rows(config: MaeConfig, rows: int) -> Batch:
@@ -66,7 +264,7 @@ class ImageOutline(Outline):
         return masks_step_flops(self.config, self.model, masked=masked, ranks=ranks)
 
 
-class ImageUpstream(UpstreamParts):
+class ImageUpstream(Upstream):
     """Crops of images with masked patches; see `Upstream`."""
 
     exports: ClassVar[Mapping[str, str]] = {

@@ -17,8 +17,8 @@ from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, attend, block_plan, feed_forward
+from trp_scale.pretraining.mm_mae.batch import RunModalities, visible_slots
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.tokens import RunModalities, visible_slots
 
 
 class CrossAttention(nn.Module):
@@ -202,7 +202,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         Args:
             patches: of each input modality [R, N, P] row by row, as Modality.seen gives them. What is masked is not
                 read.
-            visible: [R, V] int64, token numbers (trp_scale/pretraining/mm_mae/tokens.py).
+            visible: [R, V] int64, token numbers (trp_scale/pretraining/mm_mae/batch.py).
             task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
                 encoder's norm.
         """

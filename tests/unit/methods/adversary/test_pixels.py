@@ -15,7 +15,7 @@ from tests.unit.methods.adversary.toy import stand_in_run
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import built
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 EPS = {"linf": 0.05, "l2": 1.5}
 

@@ -11,7 +11,7 @@ from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
 from trp_scale.core.hooks import StepContext
 from trp_scale.methods.adversary.pixels import PixelAdversary
-from trp_scale.pretraining.mae.u_mae import MOMENT, ROWS, Uniformity
+from trp_scale.pretraining.mae.upstream import MOMENT, ROWS, Uniformity
 
 PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, unpatchify
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 SIDE, PATCH, ROWS, CROPS, MASKED = 12, 4, 3, 2, 6
 PATCHES, VALUES = (SIDE // PATCH) ** 2, PATCH * PATCH * 3

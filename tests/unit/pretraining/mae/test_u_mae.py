@@ -14,9 +14,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
 from trp_scale.models.positions import Perturbed
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
-from trp_scale.pretraining.mae.u_mae import MOMENT, ROWS, UniformPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MOMENT, ROWS, MaskedPatchReconstruction, UniformPatchReconstruction
 
 CROPS = 2
 SETTINGS = MaeObjectiveConfig(uniformity=0.3)

@@ -16,7 +16,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import PositionOrder
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.objective import MaskedPatchReconstruction
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.weights import (
     is_encoder,
     load_weights,

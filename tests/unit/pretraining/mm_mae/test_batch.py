@@ -31,8 +31,7 @@ from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.mixture import parse_paths
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import find_upstream, open_sources
-from trp_scale.pretraining.mm_mae.batch import ModalityMasks, draw_shares, share_out
-from trp_scale.pretraining.mm_mae.tokens import RunModalities
+from trp_scale.pretraining.mm_mae.batch import ModalityMasks, RunModalities, draw_shares, share_out
 from trp_scale.pretraining.modalities.base import count_patches
 from trp_scale.pretraining.modalities.depth import standardise
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, batch
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config
+from trp_scale.pretraining.mm_mae.batch import visible_slots
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
-from trp_scale.pretraining.mm_mae.tokens import visible_slots
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.modalities.semseg import SegmentationTokeniser
 
 

@@ -15,7 +15,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.pretraining.mm_mae.model import MultimodalOutput
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.modalities.depth import NOT_MEASURED
 from trp_scale.pretraining.modalities.semseg import VOID
 

@@ -20,8 +20,8 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.loader import load_recipe
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.pretraining.mm_mae.objective import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.settings import predicted_modality
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.weights import ADAPTERS, load_multimae
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1, "semseg": CLASSES}

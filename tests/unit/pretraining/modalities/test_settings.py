@@ -141,7 +141,7 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
 
 def test_what_is_registered_as_a_modality_and_is_none_is_refused() -> None:
     from trp_scale.config.registry import component
-    from trp_scale.pretraining.mm_mae.tokens import RunModalities
+    from trp_scale.pretraining.mm_mae.batch import RunModalities
 
     with forgetting():
         component("modality", "sound")(type("Sound", (), {"__init__": lambda self, settings, patch: None}))

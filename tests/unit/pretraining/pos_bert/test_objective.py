@@ -14,8 +14,8 @@ from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.text.dataset import GROUPS, OTHER
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
 TASKS = (*GROUPS, "next_sentence")
 NEXT_SENTENCE = len(GROUPS)

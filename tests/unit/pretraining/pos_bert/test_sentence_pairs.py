@@ -8,7 +8,7 @@ import numpy.typing as npt
 from tests.unit.data.stored import draw_rows
 from trp_scale.data.hashing import mix
 from trp_scale.data.text.dataset import WORD_START, TextRows
-from trp_scale.pretraining.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners
+from trp_scale.pretraining.pos_bert.batch import Segments, draw_pairs, draw_partners
 
 WIDTH = 40
 Flags = npt.NDArray[np.bool_]
