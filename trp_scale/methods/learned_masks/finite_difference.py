@@ -12,7 +12,6 @@ own also has gates, and their derivative needs a backward pass.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,95 +29,69 @@ from trp_scale.core.objective import PatchObjective, task_losses
 from trp_scale.core.pieces import Shards, whole_tensors
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
-from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient, masked_config
+from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskFactors, masked_config
 
 SMALLEST = 1e-30
 """A direction shorter than this counts as one of this length: the difference is then next to nothing, not NaN."""
 
 
-class MaskDerivative(ABC):
+class MaskDerivative:
     """dL_rec / d (weights, gates): the inner objective's derivative by a window's masks, at the encoder's weights that
     forwards read now.
 
     Args:
         objective: gives the patches' errors and their sums.
+        hard: the selection has no derivative of its own, hence no gates.
     """
 
-    def __init__(self, objective: PatchObjective) -> None:
-        self.objective = objective
+    def __init__(self, objective: PatchObjective, *, hard: bool) -> None:
+        self.objective, self.hard = objective, hard
 
-    @abstractmethod
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]: ...
+    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskFactors]:
+        """Differentiate at each micro-batch's masks. Of a hard selection that is one forward pass without a graph; else
+        a forward and a backward pass, whose gradient of the encoder is dropped."""
+        engine, leaves = ctx.engine, self.leaves(window)
+        if self.hard:
+            return [self._hard_gradient(ctx, window, index, leaf) for index, leaf in enumerate(leaves)]
 
-    @abstractmethod
-    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, Tensor | None]:
-        """Weights [B, M] and gates [B, V] of a micro-batch as the start of a graph, float64; no gates for a hard
-        selection."""
+        def loss(index: int) -> Tensor:
+            with engine.exact_forwards():
+                batch = self.batch(ctx, window, index, leaves[index])
+                return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
+
+        engine.compute_gradient([partial(loss, index) for index in range(len(leaves))])
+        # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
+        unit = torch.ones((), dtype=torch.float64, device=engine.device)
+        factor = engine.reduce_hook_gradient(unit) / engine.data_group.size
+        return [MaskFactors.from_parts(part.grad * factor for part in leaf.parts()) for leaf in leaves]  # type: ignore[operator]
+
+    def _hard_gradient(self, ctx: StepContext, window: MaskedWindow, index: int, leaf: MaskFactors) -> MaskFactors:
+        batch = self.batch(ctx, window, index, leaf)
+        with torch.no_grad(), ctx.engine.exact_forwards():
+            errors = self.objective.errors(ctx.engine, batch)
+        (slope,) = torch.autograd.grad(self.inner_loss(ctx, self.objective.losses(errors, batch)), leaf.weights)
+        return MaskFactors(weights=slope)
+
+    def leaves(self, window: MaskedWindow) -> list[MaskFactors]:
+        """Return each micro-batch's factors as the start of a graph, float64."""
+        leaves = []
+        for selection in window.selections:
+            weights = (selection.weights().double() * window.factor).detach().requires_grad_()
+            gates = None if self.hard else torch.ones_like(selection.visible, dtype=weights.dtype).requires_grad_()
+            leaves.append(MaskFactors(weights=weights, gates=gates))
+        return leaves
 
     def inner_loss(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         """The step's loss at the weights of its tasks, which are held."""
         assert ctx.weights is not None, "the balancer has set the weights of this step"
         return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
 
-    def batch(self, ctx: StepContext, window: MaskedWindow, index: int, weights: Tensor, gate: Tensor | None) -> Batch:
-        """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
-        masked = window.with_weights(index, weights, gate)
+    def batch(self, ctx: StepContext, window: MaskedWindow, index: int, factors: MaskFactors) -> Batch:
+        """A micro-batch as the model saw it, what other hooks have added included, with these factors."""
+        masked = window.with_factors(index, factors)
         # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
         added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[index]).extras.items()}
         return replace(masked, extras={**added, **masked.extras})
-
-
-class HardMaskDerivative(MaskDerivative):
-    """Derivative of a hard selection: one forward pass without a graph."""
-
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]:
-        gradients = []
-        for index in range(len(window.selections)):
-            leaf, _ = self.leaves(window, index)
-            batch = self.batch(ctx, window, index, leaf, None)
-            with torch.no_grad(), ctx.engine.exact_forwards():
-                errors = self.objective.errors(ctx.engine, batch)
-            (slope,) = torch.autograd.grad(self.inner_loss(ctx, self.objective.losses(errors, batch)), leaf)
-            gradients.append(MaskGradient(weights=slope))
-        return gradients
-
-    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, None]:
-        return weights_leaf(window, index), None
-
-
-class SoftMaskDerivative(MaskDerivative):
-    """Derivative of a differentiable selection: a forward and a backward pass, whose gradient of the encoder is
-    dropped."""
-
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskGradient]:
-        engine = ctx.engine
-        leaves: list[tuple[Tensor, Tensor]] = []
-
-        def loss(index: int) -> Tensor:
-            pair = self.leaves(window, index)
-            leaves.append(pair)
-            batch = self.batch(ctx, window, index, *pair)
-            with engine.exact_forwards():
-                return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
-
-        engine.compute_gradient([partial(loss, index) for index in range(len(window.micros))])
-        # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
-        unit = torch.ones((), dtype=torch.float64, device=engine.device)
-        factor = engine.reduce_hook_gradient(unit) / engine.data_group.size
-        gradients = []
-        for weights, gate in leaves:
-            assert weights.grad is not None and gate.grad is not None
-            gradients.append(MaskGradient(weights=weights.grad * factor, gates=gate.grad * factor))
-        return gradients
-
-    def leaves(self, window: MaskedWindow, index: int) -> tuple[Tensor, Tensor]:
-        weights = weights_leaf(window, index)
-        return weights, torch.ones_like(window.selections[index].visible, dtype=weights.dtype).requires_grad_()
-
-
-def weights_leaf(window: MaskedWindow, index: int) -> Tensor:
-    """[B, M] float64: a micro-batch's weights, as the start of a graph."""
-    return (window.selections[index].weights().double() * window.factor).detach().requires_grad_()
 
 
 def finite_difference(
@@ -129,7 +102,7 @@ def finite_difference(
     *,
     length: float,
     base: Shards | None,
-) -> list[MaskGradient]:
+) -> list[MaskFactors]:
     """d/ds of a derivative at base + s direction, by one central difference (A.2).
 
     Args:
@@ -149,23 +122,30 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadUpdate:
+    """Inputs of a hypergradient. Attributes: head: the head's step; train, validation: this rank's micro-batches of
+    D_tr and D_val."""
+
+    head: HeadStep
+    train: Sequence[Batch]
+    validation: Sequence[Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
 class WholeStep:
     """An inner step and the head's step after it.
 
     Attributes:
         before, after: E and E', whole and in float64.
         response: derivative of E - E' by the gradient, element by element.
-        head: the head's step.
-        train, validation: this rank's micro-batches of D_tr and D_val.
+        update: the head's step, and what it and L_val were computed from.
         number: of the run's step.
     """
 
     before: Weights
     after: Weights
     response: Weights
-    head: HeadStep
-    train: Sequence[Batch]
-    validation: Sequence[Batch]
+    update: HeadUpdate
     number: int
 
 
@@ -202,7 +182,7 @@ class ExactComparison:
         derivative: MaskDerivative,
         level: HeadLevel,
         window: MaskedWindow,
-        approximate: Sequence[MaskGradient],
+        approximate: Sequence[MaskFactors],
         step: WholeStep,
     ) -> None:
         """Record how well a hypergradient agrees with the exact one; all ranks call it together.
@@ -239,17 +219,17 @@ def _encoder_gradient(
         batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
         return [level.head_input(batch, micro, learning=learning, step=step.number) for micro, batch in batches]
 
-    train, validation = parts(step.train, learning=True), parts(step.validation, learning=False)
+    train, validation = parts(step.update.train, learning=True), parts(step.update.validation, learning=False)
     counts = [torch.stack([part.weights.sum() for part in level_parts]).sum() for level_parts in (train, validation)]
     rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
-    start = step.head.before.flat().double().requires_grad_()
-    loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in train]).sum() / rows_train
+    start = step.update.head.before.flat().double().requires_grad_()
+    loss = torch.stack([level.loss(part, step.update.head.before.like(start)) for part in train]).sum() / rows_train
     (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
-    moved = step.head.parameters.flat().double().requires_grad_()
-    outer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in validation]).sum() / rows
+    moved = step.update.head.parameters.flat().double().requires_grad_()
+    outer = torch.stack([level.loss(part, step.update.head.parameters.like(moved)) for part in validation]).sum() / rows
     direct, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
     (by_head,) = global_sum(ctx.data_group, [by_head])
-    path = _gradients(-(step.head.response.double() * by_head * gradient).sum(), weights)
+    path = _gradients(-(step.update.head.response.double() * by_head * gradient).sum(), weights)
     summed = global_sum(ctx.data_group, [direct[name] + path[name] for name in weights])
     return dict(zip(weights, summed, strict=True))
 
@@ -261,13 +241,13 @@ def _hypergradient(
     forward: Callable[[Weights], Callable[..., Any]],
     step: WholeStep,
     direction: Weights,
-) -> list[MaskGradient]:
+) -> list[MaskFactors]:
     """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
     weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
-    leaves = [derivative.leaves(window, index) for index in range(len(window.selections))]
+    leaves = derivative.leaves(window)
     losses = [
-        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, index, *pair)))
-        for index, pair in enumerate(leaves)
+        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, index, leaf)))
+        for index, leaf in enumerate(leaves)
     ]
     gradients = torch.autograd.grad(
         torch.stack(losses).sum(), list(weights.values()), create_graph=True, allow_unused=True
@@ -279,10 +259,8 @@ def _hypergradient(
             if gradient is not None
         ]
     ).sum()
-    derivatives = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
-    return [
-        MaskGradient(weights=next(derivatives), gates=None if gate is None else next(derivatives)) for _, gate in leaves
-    ]
+    derivatives = iter(torch.autograd.grad(slope, [part for leaf in leaves for part in leaf.parts()]))
+    return [MaskFactors.from_parts([next(derivatives) for _ in leaf.parts()]) for leaf in leaves]
 
 
 def _gradients(loss: Tensor, weights: Weights) -> Weights:

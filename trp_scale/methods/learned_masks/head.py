@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -276,8 +276,57 @@ class HeadLevel:
             step: number of the run's step.
             rule: how the head steps.
         """
-        passes = _OnePass if len(train) == len(validation) == 1 else _SeveralPasses
-        return engine.compute_gradient(passes(self, engine, train, validation, step, rule).losses())
+        if len(train) == len(validation) == 1:
+            return engine.compute_gradient([partial(self._loss_of_both, engine, train[0], validation[0], step, rule)])
+        return engine.compute_gradient(self._losses_of_several(engine, train, validation, step, rule))
+
+    def _loss_of_both(self, engine: Engine, train: Batch, validation: Batch, step: int, rule: HeadRule) -> Tensor:
+        """0-dimensional, with the wanted gradient: one micro-batch of each, in one pass of the encoder."""
+        features = self.features(engine, [train, validation])
+        learned = self.head_input(features[0], train, learning=True, step=step)
+        measured = self.head_input(features[1], validation, learning=False, step=step)
+        head_step = self.head_step(engine, [learned], rule)
+        gradients = self.gradients(measured, head_step.parameters)
+        local = [gradients.by_head, gradients.loss, row_count([learned]), row_count([measured])]
+        by_head, loss, rows_train, rows = global_sum(engine.data_group, local)
+        self.validation_loss = loss / rows.clamp(min=1)
+        path = self.through_head(learned, head_step, by_head / rows.clamp(min=1)) / rows_train.clamp(min=1)
+        return (learned.features * path).sum() + (measured.features * gradients.by_features / rows.clamp(min=1)).sum()
+
+    def _losses_of_several(
+        self, engine: Engine, train: Sequence[Batch], validation: Sequence[Batch], step: int, rule: HeadRule
+    ) -> list[Callable[[], Tensor]]:
+        """Losses with the wanted gradient, a pass of the encoder each.
+
+        The head's step needs all features of D_tr before D_val has a gradient, and the path through the head needs all
+        of D_val: the encoder passes over D_tr once without a gradient, and once more at the end.
+        """
+        head_step = self.frozen_step(engine, train, step, rule)
+        rows_train, rows = global_rows(engine, train), global_rows(engine, validation)
+        measured: list[LossGradients] = []
+
+        def validation_loss(micro: Batch) -> Tensor:
+            part = self.head_input(self.features(engine, [micro])[0], micro, learning=False, step=step)
+            measured.append(self.gradients(part, head_step.parameters))
+            return (part.features * measured[-1].by_features / rows).sum()
+
+        @cache
+        def sum_validation() -> Tensor:
+            """[K D + K] dL_val / dC over all ranks, when all of D_val has gone through."""
+            by_head = torch.stack([part.by_head for part in measured]).sum(0)
+            loss = torch.stack([part.loss for part in measured]).sum()
+            by_head, loss = global_sum(engine.data_group, [by_head, loss])
+            self.validation_loss = loss / rows
+            return by_head / rows
+
+        def train_loss(micro: Batch) -> Tensor:
+            part = self.head_input(self.features(engine, [micro])[0], micro, learning=True, step=step)
+            return (part.features * self.through_head(part, head_step, sum_validation()) / rows_train).sum()
+
+        return [
+            *(partial(validation_loss, micro) for micro in validation),
+            *(partial(train_loss, micro) for micro in train),
+        ]
 
     def direct_gradient(self, engine: Engine, window: Sequence[Batch], step: int) -> Shards:
         """dL_val / dE at the weights that forwards read now, the head held: the second term of eq. 9 alone.
@@ -321,85 +370,6 @@ class HeadLevel:
         (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
         (derivative,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
         return derivative
-
-
-class _Passes:
-    """The losses whose gradient by the encoder is wanted; see HeadLevel.encoder_gradient."""
-
-    def __init__(
-        self,
-        level: HeadLevel,
-        engine: Engine,
-        train: Sequence[Batch],
-        validation: Sequence[Batch],
-        step: int,
-        rule: HeadRule,
-    ) -> None:
-        self.level, self.engine, self.step, self.rule = level, engine, step, rule
-        self.train, self.validation = train, validation
-
-    def losses(self) -> list[Callable[[], Tensor]]:
-        """One for each pass of the encoder."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what the encoder is passed through for")
-
-    def train_input(self, features: Tensor, batch: Batch) -> HeadInput:
-        return self.level.head_input(features, batch, learning=True, step=self.step)
-
-    def validation_input(self, features: Tensor, batch: Batch) -> HeadInput:
-        return self.level.head_input(features, batch, learning=False, step=self.step)
-
-
-class _OnePass(_Passes):
-    """One micro-batch of each: one pass of the encoder holds both."""
-
-    def losses(self) -> list[Callable[[], Tensor]]:
-        return [self.loss]
-
-    def loss(self) -> Tensor:
-        level, group = self.level, self.engine.data_group
-        features = level.features(self.engine, [*self.train, *self.validation])
-        train = self.train_input(features[0], self.train[0])
-        validation = self.validation_input(features[1], self.validation[0])
-        step = level.head_step(self.engine, [train], self.rule)
-        gradients = level.gradients(validation, step.parameters)
-        local = [gradients.by_head, gradients.loss, row_count([train]), row_count([validation])]
-        by_head, loss, rows_train, rows = global_sum(group, local)
-        level.validation_loss = loss / rows.clamp(min=1)
-        path = level.through_head(train, step, by_head / rows.clamp(min=1)) / rows_train.clamp(min=1)
-        return (train.features * path).sum() + (validation.features * gradients.by_features / rows.clamp(min=1)).sum()
-
-
-class _SeveralPasses(_Passes):
-    """The head's step needs all features of D_tr before D_val has a gradient, and the path through the head needs all
-    of D_val: the encoder passes over D_tr once without a gradient, and once more at the end."""
-
-    def losses(self) -> list[Callable[[], Tensor]]:
-        self.head_step = self.level.frozen_step(self.engine, self.train, self.step, self.rule)
-        self.rows_train, self.rows = (global_rows(self.engine, gradient) for gradient in (self.train, self.validation))
-        self.found: list[LossGradients] = []
-        return [
-            *(partial(self.validation_loss, micro) for micro in self.validation),
-            *(partial(self.train_loss, micro) for micro in self.train),
-        ]
-
-    def validation_loss(self, micro: Batch) -> Tensor:
-        part = self.validation_input(self.level.features(self.engine, [micro])[0], micro)
-        gradients = self.level.gradients(part, self.head_step.parameters)
-        self.found.append(gradients)
-        return (part.features * gradients.by_features / self.rows).sum()
-
-    def train_loss(self, micro: Batch) -> Tensor:
-        part = self.train_input(self.level.features(self.engine, [micro])[0], micro)
-        return (part.features * self.level.through_head(part, self.head_step, self.by_head) / self.rows_train).sum()
-
-    @cached_property
-    def by_head(self) -> Tensor:
-        """[K D + K] dL_val / dC over all ranks; to be read when all of D_val has gone through."""
-        gradient = torch.stack([part.by_head for part in self.found]).sum(0)
-        loss = torch.stack([part.loss for part in self.found]).sum()
-        gradient, loss = global_sum(self.engine.data_group, [gradient, loss])
-        self.level.validation_loss = loss / self.rows
-        return gradient / self.rows
 
 
 def leaf(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.fine_tuning import FineTunedValidationLoss
-from trp_scale.methods.learned_masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
+from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
 from trp_scale.methods.learned_masks.hypergradient import (
     OuterObjective,
     RaisedReconstruction,
@@ -68,8 +68,7 @@ class LearnedMasks(Hook):
         config = masked_config(run)
         network = run.make_engine(NETWORKS[settings.network](config), network_config(config))
         self.masker = Masker(config, network, objective)
-        derivative: type[MaskDerivative] = HardMaskDerivative if settings.selection == "hard" else SoftMaskDerivative
-        self.outer = outer(run, derivative(objective), self.clock)
+        self.outer = outer(run, MaskDerivative(objective, hard=settings.selection == "hard"), self.clock)
         self.inner_steps = 0
         self.head_steps = 0
         self.outer_steps = 0

@@ -30,6 +30,7 @@ from trp_scale.data.sources import Downstream
 from trp_scale.methods.learned_masks.finite_difference import (
     SMALLEST,
     ExactComparison,
+    HeadUpdate,
     MaskDerivative,
     Weights,
     WholeStep,
@@ -126,15 +127,6 @@ class RaisedReconstruction(OuterObjective):
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
         with self.clock("difference"):
             return [(window, [gradient.times(-1.0) for gradient in self.derivative(ctx, window)])]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadUpdate:
-    """Inputs of the last hypergradient. Attributes: head: the head's step; train, validation: micro-batches."""
-
-    head: HeadStep
-    train: list[Batch]
-    validation: list[Batch]
 
 
 class ValidationLoss(OuterObjective):
@@ -258,15 +250,7 @@ class ValidationLoss(OuterObjective):
         """Take note of how well this agrees with the exact hypergradient of one inner step; see WholeStep."""
         assert self.last is not None, "the head has stepped"
         after, response = self.seen(ctx, after, response)
-        step = WholeStep(
-            before=before,
-            after=after,
-            response=response,
-            head=self.last.head,
-            train=self.last.train,
-            validation=self.last.validation,
-            number=ctx.step,
-        )
+        step = WholeStep(before=before, after=after, response=response, update=self.last, number=ctx.step)
         self.last = None
         ((_, gradients),) = approximate
         self.exact.compare(ctx, self.derivative, self.level, window, gradients, step)

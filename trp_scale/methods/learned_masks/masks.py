@@ -7,7 +7,7 @@ The selection is always hard. `multilevel.selection` says what the loss's deriva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,94 +71,64 @@ def select(probabilities: Tensor, split: PatchSplit, embeddings: Tensor | None =
     )
 
 
-Relaxation = Callable[[Tensor, Selection], Tensor | None]
-"""Probabilities with a graph [B, N] -> what stands for the mask in derivatives [B, N]; None: the mask is a constant."""
+def soft_mask(settings: LearnedMasksSettings, probabilities: Tensor, selection: Selection) -> Tensor | None:
+    """Return what stands for the mask in derivatives by the probabilities, [B, N]; `None` if the mask is a constant.
 
-
-def hard(probabilities: Tensor, selection: Selection) -> None:
-    """The mask is a constant: probabilities act through the weights of eq. 1 alone."""
-
-
-def straight_through(probabilities: Tensor, selection: Selection) -> Tensor:
-    """The selection's derivative is the identity's (A.4)."""
-    return probabilities
-
-
-def softsort(temperature: float) -> Relaxation:
-    """The selection's derivative is that of a soft one: the rows of SoftSort's relaxed permutation that are masked,
-    added up (Prillo and Eisenschlos 2020, with the absolute difference)."""
-
-    def soft_mask(probabilities: Tensor, selection: Selection) -> Tensor:
-        ranked = probabilities.sort(dim=1, descending=True).values[:, : selection.masked.shape[1]]  # [B, M]
-        distance = (ranked.unsqueeze(2) - probabilities.unsqueeze(1)).abs()  # [B, M, N]
-        return (-distance / temperature).softmax(dim=2).sum(1)  # [B, N]
-
-    return soft_mask
-
-
-def build_relaxation(settings: LearnedMasksSettings) -> Relaxation:
-    """Build the relaxation that multilevel.selection names."""
-    relaxations: dict[str, Relaxation] = {
-        "hard": hard,
-        "straight_through": straight_through,
-        "softsort": softsort(settings.temperature),
-    }
-    return relaxations[settings.selection]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatchWeights:
-    """How the probabilities enter the loss.
-
-    Attributes:
-        masked: [B, M] by which each masked patch's error counts, before any normalisation.
-        gate: [B, V] by which the visible patches' tokens are multiplied: 1, with the derivative of not being masked;
-            None for a hard selection.
+    hard: a constant, so that probabilities act through the weights of eq. 1 alone. straight_through: the selection's
+    derivative is the identity's (A.4). softsort: that of a soft selection, the rows of SoftSort's relaxed permutation
+    that are masked, added up (Prillo and Eisenschlos 2020, with the absolute difference).
     """
-
-    masked: Tensor
-    gate: Tensor | None
-
-
-def patch_weights(probabilities: Tensor, selection: Selection, relaxation: Relaxation) -> PatchWeights:
-    """Weights and gates as functions of the probabilities [B, N]; a graph in them is kept."""
-    weights = probabilities.gather(1, selection.masked)  # [B, M]
-    mask = relaxation(probabilities, selection)
-    if mask is None:
-        return PatchWeights(masked=weights, gate=None)
-    slope = mask - mask.detach()  # 0, with the derivative of the selection
-    return PatchWeights(
-        masked=weights * (1.0 + slope.gather(1, selection.masked)),
-        gate=1.0 - slope.gather(1, selection.visible),
-    )
+    if settings.selection == "hard":
+        return None
+    if settings.selection == "straight_through":
+        return probabilities
+    ranked = probabilities.sort(dim=1, descending=True).values[:, : selection.masked.shape[1]]  # [B, M]
+    distance = (ranked.unsqueeze(2) - probabilities.unsqueeze(1)).abs()  # [B, M, N]
+    return (-distance / settings.temperature).softmax(dim=2).sum(1)  # [B, N]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskGradient:
-    """Gradient of a loss by the masks of one micro-batch.
+class MaskFactors:
+    """Factors by which the masks of one micro-batch enter the loss, or a loss's gradient by them.
 
     Attributes:
-        weights: [B, M], by the masked patches' weights.
-        gates: [B, V], by the visible patches' gates; None for a hard selection.
+        weights: [B, M] by which each masked patch's error counts.
+        gates: [B, V] by which the visible patches' tokens are multiplied, 1 with the derivative of not being masked;
+            None for a hard selection.
     """
 
     weights: Tensor
     gates: Tensor | None = None
 
     def parts(self) -> list[Tensor]:
-        """The tensors that it has."""
+        """Return the tensors that it has."""
         return [self.weights] if self.gates is None else [self.weights, self.gates]
 
-    def plus(self, other: MaskGradient, factor: float | Tensor) -> MaskGradient:
-        """self + factor x other."""
-        gates = None
-        if self.gates is not None and other.gates is not None:
-            gates = self.gates + factor * other.gates
-        return MaskGradient(weights=self.weights + factor * other.weights, gates=gates)
+    def plus(self, other: MaskFactors, factor: float | Tensor) -> MaskFactors:
+        """Return self + factor x other."""
+        return MaskFactors.from_parts(a + factor * b for a, b in zip(self.parts(), other.parts(), strict=True))
 
-    def times(self, factor: float | Tensor) -> MaskGradient:
-        """factor x self."""
-        return MaskGradient(weights=factor * self.weights, gates=None if self.gates is None else factor * self.gates)
+    def times(self, factor: float | Tensor) -> MaskFactors:
+        """Return factor x self."""
+        return MaskFactors.from_parts(factor * part for part in self.parts())
+
+    @classmethod
+    def from_parts(cls, parts: Iterable[Tensor]) -> MaskFactors:
+        """Return the factors of these `parts`."""
+        return cls(**dict(zip(("weights", "gates"), parts, strict=False)))
+
+
+def mask_factors(settings: LearnedMasksSettings, probabilities: Tensor, selection: Selection) -> MaskFactors:
+    """Weights, before any normalisation, and gates as functions of the probabilities [B, N]; a graph in them is
+    kept."""
+    weights = probabilities.gather(1, selection.masked)  # [B, M]
+    mask = soft_mask(settings, probabilities, selection)
+    if mask is None:
+        return MaskFactors(weights=weights)
+    slope = mask - mask.detach()  # 0, with the derivative of the selection
+    return MaskFactors(
+        weights=weights * (1.0 + slope.gather(1, selection.masked)), gates=1.0 - slope.gather(1, selection.visible)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,18 +152,16 @@ class MaskedWindow:
     def batch(self, micro: Batch) -> Batch:
         """The micro-batch with these masks."""
         position = next(n for n, candidate in enumerate(self.micros) if candidate.start == micro.start)
-        return self.with_weights(position, self.selections[position].weights() * self.factor)
+        return self.with_factors(position, MaskFactors(weights=self.selections[position].weights() * self.factor))
 
-    def with_weights(self, position: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
-        """Micro-batch number `position` with its masks, these weights [B, M] and gates [B, V]."""
+    def with_factors(self, position: int, factors: MaskFactors) -> Batch:
+        """Micro-batch number `position` with its masks and these factors."""
         micro, selection = self.micros[position], self.selections[position]
-        extras = {PATCH_WEIGHTS: by_row(weights, micro)}
-        if gate is not None:
-            extras[GATE] = by_row(gate, micro)
+        extras = dict(zip((PATCH_WEIGHTS, GATE), (by_row(part, micro) for part in factors.parts()), strict=False))
         return apply_selection(micro.adding(extras), selection)
 
 
-Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]
+Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskFactors]]]
 """Gradient of the outer objective by the masks, micro-batch by micro-batch of each inner step that it goes through.
 Empty: no outer step is due."""
 
@@ -227,7 +195,6 @@ class Masker:
     def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
         self.settings: LearnedMasksSettings = config.multilevel
-        self.relaxation = build_relaxation(self.settings)
         self.eps = self.settings.network_eps(config.optimizer.lr)
         # Taken before a checkpoint is loaded: what (seed, name) give, so that no checkpoint holds it.
         self.untrained: Shards = network.weights()
@@ -279,10 +246,10 @@ class Masker:
             assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
             with self.network.exact_forwards():
                 probabilities = self.network(selection.embeddings)
-            weights = patch_weights(probabilities, selection, self.relaxation)
-            loss = (weights.masked * gradient.weights * present[:, None]).sum() * window.factor
-            if weights.gate is not None and gradient.gates is not None:
-                loss = loss + (weights.gate * gradient.gates * present[:, None]).sum()
+            factors = mask_factors(self.settings, probabilities, selection)
+            loss = (factors.weights * gradient.weights * present[:, None]).sum() * window.factor
+            if factors.gates is not None and gradient.gates is not None:
+                loss = loss + (factors.gates * gradient.gates * present[:, None]).sum()
             self.network.backward(loss, last=position == len(parts) - 1)
         norm = self.network.check_gradients()
         self.lesson["gradient_norm"] = norm
@@ -328,7 +295,7 @@ class Masker:
         """Take back what state_dict gave."""
         self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
 
-    def _centre(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
+    def _centre(self, window: MaskedWindow, gradients: Sequence[MaskFactors]) -> Sequence[MaskFactors]:
         """Subtract the weighted mean if weights are normalised: scaling all probabilities then changes nothing."""
         if self.settings.weights == "raw":
             return gradients

@@ -16,7 +16,7 @@ from benchmarks.mlo_planted import D_TR, D_VAL, PATCHES, SIGNALS, PlantedRun, pl
 from tests.synthetic_hypergradients import held_adamw, state
 from tests.unit.methods.learned_masks.exact_hypergradient import Masked, hypergradient
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
-from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskGradient
+from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskFactors
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 SEEDS = (0, 1, 2)
@@ -56,7 +56,7 @@ def watch(run: PlantedRun) -> OuterSteps:
     found, masker = OuterSteps(), run.hook.masker
     outer_step = masker.outer_step
 
-    def noted(windows: Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]], scale: float) -> bool:
+    def noted(windows: Sequence[tuple[MaskedWindow, Sequence[MaskFactors]]], scale: float) -> bool:
         ((window, (gradient,)),) = windows
         (selection,) = window.selections
         learned = outer_step(windows, scale)
