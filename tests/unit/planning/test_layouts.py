@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 
-from tests.unit.planning.small import ZERO, counted
+from tests.unit.planning.small import counted
 from trp_scale.planning.layouts import (
     Collective,
     DdpLayout,
@@ -18,9 +15,6 @@ from trp_scale.planning.layouts import (
     memory,
     traffic,
 )
-from trp_scale.planning.zero import ZeroLayout
-
-FP32 = 4
 
 
 def sent(found: list[Collective], kind: str) -> list[int]:
@@ -35,8 +29,10 @@ def messages(layout: Layout, *, ranks: int = 2, accumulation: int = 1) -> list[C
     return traffic(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation)
 
 
-def zero(stage: int, **settings: Any) -> ZeroLayout:
-    return ZeroLayout(engine="deepspeed", stage=stage, zero={**ZERO, **settings})
+def states(layout: Layout, *, ranks: int, accumulation: int = 1) -> dict[str, float]:
+    """What is not 0 beside activations and workspace."""
+    found = vars(memory(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation))
+    return {name: size for name, size in found.items() if size and name not in ("activations", "workspace")}
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -71,41 +67,6 @@ def test_fsdp_in_groups_gathers_inside_them_and_sums_each_part_between_them() ->
     assert all(each.apart == 1 for each in alone)
 
 
-def test_zero_1_sends_each_bucket_to_its_owners() -> None:
-    """Matrices are 40 + 3 x 16 = 88 numbers, 44 a rank; biases 12, 6 a rank.
-
-    From last to first: bias 4, matrix 16, bias 4 fill a bucket of 24 (the next 16 would make 40); matrix 16, bias 4,
-    matrix 16 the second of 36; the embedding's 40 go alone. The matrices at 40, 56 and 72 of the flat group: the first
-    has 4 numbers on rank 0 and 12 on rank 1.
-    """
-    found = messages(zero(1))
-    first = {1: 4 + 16 + 2, 0: 2}  # biases 8..12 and 4..8 of 12
-    second = {1: 16 + 12, 0: 4 + 4}
-    last = {0: 40}
-    expected = [FP32 * size for bucket in (first, second, last) for size in bucket.values()]
-    assert sent(found, "reduce") == sorted(expected)
-    assert sum(each.size for each in found if each.kind == "reduce") == 400
-    assert sent(found, "gather") == [48, 352]
-    assert Counter(each.phase for each in found if each.kind == "reduce") == {"last": 5}
-
-
-def test_zero_2_reduces_in_every_micro_batch() -> None:
-    once, four = messages(zero(2)), messages(zero(2), accumulation=4)
-    total = [sum(each.size * each.times for each in found if each.kind == "reduce") for found in (once, four)]
-    assert total == [400, 1600]
-    assert sent(four, "gather") == [48, 352]
-
-
-def test_zero_3_gathers_blocks_and_keeps_the_last_for_its_backward_pass() -> None:
-    """Biases of 4 stay on every rank, and are gathered after the update one by one. Forward 3 blocks and the embedding,
-    backward 2 blocks. Gradients: 24, 36 and 40 numbers."""
-    found = messages(zero(3))
-    assert sent(found, "gather") == [16] * 3 + [64] * 5 + [160]
-    assert sent(found, "scatter") == [96, 144, 160]
-    assert len(messages(zero(3), accumulation=3)) == len(found)
-    assert sum(each.times for each in messages(zero(3), accumulation=3) if each.kind == "scatter") == 9
-
-
 def test_ranks_that_share_matrices_sum_in_every_pass_and_others_once_a_window() -> None:
     """One of two ranks has 50 numbers, and sums 8 bytes of each of 5 rows in each pass of 3 blocks. Of four ranks two
     split the batch: each gets the sums of its rows of the 50, and gathers the others'."""
@@ -124,12 +85,6 @@ def test_ranks_that_share_matrices_sum_in_every_pass_and_others_once_a_window() 
     assert sent(split, "all-reduce") == [28] + [40] * 6  # the gradients of 7 numbers are each rank's own tokens'
     alone = messages(MegatronLayout(engine="megatron", tensor=2), ranks=2)
     assert sent(alone, "all-reduce") == [40] * 6 and {each.ranks for each in alone if each.phase != "start"} == {2}
-
-
-def states(layout: Layout, *, ranks: int, accumulation: int = 1) -> dict[str, float]:
-    """What is not 0 beside activations and workspace."""
-    found = vars(memory(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation))
-    return {name: size for name, size in found.items() if size and name not in ("activations", "workspace")}
 
 
 def test_memory_of_whole_weights() -> None:
@@ -184,23 +139,6 @@ def test_memory_of_cut_matrices_is_of_a_rank_s_part_and_moments_of_its_rows() ->
     # The network, its gradient and its first weights are whole on each rank, its moments are shared.
     assert taken.masks == 4 * 7 * (1 + 1 + 1 + 2 / 2)
     assert taken.hooks == 2 * 4 * 50 / 2
-
-
-def test_memory_of_zero() -> None:
-    """Stage 1 and 2 keep the weights that forwards read, and a third of the masters with their moments on three ranks;
-    stage 3 shares both."""
-    assert states(zero(1), ranks=3)["moments"] == 400
-    assert states(zero(1), ranks=3)["weights"] == 400
-    assert states(zero(3), ranks=4)["weights"] == 100
-    assert states(zero(3), ranks=4)["moments"] == 300
-
-
-def test_offloaded_moments_are_on_the_host() -> None:
-    layout = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
-    found = states(layout, ranks=4)
-    assert layout.offloads("optimizer") and layout.offloads("param")
-    assert found["host"] == 300
-    assert "moments" not in found and "weights" not in found
 
 
 def test_activations_grow_with_the_micro_batch_and_masks_with_their_network() -> None:
