@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trp_scale.config import Config
+from trp_scale.config import Config, MegatronConfig
 from trp_scale.config.loader import load_recipe
+from trp_scale.planning.clusters import GPUS, Cluster
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.layouts import Given
+from trp_scale.planning.plan import ClusterPlan, make_plans
 from trp_scale.planning.tensor_parallel import TensorSum
+from trp_scale.pretraining.base import DataFacts
 from trp_scale.training.micro_size import Need
 
 
@@ -72,3 +77,21 @@ ZERO = {
 """DeepSpeed's sizes, in numbers."""
 
 CPU = torch.device("cpu")
+
+H100 = GPUS["h100"]
+
+
+def of_four_heads(**megatron: Any) -> Counted:
+    config = load_recipe("pos_bert_tiny")
+    config.model.heads, config.model.hidden_size = 4, 128
+    config.batch.global_size, config.batch.micro_size, config.data.path = 4096, "auto", "(none)"
+    config.megatron = MegatronConfig(**megatron)
+    return Counted(config, DataFacts(length=64, vocabulary=8000))
+
+
+def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
+    """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
+    config = load_recipe("pos_bert_tiny")
+    for name, value in settings.items():
+        setattr(config.fsdp, name, value)
+    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))

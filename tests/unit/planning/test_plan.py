@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trp_scale.config import MegatronConfig
+from tests.unit.planning.small import H100, fsdp_on, of_four_heads
 from trp_scale.config.loader import load_recipe, to_dict
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
@@ -17,17 +17,8 @@ from trp_scale.planning.layouts import FsdpLayout, Given, MegatronLayout
 from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, nearest_that_fits, refusal
 from trp_scale.pretraining.base import DataFacts
 
-H100 = GPUS["h100"]
 SMALL = replace(H100, name="small", memory=3 * 2**30)
 """So little that micro-batches and layouts matter to a tiny model."""
-
-
-@pytest.fixture(scope="module")
-def counted() -> Counted:
-    config = load_recipe("pos_bert_tiny")
-    config.batch.global_size, config.batch.micro_size, config.training.precision = 4096, "auto", "bf16"
-    config.data.path = "(none)"
-    return Counted(config, DataFacts(length=64, vocabulary=8000))
 
 
 def test_the_fastest_layout_comes_first(counted: Counted) -> None:
@@ -90,27 +81,10 @@ def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
     assert not alone.messages and alone.step is not None and alone.step.exposed == 0
 
 
-def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> None:
-    for nodes, doublings in ((1, 0), (16, 4)):
-        plan = make_plans(counted, Cluster(gpu=H100, gpus=8 * nodes), Given(engine="ddp"))[0]
-        assert plan.step is not None
-        step = plan.step
-        assert step.waiting == pytest.approx(0.015 * doublings * (step.compute + step.update + step.exposed))
-        assert step.seconds >= step.compute + step.update + step.exposed + step.waiting
-
-
 def test_hours_follow_from_the_step(counted: Counted) -> None:
     plan = make_plans(counted, Cluster(gpu=H100, gpus=8))[0]
     assert plan.days == pytest.approx(counted.config.training.steps * plan.seconds / 86400)
     assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
-
-
-def of_four_heads(**megatron: Any) -> Counted:
-    config = load_recipe("pos_bert_tiny")
-    config.model.heads, config.model.hidden_size = 4, 128
-    config.batch.global_size, config.batch.micro_size, config.data.path = 4096, "auto", "(none)"
-    config.megatron = MegatronConfig(**megatron)
-    return Counted(config, DataFacts(length=64, vocabulary=8000))
 
 
 def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
@@ -128,16 +102,6 @@ def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
     )
     weights = [by_name[f"megatron TP {ranks}"].memory.weights for ranks in (1, 2, 4)]
     assert weights[0] > 1.8 * weights[1] > 3.4 * weights[2]
-
-
-def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
-    counted, cluster = of_four_heads(tensor_parallel=2), Cluster(gpu=H100, gpus=2)
-    counted.config.batch.micro_size = 4096
-    (plan,) = make_plans(counted, cluster, Given(engine="megatron"))
-    assert plan.step is not None and plan.accumulation == 1
-    late = [each for each in plan.messages if each.phase != "start"]
-    assert {each.ranks for each in late} == {2}
-    assert plan.step.exposed == pytest.approx(sum(each.times * cluster.seconds(each.kind, each.size) for each in late))
 
 
 @pytest.mark.parametrize(
@@ -199,14 +163,6 @@ def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
     assert "fsdp" in {plan.layout.engine for plan in found}
 
 
-def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
-    """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
-    config = load_recipe("pos_bert_tiny")
-    for name, value in settings.items():
-        setattr(config.fsdp, name, value)
-    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))
-
-
 def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:
     for gpus, groups in ((16, {0, 8}), (8, {0})):
         assert {plan.layout.shard_ranks for plan in fsdp_on(gpus) if isinstance(plan.layout, FsdpLayout)} == groups
@@ -219,16 +175,3 @@ def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:
 def test_a_disk_is_not_planned() -> None:
     with pytest.raises(RefusedError, match=r"--fsdp.offload_directory /local: .*allowed in a plan: --fsdp.offload wi"):
         fsdp_on(8, offload=True, offload_directory="/local")
-
-
-def test_an_offloaded_update_takes_the_hosts_cores_and_the_link() -> None:
-    """An eighth of the parameters: 10^9 a second updated, and 20 GB/s for their gradients and, for both passes of each
-    micro-batch, their weights."""
-    (plan,) = fsdp_on(8, offload=True)
-    (kept,) = fsdp_on(8)
-    assert plan.step is not None and kept.step is not None
-    own = kept.memory.weights / 4
-    expected = own / 1e9 + own * 4 * (2 * plan.accumulation + 1) / 20e9
-    assert plan.step.update == pytest.approx(expected)
-    assert plan.memory.weights == 0 and plan.memory.host == pytest.approx(16 * own)
-    assert plan.command("R").endswith("--fsdp.offload True --data.path DATA")
