@@ -1,16 +1,13 @@
 """Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth, segmentation and normals.
 
-Rendered by casting rays with numpy: occlusion, one sun with shadows, patterns, highlights, varied cameras. The class of
-a scene is the kind of its main object, the one with the largest visible area; its hue hints at it (each hue is that of
-two kinds), since a network of a tiny recipe cannot tell kinds by shape. They are toys: good for seeing a run learn and
-for checking pipelines, never for a figure about real images.
-
-A set of scenes can also be written with a box and an exact mask for each visible object, as a COCO file and a folder of
-images.
+A depth buffer keeps the nearest surface of each pixel. Rays are parallel: a metre has as many pixels at any depth. The
+class of a scene is the kind of its main object, which has the largest visible area; two kinds share each hue, so that a
+small network can learn it. The scenes are for pipelines and trial runs, never for figures about real images.
 """
 
 from __future__ import annotations
 
+import colorsys
 import json
 import math
 from dataclasses import dataclass
@@ -18,42 +15,59 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 from PIL import Image
 
+from trp_scale.data.hashing import mix_integer, stream
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.scenes_layout import KINDS, SOLIDS, Floats, Hit, Scene, Solid, Surface, dot, draw_scene
 
-SCENE_CLASSES: tuple[str, ...] = KINDS
+Floats = NDArray[np.floating[Any]]
+
+_SLAB = ((0, 0, 0, 0, 1, 0, -1), (0, 0, 0, 0, -1, 0, -1))
+_SIDES = tuple((0, 0, 0, x, 0, z, -1) for x, z in ((1, 0), (-1, 0), (0, 1), (0, -1)))
+_SLOPES = tuple((0, 0, 0, 2 * x, 1, 2 * z, -1) for x, z in ((1, 0), (-1, 0), (0, 1), (0, -1)))
+_OCTANTS = tuple((0, 0, 0, x, y, z, -1) for x in (1, -1) for y in (1, -1) for z in (1, -1))
+_TUBE = (1, 0, 1, 0, 0, 0, -1)
+SOLIDS: dict[str, tuple[tuple[float, ...], ...]] = {
+    "sphere": ((1, 1, 1, 0, 0, 0, -1),),
+    "box": _SLAB + _SIDES,
+    "cylinder": (_TUBE, *_SLAB),
+    "cone": ((1, -0.25, 1, 0, 0.5, 0, -0.25), *_SLAB),
+    "pyramid": (_SLAB[1], *_SLOPES),
+    "octahedron": _OCTANTS,
+    "dome": ((1, 0.25, 1, 0, 0.5, 0, -0.75), _SLAB[1]),
+    "ring": (_TUBE, *_SLAB, (-1, 0, -1, 0, 0, 0, 0.36)),
+}
+"""Constraints (a, b, c, d, e, f, g) by kind: a x^2 + b y^2 + c z^2 + d x + e y + f z + g <= 0."""
+
+_PLANE = ((0, 0, 0, 0, 1, 0, 0),)  # wall and ground: y <= 0
+
+SCENE_CLASSES: tuple[str, ...] = tuple(SOLIDS)
 """Name of each class number: the kinds of the main object, equally many of each."""
 
-SEGMENTATION_CLASSES: tuple[str, ...] = ("wall", "ground", *KINDS)
+SEGMENTATION_CLASSES: tuple[str, ...] = ("wall", "ground", *SCENE_CLASSES)
 """Name of each value of a segmentation map."""
 
+WALL, GROUND, FIRST_SOLID = 0, 1, 2
+"""Numbers of the bodies of a scene; its solids follow in their order."""
+
 DEPTH_UNITS_PER_METRE = 1000
-"""A depth map holds millimetres along the camera's axis (not along the ray); every pixel has one."""
-
-SMALLEST_SHARE = 0.06
-"""Share of the image that the main object covers at least."""
-
-_ATTEMPTS = 8
-_EDGE = 0.06
-"""Difference of brightness between neighbours from which on a pixel is the mean of four rays."""
+SMALLEST_SHARE = 0.06  # of the image, which the main object covers at least
+HALF_WIDTH = 2.0  # metres from the middle of the image to its sides
+CAMERA_DISTANCE = 9.0  # metres from the camera to z = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedScene:
-    """One image with its labels.
+    """One image with its labels at the centres of pixels.
 
     Attributes:
         image: [size, size, 3] uint8, RGB.
-        depth: [size, size] uint16, millimetres, at the pixel's centre.
-        segmentation: [size, size] uint8, number in SEGMENTATION_CLASSES, at the pixel's centre.
-        normals: [size, size, 3] float32 of length 1, at the pixel's centre: x to the right, y up, z towards the camera.
+        depth: [size, size] uint16, millimetres along the camera's axis; every pixel has a depth.
+        segmentation: [size, size] uint8, number in SEGMENTATION_CLASSES.
+        normals: [size, size, 3] float32 of length 1: x to the right, y up, z towards the camera.
         bodies: [size, size] uint8, 0 wall, 1 ground, then the objects, the main one first.
         label: number in SCENE_CLASSES.
-        classes, units_per_metre: of segmentation and depth.
     """
 
     classes: ClassVar[tuple[str, ...]] = SEGMENTATION_CLASSES
@@ -67,255 +81,168 @@ class RenderedScene:
     label: int
 
 
+class Body(NamedTuple):
+    """A body in camera coordinates axes @ local + centre: x to the right, y up, z towards the camera, metres."""
+
+    kind: str
+    axes: Floats  # [3, 3]
+    centre: Floats  # [3]
+    texture: list[float]  # [8] in [0, 1): the hue, then what `_colours` reads
+
+
 def render_scene(seed: int, number: int, size: int) -> RenderedScene:
-    """Render scene `number` of `seed` at size x size pixels: the same bytes each time, whatever was rendered before."""
-    for attempt in range(_ATTEMPTS):
-        scene = draw_scene(seed, number, attempt)
-        directions = _rays(scene, size, 0.5, 0.5)
-        seen = see(scene, directions)
-        areas = np.bincount(seen.body, minlength=FIRST_SOLID + len(scene.solids))[FIRST_SOLID:]
+    """Render scene `number` of `seed` at size x size pixels: equal bytes each time, independent of other scenes."""
+    label = number % len(SCENE_CLASSES)
+    for attempt in range(8):  # each with fewer objects that may hide the main one
+        bodies = draw_bodies(seed, number, attempt)
+        z, nearest = find_nearest(bodies, size)
+        areas = np.bincount(nearest.ravel(), minlength=len(bodies))[FIRST_SOLID:]
         if areas[0] >= SMALLEST_SHARE * size * size and areas[0] == areas.max():
             break
-    kinds = np.array([0, 1, *(FIRST_SOLID + KINDS.index(solid.kind) for solid in scene.solids)], dtype=np.uint8)
-    light = _smooth(scene, size, shade(scene, directions, seen))
-    image = np.rint(np.sqrt(np.clip(light, 0, 1)) * np.float32(255)).astype(np.uint8)  # [3, size * size], gamma 2
+    normals, image = np.empty((size, size, 3), np.float32), np.empty((size, size, 3), np.uint8)
+    sun = np.array([2 * bodies[GROUND].texture[0] - 1, 0.9, 0.8], np.float32)
+    for index, body in enumerate(bodies):
+        pixels = nearest == index
+        inverse, origins = _to_local(body, size)
+        points = origins[:, pixels] + inverse[:, 2, None] * (z[pixels] - np.float32(body.centre[2]))  # [3, n]
+        table = np.array(SOLIDS.get(body.kind, _PLANE), np.float32)
+        values = table[:, :3] @ points**2 + table[:, 3:6] @ points + table[:, 6:]  # [k, n], 0 where a constraint binds
+        binding = table[values.argmax(axis=0)]  # [n, 7]
+        gradients = (2 * binding[:, :3] * points.T + binding[:, 3:6]) @ inverse
+        normals[pixels] = gradients / np.linalg.norm(gradients, axis=1, keepdims=True)
+        light = np.float32(0.45) + np.float32(0.4) * np.maximum(normals[pixels] @ sun, 0)  # [n]
+        image[pixels] = np.rint(255 * np.minimum(_colours(body, points) * light[:, None], 1))
+    kinds = np.array([SEGMENTATION_CLASSES.index(body.kind) for body in bodies], dtype=np.uint8)
+    depth = np.rint((CAMERA_DISTANCE - z) * DEPTH_UNITS_PER_METRE).astype(np.uint16)
     return RenderedScene(
-        image=np.ascontiguousarray(image.T).reshape(size, size, 3),
-        depth=np.rint(seen.t * np.float32(DEPTH_UNITS_PER_METRE)).astype(np.uint16).reshape(size, size),
-        segmentation=kinds[seen.body].reshape(size, size),
-        normals=np.ascontiguousarray((_axes(scene).T @ seen.normal).T).reshape(size, size, 3),
-        bodies=seen.body.reshape(size, size),
-        label=number % len(KINDS),
+        image=image, depth=depth, segmentation=kinds[nearest], normals=normals, bodies=nearest, label=label
     )
 
 
-def _rays(scene: Scene, size: int, right: float, below: float, pixels: NDArray[np.intp] | None = None) -> Floats:
-    """Directions [3, n] through (right, below) of each pixel; 1 along the camera's axis, so that t is depth."""
-    pixels = np.arange(size * size) if pixels is None else pixels
-    row, column = np.divmod(pixels, size)
-    across = ((column + right) / size * 2 - 1) * scene.slope
-    up = (1 - (row + below) / size * 2) * scene.slope
-    sine, cosine = math.sin(scene.pitch), math.cos(scene.pitch)
-    return np.stack([across, up * cosine - sine, cosine + up * sine]).astype(np.float32)
+def draw_bodies(seed: int, number: int, attempt: int) -> list[Body]:
+    """Draw the wall, the ground, the main object and smaller ones that do not touch, by hashing."""
+    state, count = stream(seed, "scene", number, attempt), iter(range(1, 1000))
+
+    def draw(low: float = 0.0, high: float = 1.0) -> float:
+        return low + (high - low) * mix_integer(state ^ next(count)) / 2.0**64
+
+    pitch, back = draw(0.35, 0.55), draw(2.0, 4.0)  # radians that the camera looks down; metres to the wall
+    tilt = np.array([[1, 0, 0], [0, math.cos(pitch), -math.sin(pitch)], [0, math.sin(pitch), math.cos(pitch)]])
+    foot = np.array([0, draw(-1.1, -0.8), 0])  # of the main object
+    facing = tilt @ np.array([[1, 0, 0], [0, 0, -1], [0, 1, 0]])  # local y towards the camera
+    planes = (("wall", facing, foot - back * tilt[:, 2]), ("ground", tilt, foot))
+    bodies = [Body(kind, axes, centre, [draw() for _ in range(8)]) for kind, axes, centre in planes]
+    circles: list[tuple[float, float, float]] = []  # x, z and radius on the ground
+    for other in range(max(1, int(draw(3, 8)) - attempt)):
+        kind = SCENE_CLASSES[int(draw() * len(SOLIDS)) if other else number % len(SOLIDS)]
+        x, z = (draw(-1.9, 1.9), draw(0.7 - back, 1.6)) if other else (draw(-0.7, 0.7), 0.0)
+        size = np.full(3, draw(0.3, 0.62) if other else draw(0.8, 1.05))
+        size *= 0.75 if kind in ("box", "cylinder") else 1  # they fill their bounds
+        size[1] *= {"sphere": 1, "dome": 0.6, "ring": 0.6}.get(kind, draw(0.75, 1.2))
+        turn = draw(0, 2 * math.pi)
+        turned = np.array([[math.cos(turn), 0, math.sin(turn)], [0, 1, 0], [-math.sin(turn), 0, math.cos(turn)]])
+        texture = [(SCENE_CLASSES.index(kind) + 2 * draw()) / len(SOLIDS) % 1, *(draw() for _ in range(7))]
+        radius = float(size[0]) * (math.sqrt(2) if kind in ("box", "pyramid") else 1)
+        if all(math.dist((x, z), circle[:2]) > radius + circle[2] for circle in circles):
+            circles.append((x, z, radius))
+            bodies.append(Body(kind, tilt @ turned * size, tilt @ np.array([x, size[1], z]) + foot, texture))
+    return bodies
 
 
-def _axes(scene: Scene) -> Floats:
-    """The camera's right, up and backward direction in the world, the columns of [3, 3]."""
-    sine, cosine = math.sin(scene.pitch), math.cos(scene.pitch)
-    return np.array([[1, 0, 0], [0, cosine, sine], [0, sine, -cosine]], dtype=np.float32)
+def find_nearest(bodies: list[Body], size: int) -> tuple[Floats, NDArray[np.uint8]]:
+    """Fill the depth buffer: z of the nearest surface at each pixel [size, size], and the number of its body."""
+    z, nearest = np.full((size, size), -np.inf, dtype=np.float32), np.zeros((size, size), dtype=np.uint8)
+    for index, body in enumerate(bodies):
+        inverse, origins = _to_local(body, size)
+        heights = cross(body.kind, origins, inverse[:, 2]) + np.float32(body.centre[2])
+        nearest[heights > z] = index
+        z = np.maximum(z, heights)
+    return z, nearest
 
 
-def _smooth(scene: Scene, size: int, light: Floats) -> Floats:
-    """Pixels at an edge become the mean of four rays each; light [3, size * size] is changed."""
-    brightness = np.sqrt(np.clip(light, 0, 1)).mean(axis=0).reshape(size, size)
-    edge = np.zeros((size, size), dtype=np.bool_)
-    for first, second in (
-        ((slice(None, -1), slice(None)), (slice(1, None), slice(None))),
-        ((slice(None), slice(None, -1)), (slice(None), slice(1, None))),
-    ):
-        steep = np.abs(brightness[first] - brightness[second]) > _EDGE
-        edge[first] |= steep
-        edge[second] |= steep
-    pixels = np.flatnonzero(edge)
-    directions = np.concatenate(
-        [_rays(scene, size, right, below, pixels) for right in (0.25, 0.75) for below in (0.25, 0.75)], axis=1
-    )
-    seen: Seen = see(scene, directions)
-    rays = np.clip(shade(scene, directions, seen), 0, 1)
-    light[:, pixels] = rays.reshape(3, 4, len(pixels)).mean(axis=1)
-    return light
+def _to_local(body: Body, size: int) -> tuple[Floats, Floats]:
+    """Inverse of the body's axes [3, 3], and local points [3, size, size] of the pixels in the plane z = centre[2]."""
+    inverse = np.linalg.inv(body.axes).astype(np.float32)
+    places = (((np.arange(size) + 0.5) / size * 2 - 1) * HALF_WIDTH).astype(np.float32)
+    x, y = places - np.float32(body.centre[0]), -places - np.float32(body.centre[1])  # columns, rows
+    return inverse, inverse[:, 0, None, None] * x + inverse[:, 1, None, None] * y[:, None]
 
 
-WALL, GROUND, FIRST_SOLID = 0, 1, 2
-"""Numbers of the bodies of a scene; its solids follow in their order."""
-
-_SHADOW_GAP = np.float32(2e-3)
-"""Metres above a surface where its shadow rays begin, so that rounding does not let it shade itself."""
-
-
-class Seen(NamedTuple):
-    """What each ray meets: body [n] (WALL, GROUND, FIRST_SOLID + place), t [n], unit normal [3, n]."""
-
-    body: NDArray[np.uint8]
-    t: Floats
-    normal: Floats
-
-
-def see(scene: Scene, directions: Floats) -> Seen:
-    """The nearest body along camera + t * direction, directions [3, n] with z > 0: the wall ends every ray."""
-    origins = np.broadcast_to(scene.camera[:, None], directions.shape)
-    t = (np.float32(scene.wall) - scene.camera[2]) / directions[2]
-    body = np.full(len(t), WALL, dtype=np.uint8)
-    normal = np.zeros(directions.shape, dtype=np.float32)
-    down = directions[1] < 0
-    floor = np.where(down, -scene.camera[1] / np.where(down, directions[1], -1), np.float32(np.inf))
-    first = floor < t
-    t = np.where(first, floor, t)
-    body[first] = GROUND
-    normal[1], normal[2] = first, ~first * np.float32(-1)
-    for number, solid in enumerate(scene.solids):
-        rays = _near(solid, origins, directions)
-        hit = _meet(solid, origins[:, rays], directions[:, rays])
-        nearer = hit.t < t[rays]
-        rays = rays[nearer]
-        t[rays], body[rays] = hit.t[nearer], FIRST_SOLID + number
-        across = solid.rotation @ (hit.normal[:, nearer] / solid.size[:, None])
-        normal[:, rays] = across / np.sqrt(dot(across, across))
-    return Seen(body, t, normal)
+def cross(kind: str, origins: Floats, direction: Floats) -> Floats:
+    """Find the largest t where origins [3, ...] + t * direction [3] is in a body: [...], -inf where a ray misses it."""
+    front, back = np.full(origins.shape[1:], np.inf, np.float32), np.full(origins.shape[1:], -np.inf, np.float32)
+    for row in np.array(SOLIDS.get(kind, _PLANE), np.float32):
+        squares, linear = row[:3], row[3:6]
+        c, slope = np.tensordot(linear, origins, 1) + row[6], linear @ direction
+        if not squares.any():  # a half-space
+            plane = -c / (slope if abs(slope) > 1e-9 else np.float32(-1e-9))
+            front, back = (np.minimum(front, plane), back) if slope > 1e-9 else (front, np.maximum(back, plane))
+            continue
+        a, half_b = squares @ direction**2, np.tensordot(squares * direction, origins, 1) + slope / 2
+        root = np.sqrt(np.maximum(half_b**2 - a * (np.tensordot(squares, origins**2, 1) + c), 0))
+        high, low = (root - half_b) / a, (-root - half_b) / a
+        if a > 0:
+            front, back = np.where(root > 0, np.minimum(front, high), -np.inf), np.maximum(back, low)
+        else:  # a hole: where the front is in it, its far side is visible
+            front = np.where((root > 0) & (front < low) & (front > high), high, front)
+    return np.where(front > back, front, -np.inf).astype(np.float32)
 
 
-def _near(solid: Solid, origins: Floats, directions: Floats) -> NDArray[np.intp]:
-    """Rays that pass through the sphere around a solid, [m]; origins, directions [3, n]."""
-    to_centre = solid.centre[:, None] - origins
-    along = dot(to_centre, directions)
-    beyond = dot(to_centre, to_centre) - np.float32(solid.reach**2)
-    return np.flatnonzero((along > 0) & (along * along > dot(directions, directions) * beyond))
-
-
-def _meet(solid: Solid, origins: Floats, directions: Floats) -> Hit:
-    """The hit in the solid's own space."""
-    into = solid.rotation.T / solid.size[:, None]  # [3, 3]
-    return SOLIDS[solid.kind](into @ (origins - solid.centre[:, None]), into @ directions)
-
-
-def shade(scene: Scene, directions: Floats, seen: Seen) -> Floats:
-    """Linear light [3, n] that comes back along each ray: hemisphere sky, one sun with shadows, highlights."""
-    points = scene.camera[:, None] + seen.t * directions  # [3, n]
-    albedo, gloss = _albedo(scene, points, seen)
-    facing = np.maximum(scene.sun @ seen.normal, 0)  # [n]
-    lit = np.flatnonzero((facing > 0) & (seen.body != WALL))
-    facing[lit] *= ~_in_shadow(scene, points[:, lit] + _SHADOW_GAP * seen.normal[:, lit])
-    on_wall = seen.body == WALL
-    facing[on_wall] = 0.55 + 0.04 * points[1, on_wall]  # evenly lit, a little brighter towards the top
-    open_sky = (0.65 + 0.35 * seen.normal[1]) * _openness(scene, points, seen)
-    light: Floats = albedo * (facing * scene.sun_colour[:, None] + open_sky * scene.sky_colour[:, None])
-    shiny = np.flatnonzero((gloss > 0) & (facing > 0))
-    view = directions[:, shiny]
-    half = scene.sun[:, None] - view / np.sqrt(dot(view, view))
-    cosine = np.maximum(dot(half, seen.normal[:, shiny]) / np.sqrt(dot(half, half)), 0)
-    light[:, shiny] += gloss[shiny] * cosine**32 * scene.sun_colour[:, None]
-    return light
-
-
-def _in_shadow(scene: Scene, points: Floats) -> NDArray[np.bool_]:
-    shadow = np.zeros(points.shape[1], dtype=np.bool_)
-    towards = np.broadcast_to(scene.sun[:, None], points.shape)
-    for solid in scene.solids:
-        rays = _near(solid, points, towards)
-        rays = rays[~shadow[rays]]
-        shadow[rays] = np.isfinite(_meet(solid, points[:, rays], towards[:, rays]).t)
-    return shadow
-
-
-def _openness(scene: Scene, points: Floats, seen: Seen) -> Floats:
-    """How much of the sky each point sees, [n]: the ground sees less of it close to where an object stands."""
-    openness = np.ones(len(seen.t), dtype=np.float32)
-    ground = np.flatnonzero(seen.body == GROUND)
-    position = points[:, ground][[0, 2]]
-    factor = np.ones(len(ground), dtype=np.float32)
-    for solid in scene.solids:
-        across = position - solid.centre[[0, 2], None]
-        distance = np.sqrt(dot(across, across)) / np.float32(1.5 * solid.footprint)
-        factor *= 1 - np.float32(0.6) * np.maximum(1 - distance, 0)
-    openness[ground] = factor
-    return openness
-
-
-def _albedo(scene: Scene, points: Floats, seen: Seen) -> tuple[Floats, Floats]:
-    """Colour [3, n] and gloss [n] of the surface at each point."""
-    albedo = np.empty_like(points)
-    gloss = np.zeros(len(seen.t), dtype=np.float32)
-    surfaces = [scene.backdrop, scene.ground, *(solid.surface for solid in scene.solids)]
-    for body, surface in enumerate(surfaces):
-        rays = np.flatnonzero(seen.body == body)
-        position = points[:, rays]
-        if body >= FIRST_SOLID:
-            solid = scene.solids[body - FIRST_SOLID]
-            position = solid.rotation.T @ (position - solid.centre[:, None])
-            gloss[rays] = surface.gloss
-        albedo[:, rays] = _pattern(surface, position)
-    # Far ground fades into one colour: its pattern would be finer than the pixels there.
-    far = np.flatnonzero((seen.body == GROUND) & (seen.t > 4))
-    mean = (scene.ground.first + scene.ground.second)[:, None] / 2
-    albedo[:, far] += np.clip((seen.t[far] - 4) / 6, 0, 0.8) * (mean - albedo[:, far])
-    return albedo, gloss
-
-
-def _pattern(surface: Surface, position: Floats) -> Floats:
-    """Colour [3, n] of a surface at place [3, n], metres."""
-    first, second = surface.first[:, None], surface.second[:, None]
-    if surface.pattern == "plain":
-        return first
-    x, y, z = position * np.float32(surface.scale) + surface.phase[:, None]
-    if surface.pattern == "stripes":
-        wave = np.sin(x + z)
-    elif surface.pattern == "bands":
-        wave = np.sin(y + np.float32(0.3) * z)
-    elif surface.pattern == "checks":
-        wave = np.sin(x) * np.sin(z) * np.where(np.sin(y) > 0, 1, -1).astype(np.float32)
-    elif surface.pattern == "dots":
-        wave = np.sin(x) * np.sin(y + z) - np.float32(0.45)
-    else:
-        wave = np.sin(x + 2 * np.sin(np.float32(0.7) * y + np.sin(z))) * np.float32(0.35)
-    mixed: Floats = first + np.clip(np.float32(0.5) + np.float32(2.5) * wave, 0, 1) * (
-        second - first
-    )  # steep, not sharp
-    return mixed
-
-
-FILE = "annotations.json"
-
-FEWEST_PIXELS = 12
-"""Objects that show fewer are not annotated."""
+def _colours(body: Body, points: Floats) -> Floats:
+    """Colours [n, 3] at local points [3, n]: two colours in stripes, bands, checks or dots, or only the first."""
+    hue, saturation, value, turn, second_value, pattern, scale, phase = body.texture
+    low, high = (0.5, 0.9) if body.kind in SOLIDS else (0.1, 0.4)
+    first = np.array(colorsys.hsv_to_rgb(hue, low + (high - low) * saturation, 0.65 + 0.35 * value), np.float32)
+    second = np.array(colorsys.hsv_to_rgb((hue + 0.3 * turn) % 1, low, 0.3 + 0.6 * second_value), np.float32)
+    x, y, z = points * np.float32(3 + 5 * scale) + np.float32(6.3 * phase)
+    flat, index = np.float32(math.pi / 2), int(pattern * 5)
+    u, v = ((np.full_like(x, -flat), flat), (x + z, flat), (y + z / 3, flat), (x, z), (x, y + z))[index]
+    share = np.clip(np.float32(0.5) + np.float32(2.5) * np.sin(u) * np.sin(v) - (index == 4), 0, 1)
+    colours: Floats = first + share[:, None] * (second - first)
+    return colours
 
 
 def write_coco_scenes(directory: Path, *, count: int, size: int, seed: int) -> Path:
     """Write `count` scenes of size x size pixels: DIRECTORY/annotations.json and DIRECTORY/images/*.png.
 
     Raises:
-        DataError: the directory holds something else.
+        DataError: the directory contains something else.
     """
-    if directory.exists() and any(one.name not in (FILE, "images") for one in directory.iterdir()):
-        raise DataError(f"{directory} holds something else; give an empty directory")
+    if directory.exists() and any(path.name not in ("annotations.json", "images") for path in directory.iterdir()):
+        raise DataError(f"{directory} contains something else; give an empty directory")
     (directory / "images").mkdir(parents=True, exist_ok=True)
     images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for number in range(count):
         scene = render_scene(seed, number, size)
         name = f"scene-{number:08d}.png"
         Image.fromarray(scene.image).save(directory / "images" / name)
         images.append({"id": number + 1, "file_name": name, "height": size, "width": size})
-        for entry in scene_objects(scene):
-            annotations.append({"id": len(annotations) + 1, "image_id": number + 1, **entry})
+        objects += ({"image_id": number + 1, **entry} for entry in scene_objects(scene))
     categories = [{"id": number + 1, "name": name} for number, name in enumerate(SCENE_CLASSES)]
+    annotations = [{"id": number + 1, **entry} for number, entry in enumerate(objects)]
     document = {"images": images, "annotations": annotations, "categories": categories}
-    (directory / FILE).write_text(json.dumps(document), encoding="utf-8")
+    (directory / "annotations.json").write_text(json.dumps(document), encoding="utf-8")
     return directory
 
 
 def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
-    """COCO's annotation of each object that shows enough of itself."""
-    samples = []
+    """COCO's annotation of each object with 12 visible pixels or more."""
+    objects = []
     for body in range(FIRST_SOLID, int(scene.bodies.max()) + 1):
         mask = scene.bodies == body
-        if mask.sum() < FEWEST_PIXELS:
+        if mask.sum() < 12:
             continue
-        lines, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-        left, top, right, bottom = columns[0], lines[0], columns[-1] + 1, lines[-1] + 1
-        kind = SEGMENTATION_CLASSES[int(scene.segmentation[mask][0])]
-        samples.append(
-            {
-                "category_id": SCENE_CLASSES.index(kind) + 1,
-                "bbox": [int(left), int(top), int(right - left), int(bottom - top)],
-                "area": int(mask.sum()),
-                "iscrowd": 0,
-                "segmentation": {"size": list(mask.shape), "counts": run_lengths(mask)},
-            }
-        )
-    return samples
+        rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        left, top, right, bottom = (int(edge) for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+        shape = {"bbox": [left, top, right - left, bottom - top], "area": int(mask.sum()), "iscrowd": 0}
+        segmentation = {"size": list(mask.shape), "counts": run_lengths(mask)}
+        category = int(scene.segmentation[mask][0]) - FIRST_SOLID + 1
+        objects.append({"category_id": category, **shape, "segmentation": segmentation})
+    return objects
 
 
-def run_lengths(mask: npt.NDArray[np.bool_]) -> list[int]:
+def run_lengths(mask: NDArray[np.bool_]) -> list[int]:
     """Lengths of the runs of 0 and 1 in turn, column by column, beginning with 0 (COCO's uncompressed form)."""
     flat = mask.ravel(order="F")
     changes = np.flatnonzero(np.diff(flat, prepend=False))

@@ -21,8 +21,14 @@ from trp_scale.evaluation.figures.pictures import draw_pictures
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.modalities.normals import Normals, stored_normals
 from trp_scale.pretraining.modalities.settings import NormalsSettings
-from trp_scale.sharding.images.scenes import SEGMENTATION_CLASSES, RenderedScene, render_scene
-from trp_scale.sharding.images.scenes_layout import draw_scene
+from trp_scale.sharding.images.scenes import (
+    CAMERA_DISTANCE,
+    HALF_WIDTH,
+    SEGMENTATION_CLASSES,
+    RenderedScene,
+    draw_bodies,
+    render_scene,
+)
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 
@@ -141,29 +147,19 @@ def scenes() -> list[RenderedScene]:
     return [render_scene(0, number, 192) for number in range(12)]
 
 
-def points(scene: RenderedScene, number: int) -> Float64:
-    """Where each pixel's surface lies in the camera's frame, [H, W, 3] metres, from its depth alone."""
-    size, slope = len(scene.depth), _drawn(scene, number).slope
-    place = (np.arange(size) + 0.5) / size * 2 - 1
-    across, down = np.meshgrid(place * slope, place * slope)
+def points(scene: RenderedScene) -> Float64:
+    """Where each pixel's surface is in the camera's frame, [H, W, 3] metres, from its depth alone."""
+    place = ((np.arange(len(scene.depth)) + 0.5) / len(scene.depth) * 2 - 1) * HALF_WIDTH
+    across, down = np.meshgrid(place, place)
     depth = scene.depth.astype(np.float64) / scene.units_per_metre
-    return np.stack([across * depth, -down * depth, -depth], axis=-1)
-
-
-def _drawn(scene: RenderedScene, number: int):  # type: ignore[no-untyped-def]
-    """The scene that was rendered: the attempt with these areas."""
-    for attempt in range(8):
-        drawn = draw_scene(0, number, attempt)
-        if 2 + len(drawn.solids) > int(scene.bodies.max()):
-            return drawn
-    raise AssertionError(number)
+    return np.stack([across, -down, -depth], axis=-1)
 
 
 def test_normals_stand_upright_on_the_surface_that_depth_shows(scenes: list[RenderedScene]) -> None:
     """Against the cross product of finite differences of depth, which is in whole millimetres: a hundredth of a radian
     in the middle, more beside the edges of a solid."""
     for number, scene in enumerate(scenes):
-        place = points(scene, number)
+        place = points(scene)
         across, up = place[1:-1, 2:] - place[1:-1, :-2], place[:-2, 1:-1] - place[2:, 1:-1]
         upright = np.cross(across, up)
         upright /= np.linalg.norm(upright, axis=-1, keepdims=True)
@@ -179,18 +175,17 @@ def test_normals_stand_upright_on_the_surface_that_depth_shows(scenes: list[Rend
 def test_normals_of_planes_and_spheres_are_exact(scenes: list[RenderedScene]) -> None:
     spheres = 0
     for number, scene in enumerate(scenes):
-        drawn = _drawn(scene, number)
-        sine, cosine = math.sin(drawn.pitch), math.cos(drawn.pitch)
-        for body, expected in ((0, (0, -sine, cosine)), (1, (0, cosine, sine))):
-            found = scene.normals[scene.bodies == body]
-            np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), atol=1e-6)
-        into = np.array([[1, 0, 0], [0, cosine, sine], [0, sine, -cosine]])  # world -> camera
-        for place, solid in enumerate(drawn.solids):
-            here = scene.bodies == 2 + place
-            if solid.kind == "sphere" and here.any():
+        bodies = draw_bodies(0, number, 0)
+        for index, body in enumerate(bodies):
+            here = scene.bodies == index
+            if body.kind in ("wall", "ground"):
+                upright = np.broadcast_to(body.axes[:, 1], scene.normals[here].shape)
+                np.testing.assert_allclose(scene.normals[here], upright, atol=1e-6)
+            elif body.kind == "sphere" and here.any():
                 assert (scene.segmentation[here] == SEGMENTATION_CLASSES.index("sphere")).all()
-                centre = into @ (solid.centre.astype(np.float64) - drawn.camera)
-                expected = (points(scene, number)[here] - centre) / solid.size[0]
+                centre = body.centre - np.array([0, 0, CAMERA_DISTANCE])
+                radius = np.linalg.norm(body.axes[:, 0])
+                expected = (points(scene)[here] - centre) / radius
                 np.testing.assert_allclose(scene.normals[here], expected, atol=0.004)  # depth is in millimetres
                 spheres += 1
         np.testing.assert_allclose(np.linalg.norm(scene.normals, axis=-1), 1, atol=1e-5)
