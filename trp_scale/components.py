@@ -1,7 +1,7 @@
 """The package's own components: importing their settings registers them. This is the one list of its rooms."""
 
 from trp_scale.engines import settings as engines
-from trp_scale.evaluation.online import settings as online
+from trp_scale.evaluation import arguments as evaluation
 from trp_scale.finetuning.classification import settings as classification
 from trp_scale.finetuning.dense import settings as dense
 from trp_scale.finetuning.detection import settings as detection
@@ -22,12 +22,12 @@ __all__ = [
     "dense",
     "detection",
     "engines",
+    "evaluation",
     "glue",
     "mae",
     "masks",
     "measurements",
     "mm_mae",
     "modalities",
-    "online",
     "pos_bert",
 ]

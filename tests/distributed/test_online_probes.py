@@ -12,7 +12,7 @@ from tests.distributed.test_validation import run
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import image_flags, lines
-from tests.unit.evaluation.probe.small_encoder import striped_images
+from tests.unit.evaluation.small_encoder import striped_images
 
 CHANGES: dict[str, Any] = {
     "crops__size": 16,

@@ -26,7 +26,7 @@ from tests.ranks import Ranks, free_port
 from tests.readme import COMMANDS, TOUR
 from tests.runs import environment
 from tests.small_commands import LONGER, STEPS, made_small, run_here
-from tests.unit.finetuning.glue.standard_files import write_glue
+from tests.unit.finetuning.glue.small_data import write_glue
 from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale.sharding.text.corpus import embedded_documents
 

@@ -13,7 +13,7 @@ from tests.documents.pages import blocks, read
 from tests.runs import flags, image_flags, lines, pretrain_here
 from trp_scale.cli import main as cli
 from trp_scale.config.registry import names as registered_names
-from trp_scale.evaluation.online.probes import OnlineProbes
+from trp_scale.evaluation.probe.online import OnlineProbes
 from trp_scale.methods.adversary.pixels import PixelAdversary
 from trp_scale.methods.adversary.positions import PositionAdversary
 from trp_scale.methods.gradient_noise_scale import GradientNoiseScale

@@ -20,7 +20,7 @@ from PIL import Image
 from tests.commands import ROOT, Command
 from tests.documents.pages import WALKTHROUGHS, Block, blocks, pages, read
 from tests.small_commands import made_small, run_here
-from tests.unit.finetuning.glue.standard_files import write_glue
+from tests.unit.finetuning.glue.small_data import write_glue
 from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale.sharding.text.corpus import embedded_documents
 

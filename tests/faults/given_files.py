@@ -24,9 +24,8 @@ from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, speci
 from trp_scale.diagnostics import machine
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.evaluation.figures.trained_images import read_square
-from trp_scale.finetuning.detection.annotations import check_images
+from trp_scale.finetuning.detection.annotations import check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.batch import read_image
-from trp_scale.finetuning.detection.files import read_coco, read_voc
 from trp_scale.finetuning.glue.batch import load_tokenizer
 from trp_scale.finetuning.glue.folders import FORMATS, read_splits, read_tsv
 from trp_scale.pretraining.modalities import modalities

@@ -185,8 +185,8 @@ def test_text_goes_without_the_libraries_of_images() -> None:
         "finetuning.finetune",
         "finetuning.glue.task",
         "evaluation.probe.command",
+        "evaluation.probe.online",
         "evaluation.probe.sentences",
-        "evaluation.online.labelled_rows",
         "evaluation.evaluate",
         "planning.command",
     )

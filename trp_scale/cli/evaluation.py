@@ -84,7 +84,7 @@ def watch(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """`trp-scale evaluate`."""
-    from trp_scale.finetuning.arguments import parse_evaluate
+    from trp_scale.evaluation.arguments import parse_evaluate
 
     arguments = parse_evaluate(argv)
     from trp_scale.checkpoint.export import while_training
@@ -95,7 +95,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def probe(argv: Sequence[str]) -> int:
     """`trp-scale probe`."""
-    from trp_scale.evaluation.probe.arguments import parse_probe
+    from trp_scale.evaluation.arguments import parse_probe
 
     arguments = parse_probe(argv)
     from trp_scale.checkpoint.export import while_training
@@ -106,7 +106,7 @@ def probe(argv: Sequence[str]) -> int:
 
 def represent(argv: Sequence[str]) -> int:
     """`trp-scale represent`."""
-    from trp_scale.evaluation.figures.arguments import RepresentArguments
+    from trp_scale.evaluation.arguments import RepresentArguments
 
     arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
     from trp_scale.checkpoint.export import while_training

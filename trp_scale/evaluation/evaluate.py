@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -14,18 +15,10 @@ from trp_scale.config.upstream import AVERAGE
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
-from trp_scale.evaluation.pretrained_losses import check_flags, measure_losses, read_pretrained
-from trp_scale.finetuning.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
-from trp_scale.finetuning.finetuned_run import FinetunedRun, find_runs, predicting_engine, read_origin
-from trp_scale.finetuning.task import (
-    Collector,
-    DownstreamTask,
-    build_task,
-    predict,
-    seed_result,
-    task_class,
-    trained_on_is_there,
-)
+from trp_scale.evaluation.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
+from trp_scale.evaluation.pretrained_losses import measure_losses, read_pretrained, refuse_flags
+from trp_scale.finetuning.measurement import Collector, ReadRun, find_runs, predict, predicting_engine, read_origin
+from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result, task_class, trained_on_is_there
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
@@ -52,7 +45,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
         world = environment.world
         pretrained = read_pretrained(arguments.run, arguments.weights)
         if pretrained is not None:
-            check_flags(arguments)
+            refuse_flags(
+                arguments, ("robustness", "images", "classes", "predictions", "partial"), "runs of trp-scale finetune"
+            )
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
         with create_directories(output, arguments.predictions, world=world):
@@ -98,29 +93,33 @@ def _masks(source: str, arguments: EvaluateArguments) -> Results:
 
 
 def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
-    """All tasks and seeds of a directory of `trp-scale finetune`."""
-    if arguments.background:
-        raise RefusedError(
-            f"--background is for runs of pre-training, whose masks it measures; --run {arguments.run} is fine-tuned"
-        )
-    if arguments.rows:
-        raise RefusedError(
-            f"--rows {arguments.rows} is for runs of pre-training; a figure of a downstream task is that of all rows"
-        )
+    """Measure all tasks and seeds of a directory of `trp-scale finetune`."""
+    refuse_flags(arguments, ("background", "rows"), "runs of pre-training")
     runs = find_runs(arguments.run, arguments.weights)
     if sets and len(runs) > 1:
         raise RefusedError(
             f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
             f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
         )
-    several = any(len(seeds) > 1 for seeds in runs.values())
+    several = any(len(seeds) > 1 for seeds in runs.values())  # then each has predictions in a directory of its own
+
+    def measure(run: ReadRun) -> list[SeedResult]:
+        if sets:
+            from trp_scale.evaluation.robustness import RobustClassifier
+
+            classifier = RobustClassifier(
+                run, environment, classes_of=arguments.classes, micro_size=arguments.micro_size
+            )
+            return [classifier.measure(images, partial=arguments.partial) for images in sets]
+        directory = arguments.predictions
+        if directory is not None and several:
+            directory /= f"seed_{run.config.training.seed}"
+        result = measure_run(run, arguments, environment, directory)
+        return [] if result is None else [result]
+
     tasks: list[TaskResult] = []
     for seeds in runs.values():
-        tasks += (
-            _robust(seeds, arguments, sets, environment)
-            if sets
-            else _evaluate_own(seeds, arguments, environment, several)
-        )
+        tasks += [join(list(results)) for results in zip(*map(measure, seeds), strict=True)]
     recipe, encoder = read_origin(arguments.run, runs)
     return Results(recipe=recipe, encoder=encoder, tasks=tasks)
 
@@ -135,40 +134,8 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     return "-".join(filter(None, parts))
 
 
-def _evaluate_own(
-    seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment, several: bool
-) -> list[TaskResult]:
-    """One task over its seeds, on its own data or on other of the same kind; nothing of rows without labels.
-
-    Args:
-        several: a task has several seeds: each has predictions in a directory of its own.
-    """
-    results = []
-    for run in seeds:
-        directory = arguments.predictions
-        if directory is not None and several:
-            directory /= f"seed_{run.config.training.seed}"
-        results.append(measure_run(run, arguments, environment, directory))
-    figures = [result for result in results if result is not None]
-    return [join(figures)] if figures else []
-
-
-def _robust(
-    seeds: list[FinetunedRun], arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment
-) -> list[TaskResult]:
-    """Each set over the seeds of one classifier."""
-    from trp_scale.evaluation.robustness import RobustClassifier
-
-    results: list[list[SeedResult]] = [[] for _ in sets]
-    for run in seeds:
-        classifier = RobustClassifier(run, environment, classes_of=arguments.classes, micro_size=arguments.micro_size)
-        for images, of_set in zip(sets, results, strict=True):
-            of_set.append(classifier.measure(images, partial=arguments.partial))
-    return [join(of_set) for of_set in results]
-
-
 def measure_run(
-    run: FinetunedRun, arguments: EvaluateArguments, environment: Environment, directory: Path | None = None
+    run: ReadRun, arguments: EvaluateArguments, environment: Environment, directory: Path | None = None
 ) -> SeedResult | None:
     """One seed of one task. Collective; the same on all ranks, and on any number of them.
 
@@ -191,7 +158,7 @@ def measure_run(
         collected = None if task.unlabelled else task.metrics()
         saved = None if directory is None else task.predictions(directory, engine.data_group)
         collectors: list[Collector] = [collector for collector in (collected, saved) if collector is not None]
-        predict(engine, task, task.sources.validation.windows(), collectors)
+        predict(engine, task.predict, task.sources.validation.windows(), collectors)
         written = [] if saved is None else saved.finish()
     finally:
         task.sources.close()
@@ -202,9 +169,9 @@ def measure_run(
     return seed_result(task, run.config.training.seed, collected.finish(engine.data_group))
 
 
-def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
+def measured_config(run: ReadRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
     """The run's settings with the data that is to be measured, and a global batch that any number of ranks divides."""
-    config = copy.deepcopy(run.config)
+    config: FinetuneConfig = copy.deepcopy(run.config)
     config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
     config.batch.global_size = config.batch.micro_rows * world
     task_class(config).measure_on(config, run.checkpoint, arguments.data, arguments.images)
@@ -213,7 +180,7 @@ def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int)
 
 
 def _check_data(
-    run: FinetunedRun, arguments: EvaluateArguments, config: FinetuneConfig, task: DownstreamTask, where: Environment
+    run: ReadRun, arguments: EvaluateArguments, config: FinetuneConfig, task: DownstreamTask[Any], where: Environment
 ) -> None:
     """Without --data, refuse data that is no longer what the run has had. With it, say how many of its images the run
     has learned from. Collective."""
@@ -237,7 +204,7 @@ def _check_data(
             print(f"note: {count} images of {arguments.data} are among those that {run.directory} learned from")
 
 
-def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTask) -> None:
+def _check_classes(run: ReadRun, config: FinetuneConfig, task: DownstreamTask[Any]) -> None:
     """Refuse data whose classes are not the model's: where the training data is gone, nothing else compares them."""
     classes = task.checkpoint_extra().get("classes")
     if run.classes is not None and classes is not None and tuple(classes) != run.classes:

@@ -6,28 +6,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
-from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.run_directory import CHECKPOINTS
 from trp_scale.config import PretrainConfig, RefusedError
-from trp_scale.config.loader import from_dict
 from trp_scale.config.upstream import Weights
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan
-from trp_scale.data.sources import Chosen, Rows, ValidationSource, within_cpus
+from trp_scale.data.sources import Chosen, Rows, within_cpus
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import DataError, finding
-from trp_scale.finetuning.arguments import EvaluateArguments
-from trp_scale.finetuning.finetuned_run import ReadRun, predicting_engine
-from trp_scale.finetuning.task import refuse_unread
-from trp_scale.pretraining.base import build_upstream, find_upstream
+from trp_scale.evaluation.arguments import EvaluateArguments
+from trp_scale.finetuning.encoders import is_run
+from trp_scale.finetuning.measurement import ReadRun, every_block, open_run, predicting_engine, read_once, refuse_unread
+from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
 from trp_scale.reporting.results import Results, SeedResult, join
 from trp_scale.training.loop import validate
 
@@ -37,51 +30,28 @@ LOSS = "loss"
 """Figure of a task, as metrics.jsonl calls it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PretrainedRun(ReadRun):
-    """A run of `trp-scale pretrain`, ended or not."""
-
-    config: PretrainConfig
-
-    def describe(self) -> str:
-        """Return directory, step and weights, for tables."""
-        average = ", average of the weights" if self.weights == "average" else ""
-        return f"{self.directory}, step {self.document.step}{average}"
+def read_pretrained(source: Path, weights: Weights = "last") -> ReadRun | None:
+    """Open a run of `trp-scale pretrain`, ended or not; `None` if the directory is none."""
+    run = open_run(source, weights) if is_run(source) else None
+    return run if run is not None and isinstance(run.config, PretrainConfig) else None
 
 
-def read_pretrained(source: Path, weights: Weights = "last") -> PretrainedRun | None:
-    """The newest checkpoint of a run directory, or the checkpoint itself; None where that is no run of pre-training."""
-    if not ((source / CHECKPOINTS).is_dir() or (source / DOCUMENT_NAME).is_file()):
-        return None
-    checkpoint = find_checkpoint(source)
-    document = read_document(checkpoint)
-    config = from_dict(document.config, source=str(checkpoint))
-    if not isinstance(config, PretrainConfig):
-        return None
-    directory = source if checkpoint != source else checkpoint.parent.parent
-    return PretrainedRun(directory=directory, checkpoint=checkpoint, document=document, config=config, weights=weights)
+def refuse_flags(arguments: EvaluateArguments, flags: Sequence[str], kinds: str) -> None:
+    """Refuse flags that say nothing of the run.
 
-
-def check_flags(arguments: EvaluateArguments) -> None:
-    """Refuse flags that say nothing of losses.
+    Args:
+        flags: without dashes.
+        kinds: runs that they are for.
 
     Raises:
         RefusedError: naming the flag.
     """
-    for flag, value in (
-        ("robustness", arguments.robustness),
-        ("images", arguments.images),
-        ("classes", arguments.classes),
-        ("predictions", arguments.predictions),
-        ("partial", arguments.partial),
-    ):
-        if value:
-            raise RefusedError(
-                f"--{flag} is for fine-tuned runs, and --run {arguments.run} is one of pre-training; leave it out"
-            )
+    for flag in flags:
+        if getattr(arguments, flag):
+            raise RefusedError(f"--{flag} is for {kinds}, and --run {arguments.run} is none; leave it out")
 
 
-def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Results:
+def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Environment) -> Results:
     """The mean loss of each task that occurs. Collective; the same on all ranks, and on any number of them.
 
     Tasks outside the balance, of which no balancer makes the worst better, are not judged. A task without elements is
@@ -93,40 +63,19 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
     """
     config = measured_config(run, arguments, environment)
     paths = parse_paths(config.data.path)
-    try:
-        upstream = build_upstream(config, environment)
-    except DataError as error:
-        if arguments.data:
-            raise
-        raise RefusedError(
-            f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
-            "command where the run was started, or give other data with --data DIR"
-        ) from error
-    except RefusedError as error:
-        raise RefusedError(
-            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the kind "
-            "that it learned from with --data DIR"
-        ) from error
+    upstream = _build(run, config, arguments, environment)
     rows = upstream.sources.opened
     environment.world.require_equal(rows.digest(), f"the data set {config.data.path}")
     upstream.require_readable(rows, config.data.path, run.checkpoint.parent.parent, run.document.extra)
     chosen = _every_block(run, rows) if arguments.data else _held_out(run, config, rows, paths)
     plan = HeldOutPlan(members=rows.members(paths, chosen), most=arguments.rows or None)
     engine = predicting_engine(upstream.model(), run, environment)
-    source = ValidationSource(
-        plan,
-        rows.builder,
-        within_cpus(config, environment.cpus),
-        rank=environment.data.rank,
-        world=environment.data.size,
-        pin_memory=environment.device.type == "cuda",
-        stored=rows.stored,
-    )
+    pin = environment.device.type == "cuda"
+    batches = read_once(rows, plan, within_cpus(config, environment.cpus), environment.data, pin_memory=pin)
     corrupt: dict[str, str] = {}
     try:
-        losses = validate(engine, upstream.objective, source.windows(), corrupt)
+        losses = validate(engine, upstream.objective, batches, corrupt)
     finally:
-        source.close()
         upstream.sources.close()
     refuse_unread(corrupt, engine.data_group)
     assert losses is not None, "nothing asks to leave it"
@@ -147,10 +96,33 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
         for name, task in losses["tasks"].items()
         if task["count"]
     ]
-    return Results(recipe=run.config.upstream, encoder=run.describe(), tasks=[join([task]) for task in results])
+    average = ", average of the weights" if run.weights == "average" else ""
+    return Results(
+        recipe=run.config.upstream,
+        encoder=f"{run.directory}, step {run.document.step}{average}",
+        tasks=[join([task]) for task in results],
+    )
 
 
-def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Any:
+def _build(run: ReadRun, config: PretrainConfig, arguments: EvaluateArguments, environment: Environment) -> Upstream:
+    """Open the data and make the objective, or say how data that can be measured is named."""
+    try:
+        return build_upstream(config, environment)
+    except DataError as error:
+        if arguments.data:
+            raise
+        raise RefusedError(
+            f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
+            "command where the run was started, or give other data with --data DIR"
+        ) from error
+    except RefusedError as error:
+        raise RefusedError(
+            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the kind "
+            "that it learned from with --data DIR"
+        ) from error
+
+
+def measured_config(run: ReadRun, arguments: EvaluateArguments, environment: Environment) -> Any:
     """The run's settings with the data that is measured, and a global batch that any number of ranks divides."""
     config = copy.deepcopy(find_upstream(run.config).inference_config(run.config))
     config.data.path, config.model.weights = arguments.data or config.data.path, ""
@@ -161,17 +133,17 @@ def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environmen
     return config
 
 
-def _every_block(run: PretrainedRun, rows: Rows) -> list[Chosen]:
+def _every_block(run: ReadRun, rows: Rows) -> list[Chosen]:
     """All of each data set, as masks [n]."""
     if rows.digest() == run.document.extra.get("data_digest"):
         logger.warning(
             "--data is what the run has learned from: its training rows are measured with the others; leave --data out "
             "to measure those that were held out alone"
         )
-    return [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in rows.blocks]
+    return every_block(rows.blocks)
 
 
-def _held_out(run: PretrainedRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:
+def _held_out(run: ReadRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:
     """Return the run's held-out rows of each data set, as masks [n]."""
     fraction = config.data.validation_fraction
     if fraction == 0.0:

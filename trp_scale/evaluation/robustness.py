@@ -10,8 +10,7 @@ import copy
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.evaluation.arguments import RobustnessSet
 from trp_scale.evaluation.probe.images import open_probed
-from trp_scale.finetuning.arguments import RobustnessSet
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier, open_labelled
-from trp_scale.finetuning.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
-from trp_scale.finetuning.task import GatheredRows, measure
+from trp_scale.finetuning.measurement import GatheredRows, PredictingEngine, ReadRun, predict, predicting_engine
 from trp_scale.reporting.results import SeedResult
+
+logger = logging.getLogger(__name__)
 
 
 def class_columns(model: tuple[str, ...], set_classes: tuple[str, ...] | None, where: Path) -> Tensor:
@@ -114,48 +114,13 @@ Errors = Mapping[str, Mapping[int, float]]
 """Top-1 error by corruption and severity, shares of 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorruptionError:
-    """Corruption errors of a classifier.
+def corruption_errors(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean error over severities by corruption, and that over AlexNet's mean over all five.
 
-    Attributes:
-        severities: known errors, of 75.
-        relative: CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c} by corruption.
-        errors: the mean over severities by corruption.
-        mce: mean CE over corruptions; 1 is as bad as AlexNet.
-        mean_error: mean error over corruptions, by no other classifier's.
+    With all severities the latter is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}; 1 is as bad as AlexNet.
     """
-
-    severities: int
-    relative: dict[str, float]
-    errors: dict[str, float]
-    mce: float
-    mean_error: float
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is the figure that is published."""
-        return self.severities == ALL_ERRORS
-
-
-def corruption_error(errors: Errors) -> CorruptionError:
-    """The mean corruption error of what is there. Where severities are missing, the mean over those that are there
-    stands against AlexNet's over all five.
-
-    Raises:
-        ValueError: no errors at all.
-    """
-    if not errors:
-        raise ValueError("errors of no corruption")
     means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
-    relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
-    return CorruptionError(
-        severities=sum(len(levels) for levels in errors.values()),
-        relative=relative,
-        errors=means,
-        mce=statistics.fmean(relative.values()),
-        mean_error=statistics.fmean(means.values()),
-    )
+    return means, {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
 
 
 def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
@@ -188,27 +153,8 @@ def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, parti
         )
 
 
-logger = logging.getLogger(__name__)
-
 IMAGENET = 1000
 """Classes of the classifier that corruption errors are divided by."""
-
-
-class SubsetTask:
-    """Measured subset of the classes (see `Measured`).
-
-    Args:
-        columns: [k] the model's number of each class.
-    """
-
-    def __init__(self, columns: Tensor) -> None:
-        self._columns, self._objective = columns, ImageClassification()
-
-    def predict(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        return self._objective.logits(forward, batch)
-
-    def metrics(self) -> SubsetAccuracy:
-        return SubsetAccuracy(self._columns)
 
 
 class RobustClassifier:
@@ -224,9 +170,7 @@ class RobustClassifier:
         RefusedError: a run of another task, or nobody knows the names of its classes.
     """
 
-    def __init__(
-        self, run: FinetunedRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0
-    ) -> None:
+    def __init__(self, run: ReadRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0) -> None:
         config = run.config
         if not isinstance(config, ClassificationTaskConfig):
             raise RefusedError(
@@ -239,7 +183,7 @@ class RobustClassifier:
         self.classes = self._names(run, classes_of)
         self.engine: PredictingEngine = predicting_engine(ImageClassifier(config), run, environment)
 
-    def _names(self, run: FinetunedRun, classes_of: str) -> tuple[str, ...]:
+    def _names(self, run: ReadRun, classes_of: str) -> tuple[str, ...]:
         names = open_labelled(classes_of).meta.classes if classes_of else run.classes
         if names is None:
             raise RefusedError(
@@ -268,9 +212,10 @@ class RobustClassifier:
             config.augmentation.measured = "whole"
         images = open_probed(config, str(directory))
         columns = class_columns(self.classes, images.opened.meta.classes, directory)
-        return measure(self.engine, SubsetTask(columns), images.batches(self.environment.data))
+        metrics, group = SubsetAccuracy(columns), self.environment.data
+        predict(self.engine, ImageClassification().logits, images.batches(group), [metrics])
+        return metrics.finish(group)
 
-    @torch.no_grad()
     def measure(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
         """Measure one set. Collective.
 
@@ -281,7 +226,7 @@ class RobustClassifier:
             return self.on_corruptions(images, partial=partial)
         accuracy = self.accuracy(images.directory)
         detail = accuracy.pop("detail")
-        return self._result(images, "accuracy", accuracy, detail, lower_is_better=False)
+        return self._result(images, "accuracy", accuracy, detail)
 
     def on_corruptions(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
         """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
@@ -307,31 +252,29 @@ class RobustClassifier:
             for name, levels in present.items()
             if levels
         }
-        corruption = corruption_error(errors)
-        label = "" if corruption.complete else f" (partial: {corruption.severities} of {ALL_ERRORS})"
+        means, relative = corruption_errors(errors)
+        count = sum(map(len, errors.values()))
+        label = "" if count == ALL_ERRORS else f" (partial: {count} of {ALL_ERRORS})"
         metric = f"mean_corruption_error{label}"
-        metrics = {metric: corruption.mce, f"mean_error{label}": corruption.mean_error}
-        metrics |= {f"error_{name}": value for name, value in corruption.errors.items()}
+        metrics = {
+            metric: statistics.fmean(relative.values()),
+            f"mean_error{label}": statistics.fmean(means.values()),
+            **{f"error_{name}": value for name, value in means.items()},
+        }
         detail = {
             "errors": {name: {str(level): error for level, error in levels.items()} for name, levels in errors.items()},
-            "corruption_errors": corruption.relative,
+            "corruption_errors": relative,
         }
-        return self._result(images, metric, metrics, detail, lower_is_better=True)
+        return self._result(images, metric, metrics, detail)
 
     def _result(
-        self,
-        images: RobustnessSet,
-        metric: str,
-        metrics: dict[str, float],
-        detail: dict[str, Any],
-        *,
-        lower_is_better: bool,
+        self, images: RobustnessSet, metric: str, metrics: dict[str, float], detail: dict[str, Any]
     ) -> SeedResult:
         return SeedResult(
             task=images.title,
             metric=metric,
             split="test",
-            lower_is_better=lower_is_better,
+            lower_is_better=metric != "accuracy",
             seed=self.seed,
             metrics=metrics,
             detail=detail,

@@ -14,7 +14,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.checkpoint.initial_weights import FILE, stored_weights
-from trp_scale.checkpoint.run_directory import name_seed_runs
+from trp_scale.checkpoint.run_directory import CHECKPOINTS, name_seed_runs
 from trp_scale.config import Config, ModelConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.json_files import read_object
@@ -93,7 +93,7 @@ def open_encoder(path: str) -> EncoderSource:
     """
     named, state = named_weights(path)
     directory = Path(named)
-    if (directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file():
+    if is_run(directory):
         checkpoint = find_checkpoint(directory)
         config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
         tokenizer = checkpoint.parent.parent / "tokenizer"
@@ -125,19 +125,28 @@ def open_encoder(path: str) -> EncoderSource:
     )
 
 
+def is_run(path: Path) -> bool:
+    """Whether it is a run directory, or a checkpoint."""
+    return (path / CHECKPOINTS).is_dir() or (path / DOCUMENT_NAME).is_file()
+
+
 @torch.no_grad()
-def take_encoder(encoder: nn.Module, weights: dict[str, Tensor], path: str) -> None:
-    """Copy pre-trained weights into an encoder, by name.
+def take_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint: str = "") -> None:
+    """Copy weights into a module, by name.
+
+    Args:
+        where: file or flag that they come from, for messages.
+        hint: end of the message: what may be the reason.
 
     Raises:
         RefusedError: names that are missing, left over, or of another shape.
     """
-    parameters = dict(encoder.named_parameters())
+    parameters = dict(module.named_parameters())
     try:
         check_names(parameters, weights)
         check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     except OtherTensorsError as error:
-        raise RefusedError(f"--from {path}: not the weights of this encoder ({error})") from error
+        raise RefusedError(f"{where}: not the weights of this model ({error}){hint}") from error
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
 
@@ -193,7 +202,11 @@ def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)
-        named = {_present_name(name.removeprefix("bert.")): tensor for name, tensor in stored.items()}
+        # The published BERTs come from TensorFlow, and call the norms' weights as that did.
+        present = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
+        named = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
+        for before, now in present:
+            named = {name.replace(before, now): tensor for name, tensor in named.items()}
         parts = ("embeddings.", "encoder.", "pooler.")
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
@@ -212,8 +225,3 @@ def transformers_sizes(fields: Fields) -> dict[tuple[str, str], Any]:
         ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
         ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, 1e-12),
     }
-
-
-def _present_name(name: str) -> str:
-    """The published BERTs come from TensorFlow, and call the norms' weights as that did."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
@@ -20,7 +21,9 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero
 from trp_scale.exit_status import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
-from trp_scale.finetuning.task import DownstreamTask, build_task, measure, seed_result
+from trp_scale.finetuning.measurement import predict
+from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result
+from trp_scale.pretraining.base import Upstream
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
@@ -58,7 +61,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         tasks = arguments.config.tasks(arguments.task)
         if arguments.only is not None:
             task_number, number = divmod(arguments.only, arguments.seeds)
-            seed_arguments = of_seed(arguments, tasks[task_number], number, run_dir)
+            seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
             seed_dir = rundir.create_run_directory(seed_arguments, world)  # the others' are other processes'
             with guard_run(seed_dir, config, environment, asked_in=run_dir) as guard:
                 return run_seed(seed_arguments, environment, engine_name, guard)[0]
@@ -66,7 +69,7 @@ def finetune(arguments: FinetuneArguments) -> int:
             for task in tasks:
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
-                    seed_arguments = of_seed(arguments, task, number, run_dir)
+                    seed_arguments = select_seed(arguments, task, number, run_dir)
                     status, result = run_seed(seed_arguments, environment, engine_name, guard, of_task)
                     if result is None:
                         return status
@@ -102,8 +105,8 @@ def refuse_learned_images(config: FinetuneConfig) -> None:
             refuse_shared_images(train, test)
 
 
-def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
-    """The arguments of seed_arguments run of seed_arguments task."""
+def select_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
+    """Return the arguments of a run of a task."""
     config = copy.deepcopy(arguments.config)
     config.downstream.task = task
     config.training.seed += number
@@ -168,15 +171,15 @@ def run_seed(
             return ExitStatus.DONE, done
     rundir.create_run_directory(arguments, world)
     results: list[SeedResult] = []
-    tasks: list[DownstreamTask] = []
+    tasks: list[DownstreamTask[Any]] = []
 
-    def build(config: Config, where: Environment) -> DownstreamTask:
+    def build(config: Config, where: Environment) -> Upstream:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
         if len(tasks) == 1 and not earlier:  # each rank by itself: the first may be one that tells of the sizes alone
             refuse_learned_images(config)
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
-        return tasks[-1]
+        return cast(Upstream, tasks[-1])  # all that a run asks of one
 
     def make(rollback: Rollback | None) -> Run:
         phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")
@@ -187,7 +190,9 @@ def run_seed(
     def measure_run(run: Run) -> None:
         task = tasks[-1]  # the first ones only told of the sizes
         with run.hooks.validation():
-            metrics = measure(run.engine, task, run.sources.validation.windows())
+            collected = task.metrics()
+            predict(run.engine, task.predict, run.sources.validation.windows(), [collected])
+            metrics = collected.finish(run.engine.data_group)
         asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
         seed = arguments.config.training.seed
         results.append(seed_result(task, seed, metrics, settings=asked, data=run.sources.digest()))

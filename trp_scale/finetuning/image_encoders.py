@@ -58,33 +58,25 @@ def image_encoder_from_run(
         of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
         return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
 
-    settings = sizes_from_model(config.model) | {
-        ("vision", "patch_size"): config.vision.patch_size,
-        ("vision", "position_order"): config.vision.position_order,
-        ("vision", "positions"): "absolute",
-        **_run_positions(config),
-    }
-    if isinstance(config.vision, RelativeVisionConfig):
-        settings["vision", "positions"] = config.vision.positions
-        settings["vision", "index"] = _relative_index(config, config.vision)
-    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
-
-
-def _run_positions(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tuple[str, str], Any]:
-    """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
-    grid, learned = config.crops.size // config.vision.patch_size, False
+    grid, learned, index = config.crops.size // config.vision.patch_size, False, ""
     if isinstance(config, ImageTaskConfig):
         learned = config.trains_positions
-        if not learned and config.downstream.positions == "interpolated":
+        if not learned and config.downstream.positions == "interpolated":  # it keeps those of its pre-training
             grid = config.downstream.pretraining_grid or grid
-    return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}
-
-
-def _relative_index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVisionConfig) -> str:
-    """The reference that a coordinate adversary started from is its own index without a shift."""
-    if isinstance(config, ImageTaskConfig) or config.adversary.kind != "relative_coordinate":
-        return vision.index
-    return "relaxed" if config.adversary.index == "relaxed" else "rounded"
+    elif config.adversary.kind == "relative_coordinate":
+        # The reference that a coordinate adversary started from is its own index without a shift.
+        index = "relaxed" if config.adversary.index == "relaxed" else "rounded"
+    settings = _vision_settings(
+        sizes_from_model(config.model),
+        patch_size=config.vision.patch_size,
+        grid=grid,
+        learned_positions=learned,
+        position_order=config.vision.position_order,
+    )
+    if isinstance(config.vision, RelativeVisionConfig):
+        settings["vision", "positions"] = config.vision.positions
+        settings["vision", "index"] = index or config.vision.index
+    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
 
 def encoder_from_vitmae(path: str, fields: Fields) -> EncoderSource:

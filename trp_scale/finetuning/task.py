@@ -1,15 +1,12 @@
-"""Interface of a downstream task: all that a run needs (pretraining/base.py), and its measurement."""
+"""Downstream tasks: their base, their data, and fine-tuning on a few rows of it."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,158 +17,28 @@ from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
-from trp_scale.config.schema import is_within
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
+from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import Blocks, HeldOutPlan, Plan, TrainPlan
-from trp_scale.data.sources import Rows, Sources, ValidationSource, within_cpus
+from trp_scale.data.plan import Addresses, Blocks, HeldOutPlan, Plan, TrainPlan, row_identities
+from trp_scale.data.sources import Chosen, Rows, Sources, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.arguments import SCRATCH
-from trp_scale.finetuning.encoders import open_encoder, take_encoder
-from trp_scale.finetuning.row_subset import draw_rows
+from trp_scale.finetuning.encoders import open_encoder, take_weights
+from trp_scale.finetuning.measurement import Metrics, Predictions, every_block
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
-from trp_scale.pretraining.base import Upstream
 from trp_scale.reporting.results import SeedResult
-from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
     from trp_scale.models.image_encoder import OnImageEncoder
-
-
-class Predictions(Protocol):
-    """Takes what a task predicts of the measured rows and writes it into files: rank 0 writes, whatever rank predicts.
-    Rows that are only there to fill a batch are left out, so that any number of ranks writes the same."""
-
-    def add(self, outputs: Any, batch: Batch) -> None:
-        """Add the result of `Measured.predict` for a micro-batch. Collective."""
-        ...
-
-    def finish(self) -> list[Path]:
-        """Write what is not written yet; returns the files, or the directory of many. Collective."""
-        ...
-
-
-def write_table(path: Path, columns: Sequence[str], lines: Iterable[Sequence[object]], *, separator: str) -> None:
-    """Write a table with a header by `atomic_write`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as stream:
-        file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
-        writer = csv.writer(file, delimiter=separator, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(lines)
-        file.detach()
-
-
-def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
-    """The key of each measured image, in the order of positions: of a folder that was sharded, its path in there
-    without a suffix. Of a mixture MEMBER/KEY. Where a data set has a key several times, in several tars, TAR/KEY.
-
-    Args:
-        plan: of the measured rows.
-        datasets: members of the mixture.
-
-    Raises:
-        DataError: an index is no longer there, or has a key that leads out of a folder.
-    """
-    addresses = plan.locate(np.arange(plan.rows))
-    keys = [_keys(dataset) for dataset in datasets]
-    names = []
-    for member, block, row in zip(addresses.member, addresses.block, addresses.row, strict=True):
-        names.append(keys[member][int(datasets[member].blocks.first[block]) + int(row)])
-    return names
-
-
-def _keys(dataset: ImageDataset) -> list[str]:
-    """Keys of all images of a data set."""
-    keys = dataset.samples.keys()
-    wrong = next((key for key in keys if not is_within(key)), None)
-    if wrong is not None:
-        raise DataError(f"{dataset.directory}: an image has the key {quote(wrong)}, which names no file in a folder")
-    if max(Counter(keys).values()) > 1:
-        counts = np.diff(dataset.samples.starts).tolist()
-        tars = [path.stem for path, count in zip(dataset.samples.shards, counts, strict=True) for _ in range(count)]
-        keys = [f"{tar}/{key}" for tar, key in zip(tars, keys, strict=True)]
-    return [f"{dataset.name}/{key}" for key in keys] if dataset.name else keys
-
-
-class Collector(Protocol):
-    """Takes what a task predicts, one micro-batch after another. All ranks have as many."""
-
-    def add(self, outputs: Any, batch: Batch) -> None:
-        """Add the result of `Measured.predict` for a micro-batch."""
-        ...
-
-
-class Metrics(Collector, Protocol):
-    """Collects what one rank's rows say, then joins the ranks. Rows that are only there to fill a batch are left out,
-    so that any number of ranks gives the same figures."""
-
-    def finish(self, group: Group) -> dict[str, Any]:
-        """Figures by name, the same on all ranks; under "detail" what a table has no place for (per class, say).
-        Collective."""
-        ...
-
-
-class Measured(Protocol):
-    """The part of a task that `measure` uses."""
-
-    def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
-        """Outputs of one micro-batch for the metrics, from a forward pass without gradients."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """An empty collection."""
-        ...
-
-
-class DownstreamTask(Measured, Upstream, Protocol):
-    """A task to fine-tune on.
-
-    Attributes:
-        name: in tables.
-        metric: the figure of `Metrics.finish` that the task is judged by; higher is better unless lower_is_better.
-        lower_is_better: of the metric.
-        split: what the measured rows are: dev or test.
-        unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
-        pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns);
-            "" if there is none.
-    """
-
-    pictures: ClassVar[str]
-    name: str
-    metric: str
-    lower_is_better: bool
-    split: str
-    unlabelled: str
-
-    def recall(self, extra: Mapping[str, Any]) -> None:
-        """Take what the checkpoint of a trained run says of the rows that it has learned from, which may be gone.
-
-        Args:
-            extra: with what `checkpoint_extra` gave.
-        """
-        ...
-
-    def predictions(self, directory: Path, group: Group) -> Predictions:
-        """Return a writer of the predictions for the measured rows.
-
-        Args:
-            directory: for the files; other tasks may have theirs there.
-            group: ranks that predict; its rank 0 writes.
-
-        Raises:
-            RefusedError: the task has no form for them.
-        """
-        ...
 
 
 class TaskObjective:
@@ -194,20 +61,49 @@ Run = TypeVar("Run", bound=FinetuneConfig)
 ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
 
-class TaskParts(Generic[Run]):
-    """Shared parts of the tasks, without data, model, objective and metrics."""
+class DownstreamTask(Generic[Run]):
+    """A task to fine-tune on: what a run asks of an upstream (pretraining/base.py), and how its figures are measured.
+
+    Attributes:
+        name: in tables.
+        metric: the figure of `metrics` that the task is judged by; higher is better unless lower_is_better.
+        lower_is_better: of the metric.
+        split: what the measured rows are: dev or test.
+        unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
+        pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns);
+            "" if there is none.
+        positions_per_step: sequence positions of a step on all ranks, padding included.
+    """
 
     pictures: ClassVar[str] = ""
+    name: str
+    metric: str
     lower_is_better = False
     unlabelled = ""
+    objective: Objective
     positions_per_step: int
 
     def __init__(self, config: Run, sources: Sources) -> None:
-        self.config = config
-        self.sources = sources
-        self.source = sources.train
-        self.split = config.downstream.split
+        self.config, self.sources, self.source = config, sources, sources.train
+        self.split: str = config.downstream.split
         set_length(config, sources.train.rows)
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a training step on all ranks; 0.0 of a task that does not count them."""
+        return 0.0
+
+    def model(self) -> nn.Module:
+        """Build the model with its initial weights, whole, on the CPU."""
+        raise NotImplementedError(f"{type(self).__name__} has no model")
+
+    def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
+        """Return the outputs of one micro-batch for the metrics, from a forward pass without gradients."""
+        raise NotImplementedError(f"{type(self).__name__} has no predict")
+
+    def metrics(self) -> Metrics:
+        """Return an empty collection."""
+        raise NotImplementedError(f"{type(self).__name__} has no metrics")
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
@@ -222,9 +118,18 @@ class TaskParts(Generic[Run]):
         return {}
 
     def recall(self, extra: Mapping[str, Any]) -> None:
-        """Ignore it: this task needs none."""
+        """Take what `checkpoint_extra` gave to a trained run's checkpoint: rows that it learned from may be gone."""
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
+        """Return a writer of the predictions for the measured rows.
+
+        Args:
+            directory: for the files; other tasks may have theirs there.
+            group: ranks that predict; its rank 0 writes.
+
+        Raises:
+            RefusedError: the task has no form for them.
+        """
         raise RefusedError(
             f"--predictions {directory}: --downstream.kind {self.config.downstream.kind} has no form for saved "
             f"predictions; {type(self).__name__} can bring one by a method `predictions`"
@@ -254,13 +159,8 @@ def image_step_flops(config: ImageTaskConfig, make_model: Callable[[], nn.Module
     return TRAINING_OVER_FORWARD * config.batch.global_size * count_flops(make_model, lambda model: model(crop))
 
 
-class ImageTask(TaskParts[ImageRun]):
+class ImageTask(DownstreamTask[ImageRun]):
     """Shared parts of the tasks of images."""
-
-    @property
-    def step_flops(self) -> float:
-        """0.0, of a task that does not count them."""
-        return 0.0
 
     def __init__(self, config: ImageRun, sources: Sources) -> None:
         super().__init__(config, sources)
@@ -293,7 +193,7 @@ class ImageTask(TaskParts[ImageRun]):
             if not last_norm:
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
             with naming_tensors(self.config.model):
-                take_encoder(model.encoder, weights, path)
+                take_weights(model.encoder, weights, f"--from {path}")
 
 
 def rows_from_images(
@@ -352,15 +252,10 @@ def open_task_sources(
     Raises:
         RefusedError: a data set has nothing left to train on.
     """
-    data, pin = environment.data, environment.device.type == "cuda"
     config = within_cpus(config, environment.cpus)
-    everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
-    chosen, kept = everything, everything
-    if measured_paths is None:
-        chosen = blocks_to_learn(train.blocks, train_paths, config.data.validation_fraction)
-        kept = [~mask for mask in chosen]
-    else:
-        kept = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in measured.blocks]
+    held = config.data.validation_fraction if measured_paths is None else 0.0
+    chosen = blocks_to_learn(train.blocks, train_paths, held)
+    kept = [~mask for mask in chosen] if measured_paths is None else every_block(measured.blocks)
     if learned is not None:
         chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
     for mask, path in zip(chosen, train_paths, strict=True):
@@ -372,7 +267,7 @@ def open_task_sources(
     learned_from = train
     if config.downstream.rows:
         learned_from = draw_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
-        chosen = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in learned_from.blocks]
+        chosen = every_block(learned_from.blocks)
     plan = TrainPlan(
         seed=config.training.seed,
         members=learned_from.members(train_paths, chosen),
@@ -380,19 +275,14 @@ def open_task_sources(
     )
     seen = HeldOutPlan(members=measured.members(measured_paths or train_paths, kept))
     digests = train.digests if measured_paths is None else [*train.digests, *measured.digests]
+    rank: dict[str, Any] = {
+        "rank": environment.data.rank,
+        "world": environment.data.size,
+        "pin_memory": environment.device.type == "cuda",
+    }
     return Sources(
-        TrainSource(
-            plan,
-            learned_from.builder,
-            config,
-            rank=data.rank,
-            world=data.size,
-            pin_memory=pin,
-            stored=learned_from.stored,
-        ),
-        ValidationSource(
-            seen, measured.builder, config, rank=data.rank, world=data.size, pin_memory=pin, stored=measured.stored
-        ),
+        TrainSource(plan, learned_from.builder, config, stored=learned_from.stored, **rank),
+        ValidationSource(seen, measured.builder, config, stored=measured.stored, **rank),
         replace(train, digests=digests),
     )
 
@@ -410,91 +300,13 @@ def blocks_to_learn(
     ]
 
 
-def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[str, Any]:
-    """The task's figures over measured rows. Collective; the same on all ranks.
-
-    Raises:
-        RefusedError: rows that cannot be read: a figure is that of all rows, or none.
-    """
-    collected = task.metrics()
-    predict(engine, task, windows, [collected])
-    return collected.finish(engine.data_group)
-
-
-def predict(engine: Engine, task: Measured, windows: Iterable[Batch], collectors: Sequence[Collector]) -> None:
-    """Hand what the task predicts of all measured rows to the collectors. Collective.
-
-    Raises:
-        RefusedError: rows that cannot be read.
-    """
-    corrupt: dict[str, str] = {}
-    engine.train(False)
-    with torch.no_grad():
-        for batch in windows:
-            corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
-            on_device = batch.to(engine.device)
-            outputs = task.predict(engine, on_device)
-            for collector in collectors:
-                collector.add(outputs, on_device)
-    engine.train(True)
-    refuse_unread(corrupt, engine.data_group)
-
-
-def refuse_unread(corrupt: Mapping[str, str], group: Group) -> None:
-    """A figure is that of all rows, or none. Collective.
-
-    Args:
-        corrupt: why some of this rank's could not be read, by their names.
-
-    Raises:
-        UnreadableError: there are any, on whatever rank.
-    """
-    if unread := sorted(set().union(*group.gather_objects(set(corrupt)))):
-        raise UnreadableError(
-            f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), and the metric is that "
-            "of all; copy or shard the data again"
-        )
-
-
-def distinct(classes: Sequence[str]) -> list[str]:
-    """Names of the classes, with their number where two have the same (ImageNet has two cranes): tables go by name."""
-    counts = Counter(classes)
-    return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
-
-
-class GatheredRows:
-    """Per-row outputs of all ranks, in stored order: what metrics over whole sets of predictions need."""
-
-    def __init__(self) -> None:
-        self._positions: list[np.ndarray] = []
-        self._arrays: dict[str, list[np.ndarray]] = {}
-
-    def add(self, batch: Batch, **arrays: torch.Tensor) -> None:
-        """Keep the rows that are there; each array [R, ...]."""
-        present = batch["row_weights"].cpu() > 0
-        self._positions.append(batch.start + np.flatnonzero(present.numpy()))
-        for name, values in arrays.items():
-            wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-            self._arrays.setdefault(name, []).append(wide.cpu()[present].numpy())
-
-    def gather(self, group: Group) -> dict[str, np.ndarray]:
-        """All rows of all ranks by name, [n, ...], on every rank. Collective."""
-        mine = (
-            np.concatenate(self._positions),
-            {name: np.concatenate(values) for name, values in self._arrays.items()},
-        )
-        parts = group.gather_objects(mine)
-        order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
-        return {name: np.concatenate([arrays[name] for _, arrays in parts])[order] for name in parts[0][1]}
-
-
-def task_class(config: FinetuneConfig) -> type[TaskParts[Any]]:
-    """The class of `downstream.kind`; its module is imported now, since each has libraries of its own."""
-    kind: type[TaskParts[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
+def task_class(config: FinetuneConfig) -> type[DownstreamTask[Any]]:
+    """Return the class of `downstream.kind`; its module is imported now, since each has libraries of its own."""
+    kind: type[DownstreamTask[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
     return kind
 
 
-def build_task(config: FinetuneConfig, environment: Environment, *, figures: bool = True) -> DownstreamTask:
+def build_task(config: FinetuneConfig, environment: Environment, *, figures: bool = True) -> DownstreamTask[Any]:
     """Open the data of `downstream.kind`, and complete the settings that follow from them, in place.
 
     Args:
@@ -504,18 +316,19 @@ def build_task(config: FinetuneConfig, environment: Environment, *, figures: boo
         DataError: the data is missing, damaged or of another format.
         RefusedError: settings that do not fit the data or each other, or measured rows without labels.
     """
-    task: DownstreamTask = find("task", config.downstream.kind, "downstream.kind").load()(config, environment)
+    build: Callable[[FinetuneConfig, Environment], DownstreamTask[Any]] = task_class(config)  # type: ignore[assignment]
+    task = build(config, environment)
     if figures and task.unlabelled:
         task.sources.close()
         raise RefusedError(task.unlabelled)
     return task
 
 
-def seed_result(task: DownstreamTask, seed: int, metrics: dict[str, Any], **fields: Any) -> SeedResult:
+def seed_result(task: DownstreamTask[Any], seed: int, metrics: dict[str, Any], **fields: Any) -> SeedResult:
     """Return the result of one run of a task.
 
     Args:
-        metrics: of `Measured.metrics`, with their `detail`.
+        metrics: of `DownstreamTask.metrics`, with their `detail`.
         fields: others of the result, such as `settings`.
     """
     detail = metrics.pop("detail", {})
@@ -529,3 +342,104 @@ def seed_result(task: DownstreamTask, seed: int, metrics: dict[str, Any], **fiel
         detail=detail,
         **fields,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRows:
+    """Rows of one data set, each a block of its own, so that the order shuffles them all; see `plan.Blocks`.
+
+    Attributes:
+        identities: [n] of the rows; those of a single data set keep the keys that they have in the whole of it.
+        block, row: [n] where each is stored.
+    """
+
+    identities: Words
+    block: Integers
+    row: Integers
+
+    @property
+    def keys(self) -> Sequence[str]:
+        return [f"{block}/{row}" for block, row in zip(self.block.tolist(), self.row.tolist(), strict=True)]
+
+    @property
+    def rows(self) -> Integers:
+        return np.ones(len(self.block), dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRowsBuilder:
+    """Makes batches of chosen rows by the builder of the whole data sets; see `fetch.BatchBuilder`."""
+
+    builder: BatchBuilder
+    chosen: Sequence[ChosenRows]
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        block, row = np.zeros_like(addresses.block), np.zeros_like(addresses.row)
+        for member, chosen in enumerate(self.chosen):
+            here = addresses.present & (addresses.member == member)
+            block[here], row[here] = chosen.block[addresses.block[here]], chosen.row[addresses.block[here]]
+        return self.builder.build(replace(addresses, block=block, row=row), start)
+
+
+def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
+    """`count` rows of the data sets, each label's share as in all of them, drawn by the seed. Of two counts the larger
+    one holds the smaller one's rows, but for rounding.
+
+    Args:
+        whole: the data sets; `labels` of each row, or None: of one kind.
+        allowed: [n] of each data set, the blocks that rows may be taken from.
+        count: rows in all.
+
+    Raises:
+        RefusedError: there are fewer.
+    """
+    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_places(whole.blocks), strict=True))
+    labels = np.zeros(len(block), np.int64) if whole.labels is None else np.concatenate(whole.labels)
+    may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
+    usable = np.flatnonzero(may)
+    if count > len(usable):
+        raise RefusedError(
+            f"--downstream.rows is {count}, allowed: at most the {len(usable)} training rows, or 0 for all"
+        )
+    drawn = mix(identities[usable] ^ np.uint64(stream(seed, "few rows")))
+    usable = usable[np.lexsort((drawn, labels[usable]))]  # label by label, each in the order drawn
+    _, sizes = np.unique(labels[usable], return_counts=True)
+    rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row among its label's
+    picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
+    chosen = [
+        ChosenRows(identities=identities[rows], block=block[rows], row=row[rows])
+        for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
+    ]
+    if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:
+        raise RefusedError(
+            f"--downstream.rows is {count}: none is of data set {empty[0]} of the mixture; allowed: more"
+        )
+    builder = ChosenRowsBuilder(builder=whole.builder, chosen=chosen)
+    return replace(whole, blocks=chosen, builder=builder, labels=None, stored=())
+
+
+def label_counts(sizes: Integers, count: int) -> Integers:
+    """[C] rows of each label -> [C] of `count` rows, in proportion; what rounding leaves goes to the largest
+    remainders."""
+    exact = count * sizes / sizes.sum()
+    rows: Integers = np.floor(exact).astype(np.int64)
+    rows[np.argsort(rows - exact, kind="stable")[: count - rows.sum()]] += 1
+    return rows
+
+
+def _block_of_rows(blocks: Blocks) -> Integers:
+    numbers: Integers = np.repeat(np.arange(len(blocks.rows)), blocks.rows)
+    return numbers
+
+
+def _places(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
+    """Columns of each data set's rows in stored order, [n]: identity, number of the data set, block, row in it."""
+    columns = []
+    for number, blocks in enumerate(tables):
+        counts = np.asarray(blocks.rows, dtype=np.int64)
+        block = _block_of_rows(blocks)
+        row = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
+        identities = row_identities(np.asarray(blocks.identities)[block], row)
+        columns.append((identities, np.full(len(block), number), block, row))
+    return columns

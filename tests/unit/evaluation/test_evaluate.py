@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runs import image_flags, pretrain_here
 from tests.unit.data.images.stored import jpeg, photograph, sample, write_images
 from tests.unit.finetuning.test_finetune import tuning_flags
 from trp_scale.checkpoint.document import read_document
@@ -52,13 +51,17 @@ def images(directory: Path, numbers: range, **changes: object) -> Path:
     return write_images(directory, [[reddish(number) for number in numbers]], changes=changes)
 
 
-def test_a_run_measured_again_gives_what_it_gave(tuned: Path) -> None:
+def test_a_run_and_one_of_its_seeds_measured_again_give_what_they_gave(tuned: Path, tmp_path: Path) -> None:
     assert cli.main(["evaluate", "--run", str(tuned), "--micro_size", "7"]) == 0
     again, first = read_results(tuned / "evaluations" / "own"), read_results(tuned)
     assert again.tasks[0].metrics == first.tasks[0].metrics
     assert again.tasks[0].detail == first.tasks[0].detail
     assert sum(found["images"] for found in first.tasks[0].detail[0]["classes"].values()) > 20
     assert (again.recipe, again.encoder, again.tasks[0].seeds) == (first.recipe, "scratch", [0, 1])
+    seed = tuned / "classification" / "seed_1"
+    assert cli.main(["evaluate", "--run", str(seed), "--output", str(tmp_path)]) == 0
+    (task,) = read_results(tmp_path).tasks
+    assert task.seeds == [1] and task.values == first.tasks[0].values[1:]
 
 
 def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
@@ -80,13 +83,6 @@ def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
     assert cli.main(["evaluate", "--run", str(tmp_path / "run"), "--data", str(test)]) == 0
     (task,) = read_results(tmp_path / "run" / "evaluations" / "test").tasks
     assert task.metrics["constant_accuracy"] == [0.25]
-
-
-def test_one_seed_alone(tuned: Path, tmp_path: Path) -> None:
-    one = tuned / "classification" / "seed_1"
-    assert cli.main(["evaluate", "--run", str(one), "--output", str(tmp_path)]) == 0
-    (task,) = read_results(tmp_path).tasks
-    assert task.seeds == [1] and task.values == read_results(tuned).tasks[0].values[1:]
 
 
 def test_the_average_of_the_weights_is_measured_in_their_place(
@@ -121,21 +117,6 @@ def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_
 
 
 def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pretrained = tmp_path / "pretrained"
-    assert (
-        pretrain_here(
-            image_flags(
-                "mlo_mae_tiny",
-                tuned.parent / "data",
-                pretrained,
-                multilevel__kind="none",
-                training__steps=1,
-                crops__size=16,
-                vision__patch_size=4,
-            )
-        )
-        == 0
-    )
     renamed = images(tmp_path / "renamed", range(20), classes=["ant", "cat", "bee"])
     fewer = write_images(
         tmp_path / "fewer", [[sample(number, 16, 16, cls=b"0") for number in range(9)]], changes={"classes": ["ant"]}
@@ -146,10 +127,9 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
         ([], "--run is missing"),
         (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
         (["--run", str(tmp_path / "empty")], "no trained run is there"),
-        (["--run", str(pretrained), "--robustness", f"a={fewer}"], "--robustness is for fine-tuned runs"),
         ([*run, "--output", __file__], "is a file; allowed: a directory"),
         ([*run, "--predictions", __file__], "is a file; allowed: a directory"),
-        ([*run, "--rows", "3"], "--rows 3 is for runs of pre-training"),
+        ([*run, "--rows", "3"], "--rows is for"),
         ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
         ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),
         ([*run, "--robustness", f"b={fewer}"], "there is no ImageNet-B"),
@@ -187,19 +167,19 @@ def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
         (tmp_path / "away").rename(tuned.parent / "data")
 
 
-def test_images_that_were_learned_from_are_noted(
+def test_images_that_were_learned_from_are_noted_and_a_seed_that_was_refused_is_passed_over(
     tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = images(tmp_path / "seen", range(80, 100))
-    assert cli.main(["evaluate", "--run", str(tuned), "--data", str(seen), "--output", str(tmp_path / "out")]) == 0
+    """Another task's seed was refused and left an empty directory."""
+    refused = tuned / "other" / "seed_0"
+    refused.mkdir(parents=True)
+    try:
+        seen = images(tmp_path / "seen", range(80, 100))
+        assert cli.main(["evaluate", "--run", str(tuned), "--data", str(seen), "--output", str(tmp_path / "out")]) == 0
+    finally:
+        refused.rmdir()
+        refused.parent.rmdir()
     assert f"10 images of {seen}" in capsys.readouterr().out
-
-
-def test_a_seed_that_was_refused_is_passed_over(tuned: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tuned, run)
-    (run / "other" / "seed_0").mkdir(parents=True)
-    assert cli.main(["evaluate", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
     assert [task.task for task in read_results(tmp_path / "out").tasks] == ["classification"]
 
 

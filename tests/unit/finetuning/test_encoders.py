@@ -29,7 +29,7 @@ from trp_scale.config.loader import to_dict
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
-from trp_scale.finetuning.encoders import open_encoder, take_encoder
+from trp_scale.finetuning.encoders import open_encoder, take_weights
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.models.positions import PositionOrder, sine_cosine
@@ -53,7 +53,7 @@ def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder
     source.adopt(settings)
     settings.crops.size = grid * settings.vision.patch_size
     encoder = ImageEncoder(settings).eval()
-    take_encoder(encoder, source.image_weights(settings), str(path))
+    take_weights(encoder, source.image_weights(settings), str(path))
     return encoder, settings
 
 
@@ -328,12 +328,7 @@ def test_encoders_that_read_no_images_are_refused(tmp_path: Path) -> None:
 
 def test_timm_is_given_no_argument_that_loads_or_fetches(tmp_path: Path) -> None:
     """timm would unpickle `checkpoint_path`, and fetch an architecture called hf-hub:USER/MODEL."""
-    from safetensors.torch import save_file
-    from torch import zeros
-
-    from trp_scale.finetuning.encoders import open_encoder
-
-    save_file({"pos_embed": zeros(1, 5, 8)}, tmp_path / "model.safetensors")
+    save_file({"pos_embed": torch.zeros(1, 5, 8)}, tmp_path / "model.safetensors")
     for settings, message in (
         ({"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "x.pth"}}, "'checkpoint_path'"),
         ({"architecture": "vit_tiny_patch16_224", "model_args": {"pretrained_cfg": "x"}}, "'pretrained_cfg'"),

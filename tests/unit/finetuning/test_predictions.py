@@ -16,8 +16,7 @@ from tests.unit.data.images.stored import write_images
 from tests.unit.evaluation.test_evaluate import reddish, tuned_run
 from tests.unit.finetuning.dense.test_task import flags as dense_flags
 from tests.unit.finetuning.detection.small_sets import small_scenes
-from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags
-from tests.unit.finetuning.glue.standard_files import FILES, MNLI_COLUMNS, write_glue
+from tests.unit.finetuning.glue.small_data import FILES, MNLI_COLUMNS, finetune_here, glue_flags, write_glue
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import RowReader, open_image_dataset
 from trp_scale.data.plan import HeldOutPlan, MixtureMember
@@ -25,7 +24,7 @@ from trp_scale.data.split import held_out
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import DataError
 from trp_scale.finetuning.glue.task import GlueSubmission
-from trp_scale.finetuning.task import image_names
+from trp_scale.finetuning.measurement import image_names
 from trp_scale.reporting.results import read_results
 
 TESTS = {
@@ -85,15 +84,6 @@ def test_test_sets_without_labels_become_the_files_that_glue_s_server_takes(
             assert {line["prediction"] for line in lines} <= allowed
         else:
             assert all(0 <= float(line["prediction"]) <= 5 for line in lines)
-
-
-def test_a_run_that_learns_still_refuses_a_test_set_without_labels(
-    glue: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = {"downstream__tokenizer": text_dataset / "tokenizer", "downstream__split": "test"}
-    arguments = glue_flags(glue.parent / "data", tmp_path / "run", "cola", "scratch", **changes)
-    assert cli.main(["finetune", *arguments]) == 2
-    assert "has no labels" in capsys.readouterr().err
 
 
 def test_predictions_of_labelled_rows_are_those_of_the_figures(glue: Path, tmp_path: Path) -> None:
@@ -205,10 +195,3 @@ def test_keys_that_come_twice_or_lead_elsewhere(tmp_path: Path) -> None:
     assert names_in(Path(one)) == ["n00001", "n00002"] and names_in(Path(one), "a") == ["a/n00001", "a/n00002"]
     with pytest.raises(DataError, match=r"\.\./out"):
         names_in(hostile)
-
-
-def test_runs_and_sets_that_save_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tuned_run(tmp_path)
-    words = ["evaluate", "--run", str(run), "--predictions", str(tmp_path / "out")]
-    assert cli.main([*words, "--robustness", f"a={tmp_path}"]) == 2
-    assert "--predictions is" in capsys.readouterr().err

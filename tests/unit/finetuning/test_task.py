@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.finetuning.task import set_length
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words, name_hash
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Addresses, TrainPlan
+from trp_scale.data.sources import Rows
+from trp_scale.errors import RefusedError
+from trp_scale.finetuning.task import draw_rows, label_counts, set_length
 
 
 @pytest.mark.parametrize(
@@ -26,3 +39,97 @@ def test_steps_follow_from_epochs_and_the_warm_up_from_its_share(
     config.downstream.epochs, config.downstream.warmup_share = epochs, share
     set_length(config, 100)
     assert (config.training.steps, config.optimizer.warmup_steps) == (steps, warmup)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Blocks of 10 rows."""
+
+    keys: list[str]
+
+    @property
+    def identities(self) -> Words:
+        return np.array([name_hash(key) for key in self.keys], dtype=np.uint64)
+
+    @property
+    def rows(self) -> Integers:
+        return np.full(len(self.keys), 10)
+
+
+class Tells:
+    """A builder that hands over the addresses."""
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        fields = {name: torch.from_numpy(getattr(addresses, name)) for name in ("member", "block", "row")}
+        return Batch(fields=fields, keys=torch.from_numpy(addresses.keys), start=start, epoch=0, fetch_seconds=0.0)
+
+
+TABLES = [Table([f"a{number}" for number in range(20)]), Table([f"b{number}" for number in range(10)])]
+LABELS = [np.arange(200) % 10, np.arange(100) % 10]
+PATHS = [MemberPath(name=name, weight=Fraction(1, 2), path=None) for name in "ab"]  # type: ignore[arg-type]
+
+
+def whole() -> Rows:
+    return Rows(blocks=TABLES, meta=None, limit=0, builder=Tells(), digests=["", ""], labels=LABELS)
+
+
+def places(rows: Rows) -> set[tuple[int, int, int]]:
+    """(data set, block, row) of all that a long run would learn from, as the builder is told."""
+    chosen = [np.ones(len(table.rows), dtype=np.bool_) for table in rows.blocks]
+    plan = TrainPlan(seed=3, members=rows.members(PATHS, chosen), blocks_per_group=4)
+    batch = rows.builder.build(plan.locate(np.arange(20 * plan.rows)), 0)
+    return set(zip(*(batch[name].tolist() for name in ("member", "block", "row")), strict=True))
+
+
+def everywhere() -> list[np.ndarray]:
+    return [np.ones(len(table.rows), dtype=np.bool_) for table in TABLES]
+
+
+def test_as_many_as_asked_each_label_alike() -> None:
+    found = places(draw_rows(whole(), everywhere(), 60, seed=0))
+    assert len(found) == 60
+    labels = [int(LABELS[member][10 * block + row]) for member, block, row in found]
+    assert np.bincount(labels).tolist() == [6] * 10
+
+
+def test_the_seed_draws_them_and_more_hold_fewer() -> None:
+    few, more, other = (places(draw_rows(whole(), everywhere(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1)))
+    assert few < more
+    assert few != other
+
+
+def test_only_allowed_blocks_are_drawn_from() -> None:
+    allowed = [np.arange(20) < 7, np.arange(10) < 3]
+    found = places(draw_rows(whole(), allowed, 100, seed=0))
+    assert found == {(0, block, row) for block in range(7) for row in range(10)} | {
+        (1, block, row) for block in range(3) for row in range(10)
+    }
+    with pytest.raises(RefusedError, match=r"--downstream\.rows is 101, .* 100 "):
+        draw_rows(whole(), allowed, 101, seed=0)
+
+
+def test_rows_of_one_data_set_keep_their_keys() -> None:
+    """So that crops and masks are those of the whole data set."""
+    path = [MemberPath(name="", weight=Fraction(1), path=None)]  # type: ignore[arg-type]
+    every_row = Rows(blocks=TABLES[:1], meta=None, limit=0, builder=Tells(), digests=[""], labels=LABELS[:1])
+    chosen = draw_rows(every_row, everywhere()[:1], 40, seed=0)
+    located = []
+    for rows in (chosen, every_row):
+        plan = TrainPlan(
+            seed=3, members=rows.members(path, [np.ones(len(rows.blocks[0].rows), bool)]), blocks_per_group=4
+        )
+        located.append(plan.locate(np.arange(plan.rows)))
+    few, every = located
+    keys = {(block, row): key for block, row, key in zip(every.block, every.row, every.keys, strict=True)}
+    batch = chosen.builder.build(few, 0)
+    told = zip(batch["block"].tolist(), batch["row"].tolist(), strict=True)
+    assert [keys[place] for place in told] == few.keys.tolist()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(0, 1))
+def test_label_counts_add_up_and_are_in_proportion(sizes: list[int], part: float) -> None:
+    count = round(part * sum(sizes))
+    found = label_counts(np.array(sizes), count)
+    assert found.sum() == count
+    assert (found <= np.array(sizes)).all()
+    assert (np.abs(found - count * np.array(sizes) / sum(sizes)) <= 1).all()

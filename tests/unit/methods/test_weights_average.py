@@ -24,7 +24,7 @@ from trp_scale.config import ModelConfig, RefusedError
 from trp_scale.config.loader import task_settings, to_dict
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.errors import CheckpointError
-from trp_scale.evaluation.probe.arguments import parse_probe
+from trp_scale.evaluation.arguments import parse_probe
 from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.pretraining.pos_bert.weights import load_bert

@@ -15,7 +15,7 @@ from trp_scale.core.hooks import Balancer, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.finetuning.dense.depth import LARGEST, DepthObjective, DepthSpace, LargestError, reverse_huber
-from trp_scale.finetuning.dense.segmentation import Segmentation
+from trp_scale.finetuning.dense.task import Segmentation
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.pretraining.test_dense_objectives import depth_case, drawn, segmentation_case
 from trp_scale.core.batch import Batch
 from trp_scale.finetuning.classification.task import ImageClassification
-from trp_scale.finetuning.glue.model import INPUTS, SentenceClassification
+from trp_scale.finetuning.glue.task import INPUTS, SentenceClassification
 
 
 def classification_case() -> tuple[Any, Batch, list[Tensor]]:

@@ -256,7 +256,7 @@ def test_a_hook_is_described_once() -> None:
 def test_what_rooms_describe_is_logged_by_their_hooks() -> None:
     """A metric that was renamed would leave the page without its plot."""
     package = Path(cli.__file__).parents[1]
-    rooms = {"adversary": "methods/adversary", "multilevel": "methods/learned_masks", "probes": "evaluation/online"}
+    rooms = {"adversary": "methods/adversary", "multilevel": "methods/learned_masks", "probes": "evaluation/probe"}
     for name, room in rooms.items():
         described = registry.metrics_description(name)
         assert described is not None

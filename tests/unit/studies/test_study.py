@@ -15,8 +15,8 @@ from trp_scale.config.flags import read
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.run_flags import parse, parse_run
-from trp_scale.evaluation.probe.arguments import parse_probe
-from trp_scale.finetuning.arguments import FinetuneArguments, parse_evaluate
+from trp_scale.evaluation.arguments import parse_evaluate, parse_probe
+from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.text.shard import ShardTextConfig
 from trp_scale.studies.graph import TIME, Graph

@@ -13,14 +13,14 @@ from trp_scale.config import PatchSplit, RefusedError, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import HeldOutPlan
-from trp_scale.data.sources import ValidationSource
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import quote
 from trp_scale.evaluation.figures.pictures import random_scores
 from trp_scale.evaluation.figures.trained_images import TrainedImages, load_masking_network
-from trp_scale.finetuning.dense.batch import SegmentationMaps
+from trp_scale.finetuning.dense.batch import DenseData, SegmentationMaps
 from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
-from trp_scale.finetuning.dense.task import DenseData, open_dense
+from trp_scale.finetuning.dense.task import open_dense
+from trp_scale.finetuning.measurement import every_block, read_once
 from trp_scale.methods.learned_masks.masks import scheduled_split, select
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import Results, SeedResult, join
@@ -158,16 +158,11 @@ def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
 def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> Iterator[Batch]:
     """Micro-batches of all images, each once."""
     rows = opened.rows(config, whole=True)
-    every = [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in opened.datasets]
-    plan = HeldOutPlan(members=rows.members(parse_paths(config.data.path), every), most=most or None)
-    source = ValidationSource(plan, rows.builder, config, rank=ALONE.rank, world=ALONE.size, pin_memory=False)
-    try:
-        for batch in source.windows():
-            present = batch["row_weights"] > 0
-            fields = {name: batch[name][present] for name in ("images", "semseg")}
-            yield Batch(fields=fields, keys=batch.keys[present], start=batch.start)
-    finally:
-        source.close()
+    members = rows.members(parse_paths(config.data.path), every_block(rows.blocks))
+    for batch in read_once(rows, HeldOutPlan(members=members, most=most or None), config, ALONE):
+        present = batch["row_weights"] > 0
+        fields = {name: batch[name][present] for name in ("images", "semseg")}
+        yield Batch(fields=fields, keys=batch.keys[present], start=batch.start)
 
 
 def _by_patch(present: Tensor, size: int) -> Tensor:

@@ -3,6 +3,8 @@ PNG files."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trp_scale.checkpoint.run_directory import PICTURES
 from trp_scale.config import PatchSplit
 from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.core.seeds import tensor_seed
+from trp_scale.errors import error_text
+from trp_scale.evaluation.arguments import PicturesSettings
 from trp_scale.evaluation.figures.drawing import DPI, Picture, draw_legend, figure_class, show_image, small_axes
 from trp_scale.evaluation.figures.trained_images import (
     TrainedImages,
     TrainedModalities,
     load_masking_network,
-    load_trained_images,
-    load_trained_modalities,
-    own_images,
-    own_modality_images,
-    upstream_name,
+    load_trained,
 )
 from trp_scale.methods.adversary.ascent import size
 from trp_scale.methods.adversary.settings import AdversarySettings
@@ -130,21 +133,25 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
         RefusedError: no masked autoencoder there, its data is gone, a file is no image, or matplotlib is not installed.
     """
     figure_class()
-    if upstream_name(source) == "mm_mae":
-        several = load_trained_modalities(source, data)
-        alone = own_modality_images(several, images) if images else several.images(rows)
-        return [str(path) for path in draw_modality_pictures(several, alone, output)]
-    trained = load_trained_images(source, data)
-    batch = own_images(trained, images) if images else trained.images(rows)
-    return [str(path) for path in draw_image_pictures(trained, batch, output)]
+    trained = load_trained(source, data)
+    batch = trained.own_images(images) if images else trained.images(rows)
+    return [str(picture) for picture in draw_trained(trained, batch, output)]
 
 
-def draw_image_pictures(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
-    """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
+def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+    """Draw the pictures of a run on these images, whose batch is made as the run makes its own."""
     output.mkdir(parents=True, exist_ok=True)
+    if isinstance(trained, TrainedImages):
+        return _draw_images(trained, batch, output)
+    return _draw_modalities(trained, batch, output)
+
+
+def _draw_images(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
     strips, loss, mean_patch = reconstructions(trained, batch)
     path = output / "reconstructions.png"
-    _draw_strips(strips, path)
+    axes, figure = small_axes(len(strips), batch.rows)
+    _show_strips(axes, strips)
+    figure.savefig(path, dpi=DPI)
     losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
     note = f"; {TRUE_COLOURS}" if trained.objective.normalised else ""
     pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){note}")]
@@ -157,9 +164,8 @@ def draw_image_pictures(trained: TrainedImages, batch: Batch, output: Path) -> l
     return pictures
 
 
-def draw_modality_pictures(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
-    """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
-    output.mkdir(parents=True, exist_ok=True)
+def _draw_modalities(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+    """Draw the images and their maps (TRP Figure 3's kind)."""
     path = output / "reconstructions.png"
     draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
     measured = task_losses(trained, batch)
@@ -201,13 +207,6 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
         "reconstruction": patches.scatter(1, mask, prediction),
     }
     return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
-
-
-def _draw_strips(strips: Mapping[str, Tensor], path: Path) -> None:
-    """A row of images for each name, one image below the other."""
-    axes, figure = small_axes(len(strips), len(next(iter(strips.values()))))
-    _show_strips(axes, strips)
-    figure.savefig(path, dpi=DPI)
 
 
 def _show_strips(axes: Any, strips: Mapping[str, Tensor]) -> None:
@@ -375,3 +374,50 @@ def draw_modalities(shown: dict[str, dict[str, Tensor]], path: Path, classes: Ma
     ]
     draw_legend(figure, entries)
     figure.savefig(path, dpi=DPI)
+
+
+log = logging.getLogger(__name__)
+
+
+class OnlinePictures(Hook):
+    """Draws checkpoints; see the head of this file.
+
+    Args:
+        settings: of the pictures.
+        run: of the run.
+
+    Raises:
+        RefusedError: matplotlib is not installed.
+    """
+
+    name = "pictures"
+
+    def __init__(self, settings: PicturesSettings, run: RunContext) -> None:
+        figure_class()
+        self.settings, self.draws = settings, run.world.rank == 0
+        self.seen = 0
+        self.latest: dict[str, Any] = {}
+
+    def after_checkpoint(self, path: Path) -> None:
+        self.seen += 1
+        if self.draws and (self.seen - 1) % self.settings.every == 0:
+            self.draw(path)
+
+    def draw(self, checkpoint: Path) -> None:
+        """Pictures of a checkpoint beside its run. What cannot be drawn is told, and ends nothing."""
+        began, folder = time.monotonic(), checkpoint.parent.parent / PICTURES / checkpoint.name
+        self.latest = {"step": int(checkpoint.name.rpartition("_")[2])}
+        try:
+            with torch.random.fork_rng(devices=[]):
+                drawn = draw_pictures(checkpoint, folder, rows=self.settings.rows)
+            self.latest["files"] = len(drawn)
+        except Exception as error:  # whatever it is, the other ranks wait at the next step
+            self.latest["notice"] = f"no pictures of {checkpoint.name}: {error_text(error)}"
+            log.warning("%s", self.latest["notice"])  # a line of metrics may not come
+        self.latest["seconds"] = time.monotonic() - began
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the newest drawing, in the first line after it. step: of the checkpoint; files: that were drawn;
+        seconds: it took; notice: why there are none."""
+        latest, self.latest = self.latest, {}
+        return latest

@@ -12,43 +12,39 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
-from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.registry import names as registered_names
 from trp_scale.config.upstream import AVERAGE
-from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
+from trp_scale.evaluation.arguments import RepresentArguments
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
-from trp_scale.evaluation.figures.arguments import RepresentArguments
-from trp_scale.evaluation.figures.attention import (
-    Position,
-    default_positions,
-    draw_attention,
-    draw_average_attention,
-    mean_distance,
-)
 from trp_scale.evaluation.figures.drawing import Picture, figure_class
 from trp_scale.evaluation.figures.features import (
     EncodedImages,
     ImageChoice,
     PlaneKind,
+    Position,
     ShownImages,
     check_library,
     choose_images,
     class_similarity,
+    default_positions,
+    draw_attention,
+    draw_average_attention,
     draw_plane,
     encode_images,
+    mean_distance,
     project_to_plane,
     trained_images,
 )
-from trp_scale.evaluation.figures.pictures import draw_image_pictures, draw_modality_pictures
-from trp_scale.evaluation.figures.trained_images import TrainedRun, load_trained_images, load_trained_modalities
+from trp_scale.evaluation.figures.pictures import draw_trained
+from trp_scale.evaluation.figures.trained_images import load_trained, upstream_name
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.finetuned_run import FinetunedRun, read_run
+from trp_scale.finetuning.encoders import is_run
+from trp_scale.finetuning.measurement import ReadRun, read_run
 from trp_scale.pretraining.base import find_upstream
 from trp_scale.reporting.comparison import names
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
@@ -56,7 +52,7 @@ from trp_scale.table import Table
 
 DOCUMENT, PAGE = "representation.json", "index.html"
 
-DrawRuns: TypeAlias = Callable[[Mapping[str, FinetunedRun], ShownImages, Path, Environment], list[Picture]]
+DrawRuns: TypeAlias = Callable[[Mapping[str, ReadRun], ShownImages, Path, Environment], list[Picture]]
 """Draws fine-tuned runs of one task, by name, on images, into a directory; a task names it as `pictures`
 (finetuning/task.py). Raises DataError or RefusedError if the images lack what the task needs."""
 
@@ -194,24 +190,14 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
     Raises:
         RefusedError: the data lacks a modality that the run needs.
     """
-    path = Path(named_weights(source)[0])
-    if not ((path / "checkpoints").is_dir() or (path / DOCUMENT_NAME).is_file()):
+    if not is_run(Path(named_weights(source)[0])) or not upstream_name(source):
         return []
-    upstream = read_document(find_checkpoint(path)).config.get("upstream")
-    if upstream is None:
-        return []
-    if upstream == "mm_mae":
-        several = load_trained_modalities(source, str(choice.dataset.directory))
-        return draw_modality_pictures(several, _batch(several, choice), output)
-    trained = load_trained_images(source, str(choice.dataset.directory))
-    return draw_image_pictures(trained, _batch(trained, choice), output)
+    trained = load_trained(source, str(choice.dataset.directory))
+    config = find_upstream(trained.config).inference_config(trained.config)
+    return draw_trained(trained, next(trained_images(config, choice)), output)
 
 
-def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
-    return next(trained_images(find_upstream(trained.config).inference_config(trained.config), choice))
-
-
-def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, FinetunedRun]:
+def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, ReadRun]:
     """The runs by name, all of one kind.
 
     Raises:
@@ -242,7 +228,7 @@ def _drawing_function(kind: str) -> str:
     return location
 
 
-def _check_classes(run: FinetunedRun, choice: ImageChoice) -> None:
+def _check_classes(run: ReadRun, choice: ImageChoice) -> None:
     classes, count = choice.classes, run.config.downstream.classes
     other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
     if classes and (other_names or len(classes) > count):
@@ -250,20 +236,6 @@ def _check_classes(run: FinetunedRun, choice: ImageChoice) -> None:
             f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, "
             "or of other names; allowed: a run of the same classes"
         )
-
-
-def finetuned_pictures(
-    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
-) -> list[Picture]:
-    """Draw what the kind of the runs has; nothing without runs.
-
-    Raises:
-        DataError, RefusedError: the images lack what the runs' task needs.
-    """
-    if not runs:
-        return []
-    draw: DrawRuns = import_name(_drawing_function(next(iter(runs.values())).config.downstream.kind))
-    return draw(runs, shown, output, environment)
 
 
 LEAST_IMAGES = 5
@@ -304,7 +276,10 @@ def represent(arguments: RepresentArguments) -> int:
         findings.add_plane(arguments.plane)
         findings.add_attention(positions)
         findings.add_pictures("Pre-training", lambda: pretraining_pictures(source, encoded.shown.choice, output))
-        findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, encoded.shown, output, environment))
+        if runs:
+            kind = next(iter(runs.values())).config.downstream.kind
+            draw: DrawRuns = import_name(_drawing_function(kind))
+            findings.add_pictures("Fine-tuned", lambda: draw(runs, encoded.shown, output, environment))
         findings.write()
     return 0
 

@@ -16,12 +16,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
+from trp_scale.checkpoint.document import read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import named_weights, read_full_state
+from trp_scale.checkpoint.format import STATE_OF, named_weights, read_full_state
 from trp_scale.config import RefusedError, split_patches
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.config.loader import from_dict
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.data.hashing import Words
@@ -29,6 +28,8 @@ from trp_scale.data.images.dataset import ImageMeta, decode_image
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Sources
 from trp_scale.errors import DataError, error_text, finding
+from trp_scale.finetuning.encoders import take_weights
+from trp_scale.finetuning.measurement import ReadRun, open_run
 from trp_scale.methods.learned_masks.hook import NETWORK
 from trp_scale.methods.learned_masks.masks import NETWORKS, MaskingNetwork
 from trp_scale.models.positions import PerturbationShape, perturbation_shape
@@ -50,7 +51,6 @@ FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BIL
 """By crops.interpolation."""
 
 Model = TypeVar("Model", bound=nn.Module)
-Run = TypeVar("Run", bound=ImagePretrainConfig)
 
 
 @dataclass(kw_only=True)
@@ -126,6 +126,23 @@ class TrainedImages(TrainedRun):
     shape: PerturbationShape | None
     perturbation: Tensor | None
 
+    def own_images(self, files: Sequence[Path]) -> Batch:
+        """Return a batch of one crop of each file. Masks depend on the run's seed and the pixels.
+
+        Raises:
+            RefusedError: a file that is no image.
+        """
+        config = self.config
+        images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
+        split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
+        visible, masked = draw_masks(words[:, None], split)  # [R, 1, V], [R, 1, M]
+        fields = {
+            "images": images.unsqueeze(1),
+            "visible": torch.from_numpy(visible),
+            "masked": torch.from_numpy(masked),
+        }
+        return _own_batch(fields, words)
+
 
 @dataclass(kw_only=True)
 class TrainedModalities(TrainedRun):
@@ -148,6 +165,29 @@ class TrainedModalities(TrainedRun):
             return {}
         return {name: tuple(getattr(maps, "classes", None) or ()) for name, maps in meta.maps.items()}
 
+    def own_images(self, files: Sequence[Path]) -> Batch:
+        """Return a batch of the files: patches of the image are seen, nothing is known of other modalities.
+
+        Raises:
+            RefusedError: a file that is no image, or the encoder reads none.
+        """
+        config = self.config
+        inputs = config.modalities.inputs
+        if "rgb" not in inputs:
+            raise RefusedError(
+                f"--images: the run's modalities.inputs are {', '.join(inputs)}: its encoder reads no images; allowed: "
+                "--pictures without --images"
+            )
+        images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
+        patches = (config.crops.size // config.vision.patch_size) ** 2
+        seen = np.sort(random_order(words, patches)[:, : config.modalities.visible_tokens], axis=1)  # [R, at most N]
+        fields = {"visible": torch.from_numpy(seen + inputs.index("rgb") * patches)}
+        for modality in self.objective.modalities.used.values():
+            fields |= (
+                {"images": images} if modality.format is None else modality.empty_fields(len(images), config.crops)
+            )
+        return _own_batch(fields, words)
+
 
 def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
     """Read the newest checkpoint of a run directory, or the checkpoint itself.
@@ -159,58 +199,64 @@ def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
     Raises:
         RefusedError: there is none, or it is not of a masked autoencoder.
     """
-    checkpoint, state, document, config = _read(source, data, MaeConfig)
+    run = _read(source, data, MaeConfig)
+    config: MaeConfig = run.config
     shape = perturbation_shape(config.model, config.vision, config.adversary)
+    hooks = {} if shape is None else read_hooks_state(run.checkpoint, run.document)
     return TrainedImages(
-        checkpoint=checkpoint,
+        checkpoint=run.checkpoint,
         config=config,
-        data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MaskedAutoencoder(config), checkpoint, state),
+        data_digest=run.document.extra.get("data_digest"),
+        model=_with_weights(MaskedAutoencoder(config), run.checkpoint, STATE_OF[run.weights]),
         objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
         shape=shape,
-        perturbation=None if shape is None else _perturbation(checkpoint, document),
+        perturbation=hooks["adversary"]["tensors"]["vector"] if hooks else None,
     )
 
 
 def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModalities:
     """Load a multi-modal masked autoencoder, like `load_trained_images`."""
-    checkpoint, state, document, config = _read(source, data, MmMaeConfig)
+    run = _read(source, data, MmMaeConfig)
+    model = MultimodalMaskedAutoencoder(run.config, run.document.extra[CLASSES])
     return TrainedModalities(
-        checkpoint=checkpoint,
-        config=config,
-        data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra[CLASSES]), checkpoint, state),
-        objective=MultimodalReconstruction(config),
+        checkpoint=run.checkpoint,
+        config=run.config,
+        data_digest=run.document.extra.get("data_digest"),
+        model=_with_weights(model, run.checkpoint, STATE_OF[run.weights]),
+        objective=MultimodalReconstruction(run.config),
     )
 
 
-def upstream_name(source: Path) -> str:
+def load_trained(source: Path | str, data: str = "") -> TrainedImages | TrainedModalities:
+    """Load a masked autoencoder, of one or several modalities, like `load_trained_images`."""
+    several = upstream_name(source) == MmMaeConfig.upstream
+    return load_trained_modalities(source, data) if several else load_trained_images(source, data)
+
+
+def upstream_name(source: Path | str) -> str:
     """The run's upstream; empty for a fine-tuned one.
 
     Raises:
         RefusedError: no checkpoint there.
     """
-    upstream: str = read_document(find_checkpoint(source)).config.get("upstream", "")
+    upstream: str = read_document(find_checkpoint(Path(named_weights(str(source))[0]))).config.get("upstream", "")
     return upstream
 
 
-def _read(source: Path | str, data: str, kind: type[Run]) -> tuple[Path, str, CheckpointDocument, Run]:
-    named, state = named_weights(str(source))
-    checkpoint = find_checkpoint(Path(named))
-    document = read_document(checkpoint)
-    config = from_dict(document.config, source=str(checkpoint))
-    config.data.path = data or config.data.path
-    if not isinstance(config, kind):
-        upstream = document.config.get("upstream", "none: it is a fine-tuned run")
-        raise RefusedError(f"{checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {upstream}")
-    return checkpoint, state, document, config
+def _read(source: Path | str, data: str, kind: type[ImagePretrainConfig]) -> ReadRun:
+    named = named_weights(str(source))[0]
+    run = open_run(Path(named), "last" if named == str(source) else "average")
+    run.config.data.path = data or run.config.data.path
+    if not isinstance(run.config, kind):
+        upstream = upstream_name(run.checkpoint) or "none: it is a fine-tuned run"
+        raise RefusedError(
+            f"{run.checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {upstream}"
+        )
+    return run
 
 
 def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine: str = "") -> Model:
-    weights = read_full_state(checkpoint, state, engine)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    take_weights(model, read_full_state(checkpoint, state, engine), str(checkpoint))
     return model.eval()
 
 
@@ -221,12 +267,6 @@ def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
     return _with_weights(
         NETWORKS[trained.config.multilevel.network](trained.config), trained.checkpoint, engine=NETWORK
     )
-
-
-def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:
-    state = read_hooks_state(checkpoint, document)
-    perturbation: Tensor = state["adversary"]["tensors"]["vector"]
-    return perturbation
 
 
 def read_square(file: Path, size: int, interpolation: str) -> Tensor:
@@ -246,43 +286,6 @@ def read_square(file: Path, size: int, interpolation: str) -> Tensor:
             f"--images {file}: not an image that can be read ({error_text(error)}); JPEG, PNG or WebP is allowed"
         ) from error
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
-
-
-def own_images(trained: TrainedImages, files: Sequence[Path]) -> Batch:
-    """A batch of a masked autoencoder of one crop of each image. Masks depend on the run's seed and the pixels.
-
-    Raises:
-        RefusedError: a file that is no image.
-    """
-    config = trained.config
-    images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
-    split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
-    visible, masked = draw_masks(words[:, None], split)  # [R, 1, V], [R, 1, M]
-    fields = {"images": images.unsqueeze(1), "visible": torch.from_numpy(visible), "masked": torch.from_numpy(masked)}
-    return _own_batch(fields, words)
-
-
-def own_modality_images(trained: TrainedModalities, files: Sequence[Path]) -> Batch:
-    """A batch of a multi-modal masked autoencoder: patches of the image are seen, and nothing is known of any other
-    modality.
-
-    Raises:
-        RefusedError: a file that is no image, or the encoder reads none.
-    """
-    config = trained.config
-    inputs = config.modalities.inputs
-    if "rgb" not in inputs:
-        raise RefusedError(
-            f"--images: the run's modalities.inputs are {', '.join(inputs)}: its encoder reads no images; allowed: "
-            "--pictures without --images"
-        )
-    images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
-    patches = (config.crops.size // config.vision.patch_size) ** 2
-    seen = np.sort(random_order(words, patches)[:, : config.modalities.visible_tokens], axis=1)  # [R, at most N]
-    fields = {"visible": torch.from_numpy(seen + inputs.index("rgb") * patches)}
-    for modality in trained.objective.modalities.used.values():
-        fields |= {"images": images} if modality.format is None else modality.empty_fields(len(images), config.crops)
-    return _own_batch(fields, words)
 
 
 def _read_squares(files: Sequence[Path], size: int, interpolation: str, seed: int) -> tuple[Tensor, Words]:

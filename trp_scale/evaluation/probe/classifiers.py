@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from trp_scale.config import OptimizerConfig, RefusedError
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import Group
-from trp_scale.evaluation.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
+from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
 from trp_scale.evaluation.probe.features import Features, LabelledFeatures, extract
-from trp_scale.finetuning.task import distinct
+from trp_scale.finetuning.measurement import distinct
 from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.loop import learning_rate
 
@@ -55,51 +55,38 @@ class LinearProbe:
         warmup_steps: of them, the first.
         lr: peak learning rate.
         seed: of the first weights.
-        device: where it learns.
     """
 
-    def __init__(
-        self,
-        width: int,
-        classes: int,
-        *,
-        steps: int,
-        warmup_steps: int,
-        lr: float,
-        seed: int,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, width: int, classes: int, *, steps: int, warmup_steps: int, lr: float, seed: int) -> None:
         from timm.optim import Lars
 
-        self.device = device or torch.device("cpu")
         layer = nn.Linear(width, classes)
         with torch.no_grad():
             layer.weight.copy_(initial_tensor(seed, "probe.weight", (classes, width), WEIGHT_DEVIATION))
             layer.bias.zero_()
-        self.module = nn.Sequential(nn.BatchNorm1d(width, eps=NORM_EPS, affine=False), layer).to(self.device)
+        self.module = nn.Sequential(nn.BatchNorm1d(width, eps=NORM_EPS, affine=False), layer)
         groups = [{"params": [layer.weight], "always_adapt": True}, {"params": [layer.bias], "always_adapt": False}]
         self.optimizer = Lars(groups, lr=lr, momentum=MOMENTUM, weight_decay=0.0)
         self._schedule = OptimizerConfig(lr=lr, warmup_steps=warmup_steps, schedule="cosine", min_lr=0.0)
         self._steps, self._step = steps, 0
 
-    def learn(self, features: Tensor, labels: Tensor) -> float:
-        """One step; returns the mean cross-entropy before it."""
+    def learn(self, features: Tensor, labels: Tensor) -> None:
+        """Take one step on the mean cross-entropy."""
         self.module.train()
-        loss = F.cross_entropy(self.module(features.to(self.device)), labels.to(self.device))
+        loss = F.cross_entropy(self.module(features), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._step, self._steps, self._schedule)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
-        return float(loss.detach())
 
     @torch.no_grad()
     def predict(self, features: Features) -> Integers:
         """[m] the class with the highest logit of each row of [m, D]."""
         self.module.eval()
-        logits = [self.module(part.to(self.device)) for part in torch.split(torch.from_numpy(features), 1 << 16)]
-        predicted: Integers = torch.cat(logits).argmax(1).cpu().numpy().astype(np.int64)
+        logits = [self.module(part) for part in torch.split(torch.from_numpy(features), 1 << 16)]
+        predicted: Integers = torch.cat(logits).argmax(1).numpy().astype(np.int64)
         return predicted
 
 
@@ -259,9 +246,9 @@ def fit_fresh(
     source = images.random_crops(group, fraction, smallest=SMALLEST_CROP, batch=size, seed=seed)
     try:
         for _ in range(steps):
-            batch, labels = extract(encoder, source.next_window(), group)
+            step = extract(encoder, source.next_window(), group)
             if group.rank == 0:
-                probe.learn(torch.from_numpy(batch), torch.from_numpy(labels))
+                probe.learn(torch.from_numpy(step.features), torch.from_numpy(step.labels))
     finally:
         source.close()
     return probe.predict(features) if group.rank == 0 else None

@@ -1,18 +1,298 @@
-"""`trp-scale probe`: a classifier on the features of a frozen encoder."""
+"""`trp-scale probe`: a classifier on the features of a frozen encoder of images; that of text is in sentences.py.
+
+A run that learned its masks also gets MLO-MAE's own figure: the accuracy on a test set of the head that masks were
+learned with (its stage II). That is no probe: head and encoder have learned together, and the masks were chosen for
+this very task."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trp_scale.checkpoint.document import read_hooks_state
+from trp_scale.checkpoint.format import read_full_state
+from trp_scale.data.hashing import Integers
+from trp_scale.data.images.leakage import check_test
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero
-from trp_scale.evaluation.probe.arguments import ProbeArguments
-from trp_scale.evaluation.probe.classifiers import require_scikit_learn
+from trp_scale.errors import DataError, RefusedError
+from trp_scale.evaluation.arguments import ProbeArguments
+from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
+from trp_scale.evaluation.probe.classifiers import (
+    accuracy,
+    accuracy_by_class,
+    classify,
+    fit_fresh,
+    require_scikit_learn,
+)
+from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
+from trp_scale.finetuning.arguments import SCRATCH
+from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.encoders import is_run
+from trp_scale.finetuning.measurement import open_run
+from trp_scale.methods.learned_masks.fine_tuning import FINE_TUNED
+from trp_scale.methods.learned_masks.settings import FineTuningSettings
+from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.comparison import print_results
-from trp_scale.reporting.results import RESULTS_FILE, Results, read_results, write_results
+from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_results
 from trp_scale.training.rundir import create_run_directory
 
+if TYPE_CHECKING:
+    from trp_scale.evaluation.probe.images import ProbedImages
+
 logger = logging.getLogger(__name__)
+
+
+class ImageProbe:
+    """One encoder on one pair of data sets.
+
+    Args:
+        arguments: the command line.
+        environment: ranks and device.
+
+    Raises:
+        DataError, RefusedError: no such encoder or data, or two data sets that do not belong together.
+    """
+
+    def __init__(self, arguments: ProbeArguments, environment: Environment) -> None:
+        self.arguments, self.environment, self.world = arguments, environment, environment.world
+        self.config = self.settings(arguments.image_size)
+        self.train = self.open(self.config, arguments.data)
+        self.test: ProbedImages | None = None
+        if arguments.test is not None:
+            check_test(self.config, arguments.test)
+            self.test = self.open(self.config, str(arguments.test))
+        self.split = arguments.split or ("dev" if arguments.test is None else "test")
+        self.fresh = arguments.method == "linear" and arguments.linear.crops == "fresh"  # runs in every epoch
+        self.fraction = 0.0 if arguments.test is not None else arguments.validation_fraction  # held out and measured
+        self.name = (arguments.test or Path(arguments.data)).resolve().name
+
+    def settings(self, size: int) -> ClassificationTaskConfig:
+        """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
+        arguments = self.arguments
+        config = encoder_config(
+            arguments.from_,
+            recipe=arguments.recipe,
+            size=size,
+            batch=arguments.batch_size,
+            positions=arguments.encoder_positions,
+        )
+        config.data.path, config.data.workers = arguments.data, arguments.workers
+        config.augmentation.measured, config.augmentation.centre_share = arguments.seen, arguments.centre_share
+        return config
+
+    def open(self, config: ClassificationTaskConfig, path: str) -> ProbedImages:
+        """Open shards of images with classes."""
+        from trp_scale.evaluation.probe.images import open_probed  # with timm, which text goes without
+
+        return open_probed(config, path)
+
+    @property
+    def description(self) -> str:
+        """The settings in a few words, for the table's title."""
+        pooled = "mean of the patch tokens" if self.arguments.pooling == "mean" else "class token"
+        crops = ", fresh crops" if self.fresh else ""
+        seen = "centre" if self.arguments.seen == "centre" else "whole image"
+        return f"{self.arguments.method} probe, {self.config.crops.size} pixels, {seen}, {pooled}{crops}"
+
+    def measure(self, seed: int) -> SeedResult:
+        """Return the result of one seed, on every rank. Collective."""
+        arguments = self.arguments
+        encoder = self.encoder(self.config, arguments.pooling, seed=seed)
+        train, test, cached = self.features(encoder)
+        predicted = None
+        if self.fresh:
+            predicted = fit_fresh(
+                encoder,
+                self.train,
+                np.zeros((0, encoder.width), np.float32) if test is None else test.features,
+                arguments.linear,
+                fraction=self.fraction,
+                seed=seed,
+                group=self.world,
+            )
+        few = f", {arguments.per_class} a class" if arguments.per_class else ""
+
+        def judge() -> SeedResult:
+            assert test is not None, "rank 0 has the features"
+            answers = predicted
+            if answers is None:
+                assert train is not None
+                learned = train
+                if arguments.per_class:
+                    learned = train.take(draw_of_each_class(train.labels, arguments.per_class, seed))
+                answers = classify(learned, test.features, arguments, seed)
+            return self.result(
+                f"{arguments.method} probe{few}",
+                seed,
+                accuracy(answers, test.labels),
+                detail={
+                    "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.classes),
+                    "images": len(test.labels),
+                    "features_from_cache": cached,
+                },
+            )
+
+        return on_rank_zero(self.world, "fitting the probe", judge)
+
+    def result(self, name: str, seed: int, value: float, **fields: Any) -> SeedResult:
+        """Return an accuracy on the measured images."""
+        return SeedResult(
+            task=f"{self.name} ({name})",
+            metric="accuracy",
+            split=self.split,
+            lower_is_better=False,
+            seed=seed,
+            metrics={"accuracy": value},
+            **fields,
+        )
+
+    def encoder(self, config: ClassificationTaskConfig, pooling: str, **weights: object) -> FrozenEncoder:
+        """A frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
+        return FrozenEncoder(
+            config,
+            pooling=pooling,
+            device=self.environment.device,
+            precision=self.arguments.precision,
+            **weights,  # type: ignore[arg-type]
+        )
+
+    def features(self, encoder: FrozenEncoder) -> tuple[LabelledFeatures | None, LabelledFeatures | None, bool]:
+        """Return features of training images (`None` if no classifier learns from them) and of measured ones, both on
+        rank 0 alone, and whether all were in the cache. Collective."""
+        cache, cached = self.arguments.cache, True
+        train = test = None
+        if self.test is None or not self.fresh:
+            train, cached = all_features(encoder, self.train, self.world, cache)
+        if self.test is not None:
+            test, test_cached = all_features(encoder, self.test, self.world, cache)
+            return train, test, cached and test_cached
+        held = self.train.held_out(self.fraction)
+        return (None, None, cached) if train is None else (train.take(~held), train.take(held), cached)
+
+    def stage_two(self) -> SeedResult | None:
+        """MLO-MAE's own figure, where --from has one and there is a test set to measure it on. Collective."""
+        second_stage = None if self.arguments.from_ == SCRATCH else stage_two(self.arguments.from_)
+        if second_stage is None:
+            return None
+        test = self.arguments.test
+        reason = (
+            "it is measured on a test set; give --test DIR" if test is None else check_stage_two(second_stage, test)
+        )
+        if reason is not None:
+            logger.warning("%s is left out: %s", NAME, reason)
+            return None
+        # All images of the test set, at the size that the head has learned on.
+        settings = second_stage.config
+        config = self.settings(settings.crops.size)
+        encoder = self.encoder(config, str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
+        features, _ = all_features(encoder, self.open(config, str(test)), self.world, self.arguments.cache)
+
+        def judge() -> SeedResult:
+            assert features is not None, "rank 0 has the features"
+            # Not judged: the probe's test set again, and two measurements of one task are not two tasks.
+            return self.result(NAME, settings.training.seed, second_stage.accuracy(features), judged=False)
+
+        return on_rank_zero(self.world, "measuring the head of stage II", judge)
+
+
+def draw_of_each_class(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
+    """[n] labels -> [n] which of them are drawn: `count` of each, uniformly.
+
+    Raises:
+        RefusedError: a label has fewer.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        places = np.flatnonzero(labels == label)
+        if len(places) < count:
+            raise RefusedError(
+                f"--per_class is {count}, but class {label} has {len(places)} training images; allowed: at most that"
+            )
+        drawn[generator.choice(places, count, replace=False)] = True
+    return drawn
+
+
+NAME = "stage II head (MLO-MAE's own figure, no probe)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTwo:
+    """The head of a run with learned masks.
+
+    Attributes:
+        config: of the run.
+        checkpoint: where it was read from.
+        weight, bias: [K, D] and [K] of the layer.
+    """
+
+    config: MaeConfig
+    checkpoint: Path
+    weight: Tensor
+    bias: Tensor
+
+    def encoder_weights(self) -> dict[str, Tensor] | None:
+        """Weights of Stage II's own encoder; None where it has none and reads the run's."""
+        if not isinstance(self.config.multilevel, FineTuningSettings):
+            return None
+
+        from trp_scale.pretraining.mae.weights import is_encoder  # with timm
+
+        stored = read_full_state(self.checkpoint, engine=FINE_TUNED)
+        return {name: tensor for name, tensor in stored.items() if is_encoder(name)}
+
+    def accuracy(self, test: LabelledFeatures) -> float:
+        """Share of the rows whose class has the highest logit; the head as in methods/learned_masks/head.py, without
+        dropout."""
+        features = torch.from_numpy(test.features)
+        if self.config.multilevel.head_norm == "layer":
+            features = F.layer_norm(features, features.shape[-1:])
+        predicted: Integers = F.linear(features, self.weight, self.bias).argmax(1).numpy()
+        return accuracy(predicted, test.labels)
+
+
+def stage_two(path: str) -> StageTwo | None:
+    """The head of a run with learned masks; None where --from is none, learned them without a head, or names the
+    average of its weights, which the head knows nothing of."""
+    if not is_run(Path(path)):
+        return None
+    run = open_run(Path(path))
+    config, checkpoint = run.config, run.checkpoint
+    if not isinstance(config, MaeConfig) or not config.multilevel.reads_labels:
+        return None
+    head = read_hooks_state(checkpoint, run.document)["multilevel"]["outer"]["head"]
+    return StageTwo(
+        config=config,
+        checkpoint=checkpoint,
+        weight=head["weight"]["value"].float(),
+        bias=head["bias"]["value"].float(),
+    )
+
+
+def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
+    """Explain why the accuracy on this test set is meaningless, or return `None`."""
+    try:
+        check_test(second_stage.config, test)
+    except (DataError, RefusedError) as error:
+        if not Path(second_stage.config.data.path).exists():
+            logger.warning(
+                "%s is not there: it was not checked that none of the test images are among those that the masks were "
+                "learned from",
+                second_stage.config.data.path,
+            )
+            return None
+        return str(error)
+    return None
+
 
 HOURS = 24
 """Ranks wait this long for rank 0, which alone fits classifiers."""
@@ -34,9 +314,12 @@ def probe(arguments: ProbeArguments) -> int:
             tasks = on_rank_zero(world, "fitting the probes", lambda: probe_sentences(arguments))
             description = f"logistic probe of frozen sentences, {arguments.rows or 'all'} rows"
         else:
-            from trp_scale.evaluation.probe.image_probe import probe_images
-
-            tasks, description = probe_images(arguments, environment)
+            image_probe = ImageProbe(arguments, environment)
+            seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+            tasks = [join([image_probe.measure(seed) for seed in seeds])]
+            if (own := image_probe.stage_two()) is not None:
+                tasks.append(join([own]))
+            description = image_probe.description
         results = Results(recipe=description, encoder=arguments.from_, tasks=tasks)
         on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULTS_FILE, results))
         if world.rank == 0:

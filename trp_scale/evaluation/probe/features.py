@@ -21,7 +21,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import ALONE, Group, on_rank_zero
 from trp_scale.errors import CheckpointError
-from trp_scale.finetuning.task import GatheredRows
+from trp_scale.finetuning.measurement import GatheredRows
 from trp_scale.storage.files import atomic_write
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class LabelledFeatures:
         return LabelledFeatures(features=self.features[rows], labels=self.labels[rows])
 
 
-def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALONE) -> tuple[Features, Integers]:
-    """[n, D] vectors and [n] classes of the rows of all ranks, in their order; rows that only fill a batch are left
-    out. Each micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
+def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALONE) -> LabelledFeatures:
+    """Vectors and classes of the rows of all ranks, in their order; rows that only fill a batch are left out. Each
+    micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
 
     Raises:
         RefusedError: on all ranks, images that cannot be read, or vectors that are not finite, in which a method may
@@ -72,7 +72,7 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
             f"the encoder gives {wrong} of {len(features)} images features that are not finite numbers; look at how it "
             "was trained"
         )
-    return features, gathered["labels"]
+    return LabelledFeatures(features=features, labels=gathered["labels"])
 
 
 def all_features(
@@ -98,8 +98,7 @@ def all_features(
 
     if on_rank_zero(group, f"reading {path}", read):
         return (parts[0] if parts else None), True
-    features, labels = extract(encoder, images.batches(group), group)
-    mine = LabelledFeatures(features=features, labels=labels)
+    mine = extract(encoder, images.batches(group), group)
     on_rank_zero(group, f"writing {path}", lambda: _write(path, mine))
     return (mine if group.rank == 0 else None), False
 

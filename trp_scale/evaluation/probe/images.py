@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.core.batch import Batch
-from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
-from trp_scale.data.sources import ValidationSource
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import LabelledImages, open_labelled
+from trp_scale.finetuning.measurement import every_block, read_once
 
 BlockMasks = list[npt.NDArray[np.bool_]]
 """[blocks] of each data set: which are meant."""
@@ -65,7 +64,7 @@ class ProbedImages:
 
     def every_block(self) -> BlockMasks:
         """[blocks] of each data set, all of them."""
-        return [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in self.opened.datasets]
+        return every_block([dataset.blocks for dataset in self.opened.datasets])
 
     def labels(self, chosen: BlockMasks) -> npt.NDArray[np.int64]:
         """[n] classes of the images of these blocks, in stored order."""
@@ -78,21 +77,16 @@ class ProbedImages:
         return self.once(self.every_block(), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
-        """Yield the batches of the chosen blocks once."""
-        rows = self.opened.rows(self._measured_builder())
+        """Return the batches of the chosen blocks, like `batches`."""
+        config = copy.deepcopy(self.config)
+        config.downstream.classes = len(self.classes)
+        rows = self.opened.rows(MeasuredImages(config, self.opened.datasets, self.opened.meta))
         plan = HeldOutPlan(members=rows.members(self.opened.paths, chosen))
-        source = ValidationSource(plan, rows.builder, self.config, rank=group.rank, world=group.size, pin_memory=False)
-        try:
-            yield from source.windows()
-        finally:
-            source.close()
-
-    def in_order(self, group: Group, fraction: float) -> TrainSource:
-        """The images that are not held out in the order of training, as they are measured, without end."""
-        return self._endless(self._measured_builder(), self.config, group, fraction)
+        return read_once(rows, plan, self.config, group)
 
     def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
-        """Return a source like `in_order` with random crops, mirrored half of the time, new in every epoch.
+        """Return the images that are not held out, without end, in the order of training. Crops are random, new in
+        every epoch, and mirrored half of the time.
 
         Args:
             smallest: share of the image's area that a crop shows at least.
@@ -104,21 +98,10 @@ class ProbedImages:
         config.batch.global_size, config.training.seed = batch, seed
         config.downstream.classes = len(self.classes)
         builder = TrainingImages(config, self.opened.datasets, self.opened.meta)
-        return self._endless(builder, config, group, fraction)
-
-    def _measured_builder(self) -> MeasuredImages:
-        config = copy.deepcopy(self.config)
-        config.downstream.classes = len(self.classes)
-        return MeasuredImages(config, self.opened.datasets, self.opened.meta)
-
-    def _endless(
-        self, builder: BatchBuilder, config: ClassificationTaskConfig, group: Group, fraction: float
-    ) -> TrainSource:
-        rows = self.opened.rows(builder)
         chosen = [~mask for mask in self.held_blocks(fraction)]
         plan = TrainPlan(
-            seed=config.training.seed,
-            members=rows.members(self.opened.paths, chosen),
+            seed=seed,
+            members=self.opened.rows(builder).members(self.opened.paths, chosen),
             blocks_per_group=config.data.blocks_per_group,
         )
         flags = ("linear.batch_size", "batch_size")

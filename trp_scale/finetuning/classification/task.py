@@ -25,17 +25,14 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.measurement import GatheredRows, distinct, image_names, write_table
 from trp_scale.finetuning.task import (
-    GatheredRows,
     ImageTask,
     TaskObjective,
     blocks_to_learn,
-    distinct,
-    image_names,
     image_step_flops,
     open_task_sources,
     rows_from_images,
-    write_table,
 )
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
@@ -53,8 +50,9 @@ MANY_CLASSES = 10
 class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     """Classes of images; see `DownstreamTask`."""
 
+    objective: ImageClassification
     metric = "accuracy"
-    pictures = "trp_scale.evaluation.figures.grad_cam:draw_classifiers"
+    pictures = "trp_scale.evaluation.figures.finetuned:draw_classifiers"
 
     def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
         test_path = config.downstream.test_path

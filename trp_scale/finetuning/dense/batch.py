@@ -19,8 +19,9 @@ from trp_scale.config import CropConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY, Jitter, pick_centres
-from trp_scale.data.images.dataset import DecodedRows, DecodedSample, ImageDataset, ImageMeta, RowReader
+from trp_scale.data.images.dataset import DecodedSample, ImageDataset, ImageMeta, RowReader
 from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.sources import Rows
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig, DepthConfig, SegmentationConfig
 from trp_scale.pretraining.modalities.depth import RELATIVE_SCALE, Depth, StoredDepth
 from trp_scale.pretraining.modalities.semseg import VOID, Semseg, StoredClasses
@@ -87,16 +88,10 @@ class JitteredBatchBuilder:
     All draws come from (training.seed, row key, epoch).
     """
 
-    def __init__(
-        self,
-        config: DenseTaskConfig,
-        datasets: list[ImageDataset],
-        meta: ImageMeta,
-        maps: SegmentationMaps | DepthMaps,
-    ) -> None:
+    def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._seed = config.training.seed
-        self._rows = RowReader(datasets, meta, verify=config.data.verify)
-        dense, self._maps = config.dense, maps
+        self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
+        dense, self._maps = config.dense, data.maps
         scales = (dense.min_scale, dense.max_scale)
         self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
 
@@ -127,62 +122,45 @@ class WholeBatchBuilder:
         whole_semseg or whole_depth [R, H, W]: the stored map, in the upper left corner of the batch's largest.
     """
 
-    def __init__(
-        self,
-        config: DenseTaskConfig,
-        datasets: list[ImageDataset],
-        meta: ImageMeta,
-        maps: SegmentationMaps | DepthMaps,
-    ) -> None:
-        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+    def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
+        self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
         self._squash = WindowCutter(config.crops, replace(config.dense, measured="squashed"))
         squashed = config.dense.measured == "squashed"
         self._cutter = self._squash if squashed else WindowCutter(config.crops, config.dense)
-        self._size, self._maps = config.crops.size, maps
+        self._size, self._maps = config.crops.size, data.maps
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
-        shown = [self._show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
+        shown = [self.show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
+        squashed, windows, maps = zip(*shown, strict=True)
+        whole = self._maps.empty((len(shown), *rows.sizes.max(axis=0).tolist()))
+        for row, stored in enumerate(maps):
+            whole[row, : stored.shape[0], : stored.shape[1]] = stored
+        picked = np.stack([pick_centres(stored, self._size, self._size) for stored in maps])
         fields = {
-            "images": torch.stack([sample.squashed for sample in shown]),
-            self._maps.name: torch.from_numpy(
-                np.stack([pick_centres(sample.map, self._size, self._size) for sample in shown])
-            ),
-            **_join_windows([sample.windows for sample in shown]),
-            **self._whole(rows, shown),
+            "images": torch.stack(squashed),
+            self._maps.name: torch.from_numpy(picked),
+            **_join_windows(windows),
+            "sizes": torch.from_numpy(rows.sizes),
+            f"whole_{self._maps.name}": torch.from_numpy(whole),
         }
         return rows.batch(fields, addresses, start=start, began=began)
 
-    def _show(self, sample: DecodedSample | None, member: int) -> _Shown:
+    def show(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, ImageWindows, npt.NDArray[Any]]:
+        """Return a sample squashed into the crop [3, S, S], its windows, and its map [H, W]; of none grey and empty."""
         if sample is None:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
-            windows = ImageWindows(
-                images=grey[None], corners=np.zeros((1, 2), np.int64), scaled=(self._size, self._size)
-            )
-            return _Shown(squashed=grey, windows=windows, map=self._maps.empty((1, 1)))
+            corner = np.zeros((1, 2), np.int64)
+            windows = ImageWindows(images=grey[None], corners=corner, scaled=(self._size, self._size))
+            return grey, windows, self._maps.empty((1, 1))
         squashed = self._squash.cut(sample.image)
         windows = squashed if self._cutter is self._squash else self._cutter.cut(sample.image)
-        return _Shown(squashed=squashed.images[0], windows=windows, map=self._maps.read(sample, member))
-
-    def _whole(self, rows: DecodedRows, shown: list[_Shown]) -> dict[str, Tensor]:
-        sizes: Integers = rows.sizes
-        maps = self._maps.empty((len(shown), *sizes.max(axis=0).tolist()))
-        for row, sample in enumerate(shown):
-            height, width = sample.map.shape
-            maps[row, :height, :width] = sample.map
-        return {"sizes": torch.from_numpy(sizes), f"whole_{self._maps.name}": torch.from_numpy(maps)}
+        return squashed.images[0], windows, self._maps.read(sample, member)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    squashed: Tensor  # [3, S, S]
-    windows: ImageWindows
-    map: np.ndarray[Any, np.dtype[Any]]  # [H, W]
-
-
-def _join_windows(windows: list[ImageWindows]) -> dict[str, Tensor]:
+def _join_windows(windows: Sequence[ImageWindows]) -> dict[str, Tensor]:
     """The windows of all rows, filled up to the largest number of them with zeros."""
     most, first = max(len(cut.images) for cut in windows), windows[0].images
     images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)
@@ -305,3 +283,28 @@ class DepthMaps:
         depth[(depth < self._low) | (depth > self._high)] = UNMEASURED
         metres: npt.NDArray[np.float32] = depth
         return metres
+
+
+DenseMaps = SegmentationMaps | DepthMaps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseData:
+    """Opened data sets with one map for each image.
+
+    Attributes:
+        datasets: members of the mixture.
+        meta: what they have in common.
+        maps: how their maps are read.
+    """
+
+    datasets: list[ImageDataset]
+    meta: ImageMeta
+    maps: DenseMaps
+
+    def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
+        """Their rows, as jittered crops or as whole images."""
+        from trp_scale.finetuning.task import rows_from_images  # which loader processes need not import
+
+        kind = WholeBatchBuilder if whole else JitteredBatchBuilder
+        return rows_from_images(self.datasets, self.meta, kind(config, self))

@@ -17,15 +17,18 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
+from trp_scale.data.images.dataset import RowReader
 from trp_scale.data.images.formats import Map
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.finetuning.dense.batch import DepthMaps
+from trp_scale.errors import DataError
+from trp_scale.finetuning.dense.batch import DenseData, DepthMaps
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
-from trp_scale.finetuning.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
-from trp_scale.finetuning.task import GatheredRows, TaskObjective, blocks_to_learn
+from trp_scale.finetuning.dense.task import DenseTask, predict_whole
+from trp_scale.finetuning.measurement import GatheredRows
+from trp_scale.finetuning.task import TaskObjective, blocks_to_learn
 from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.reporting.results import CONSTANT
@@ -39,6 +42,7 @@ NEARER = {True: "nearer", False: "farther"}
 class DepthTask(DenseTask[DepthTaskConfig]):
     """Depth of pixels; see `DownstreamTask`."""
 
+    objective: DepthObjective
     metric = "delta_1"
     maps = DepthMaps
 
@@ -84,7 +88,12 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return 1
 
     def _statistics(self, data: DenseData) -> tuple[float, float]:
-        """Mean and deviation of the first maps in the training order, which is the same on all ranks."""
+        """Mean and deviation of the measured pixels of the first maps in the training order, which is the same on all
+        ranks.
+
+        Raises:
+            DataError: none of these maps has a measured pixel.
+        """
         config = self.config
         paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
@@ -94,7 +103,23 @@ class DepthTask(DenseTask[DepthTaskConfig]):
             blocks_per_group=config.data.blocks_per_group,
         )
         addresses = plan.locate(np.arange(min(SAMPLED_MAPS, plan.rows)))
-        return depth_statistics(data, addresses, inverse=self._inverted)
+        samples = RowReader(data.datasets, data.meta, verify=False).read(addresses).samples
+        count, total, squares = 0, 0.0, 0.0
+        for sample, member in zip(samples, addresses.member.tolist(), strict=True):
+            if sample is not None:
+                depth = data.maps.read(sample, member).astype(np.float64)
+                values = depth[depth > 0]
+                values = 1 / values if self._inverted else values
+                count += len(values)
+                total += float(values.sum())
+                squares += float(values @ values)
+        if count == 0:
+            raise DataError(
+                f"{data.datasets[0].directory}: no depth from --dense.min_depth to --dense.max_depth in the first "
+                f"{len(samples)} training images"
+            )
+        mean = total / count
+        return mean, float(np.sqrt(max(squares / count - mean**2, 0.0))) or 1.0
 
     def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
         """The target (depth or its inverse) of each pixel of each whole image, [H, W] float32; `space.depth` turns it

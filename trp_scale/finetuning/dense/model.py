@@ -280,19 +280,7 @@ def _double_side(width: int) -> nn.ConvTranspose2d:
 
 
 def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
-    """The head with its initial weights.
-
-    Args:
-        config: section dense, checked, and the seed.
-        shape: of the encoder.
-        outputs: channels of the prediction.
-    """
-    head = _build(config, shape, outputs)
-    initialise_head(head, seed=config.training.seed)
-    return head
-
-
-def _build(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+    """Build the head of a checked section `dense`, without its initial weights."""
     dense = config.dense
     if dense.head == "linear":
         return LinearHead(shape.width, outputs)
@@ -318,6 +306,7 @@ class PixelModel(OnImageEncoder):
         self.encoder = ImageEncoder(config)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
         self.head = build_head(config, self.encoder.shape, outputs)
+        initialise_head(self.head, seed=config.training.seed)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """[B, 3, S, S] normalised pixels -> [B, C, S, S], and as many of an auxiliary head if there is one."""

@@ -103,7 +103,7 @@ class SegmentationConfig(DenseConfig):
             yield "--dense.head is dpt, allowed for segmentation: linear, convnext, upernet"
 
 
-@component("task", "segmentation", "trp_scale.finetuning.dense.segmentation:SegmentationTask")
+@component("task", "segmentation", "trp_scale.finetuning.dense.task:SegmentationTask")
 @dataclass(kw_only=True)
 class SegmentationTaskConfig(DenseTaskConfig):
     """The class of each pixel (TRP 4.2.3 and Table 7, MLO-MAE B.6, AdPE 5.2)."""

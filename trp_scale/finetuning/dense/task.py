@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,44 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import map_formats, stored_maps
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import Addresses, Plan
-from trp_scale.data.sources import Rows
+from trp_scale.data.plan import Plan
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.errors import DataError
-from trp_scale.finetuning.dense.batch import DepthMaps, JitteredBatchBuilder, SegmentationMaps, WholeBatchBuilder
+from trp_scale.finetuning.dense.batch import DenseData, DenseMaps, SegmentationMaps
 from trp_scale.finetuning.dense.model import PixelModel
-from trp_scale.finetuning.dense.settings import DenseTaskConfig
-from trp_scale.finetuning.task import ImageTask, image_names, image_step_flops, open_task_sources, rows_from_images
+from trp_scale.finetuning.dense.settings import DenseTaskConfig, SegmentationTaskConfig
+from trp_scale.finetuning.measurement import distinct, image_names
+from trp_scale.finetuning.task import ImageTask, TaskObjective, image_step_flops, open_task_sources
 from trp_scale.models.patches import Pixels
-
-DenseMaps = SegmentationMaps | DepthMaps
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseData:
-    """Opened data sets with one map for each image.
-
-    Attributes:
-        datasets: members of the mixture.
-        meta: what they have in common.
-        maps: how their maps are read.
-    """
-
-    datasets: list[ImageDataset]
-    meta: ImageMeta
-    maps: DenseMaps
-
-    def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
-        """Their rows, as jittered crops or as whole images."""
-        kind = WholeBatchBuilder if whole else JitteredBatchBuilder
-        return rows_from_images(self.datasets, self.meta, kind(config, self.datasets, self.meta, self.maps))
+from trp_scale.reporting.results import CONSTANT
 
 
 def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[DenseMaps]) -> DenseData:
@@ -87,35 +65,6 @@ def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
         names = ", ".join(["images", *stored])
         raise RefusedError(f"{path.path} has {names} only, --downstream.kind needs {name} maps; make them: {command}")
     map_formats()[name].require(document, stored[name])
-
-
-def depth_statistics(data: DenseData, addresses: Addresses, *, inverse: bool) -> tuple[float, float]:
-    """Mean and standard deviation of the measured pixels of some maps.
-
-    Args:
-        data: with maps of depth.
-        addresses: of the rows.
-        inverse: of 1 / depth in place of depth.
-
-    Raises:
-        DataError: none of these maps has a measured pixel.
-    """
-    assert isinstance(data.maps, DepthMaps)
-    rows = RowReader(data.datasets, data.meta, verify=False).read(addresses)
-    count, total, squares = 0, 0.0, 0.0
-    for sample, member in zip(rows.samples, addresses.member.tolist(), strict=True):
-        if sample is not None:
-            depth = data.maps.read(sample, member).astype(np.float64)
-            values = depth[depth > 0]
-            values = 1 / values if inverse else values
-            count, total, squares = count + len(values), total + float(values.sum()), squares + float(values @ values)
-    if count == 0:
-        raise DataError(
-            f"{data.datasets[0].directory}: no depth from --dense.min_depth to --dense.max_depth in the first "
-            f"{len(rows.samples)} training images"
-        )
-    mean = total / count
-    return mean, float(np.sqrt(max(squares / count - mean**2, 0.0))) or 1.0
 
 
 Numbers = Callable[[Tensor, int], Map]
@@ -170,7 +119,7 @@ class DenseTask(ImageTask[DenseRun]):
     """Data and model of a task of pixels; what is learned and measured is the subclass's."""
 
     maps: type[DenseMaps]
-    pictures = "trp_scale.evaluation.figures.pixel_pictures:draw_pixel_maps"
+    pictures = "trp_scale.evaluation.figures.finetuned:draw_pixel_maps"
 
     def __init__(self, config: DenseRun, environment: Environment) -> None:
         self.config = config
@@ -261,3 +210,143 @@ def join_windows(windows: Tensor, corners: list[list[int]], scaled: tuple[int, i
         total[:, top : top + size, left : left + size] += window
         times[top : top + size, left : left + size] += 1
     return total / times
+
+
+class SegmentationTask(DenseTask[SegmentationTaskConfig]):
+    """Classes of pixels; see `DownstreamTask`."""
+
+    objective: Segmentation
+    metric = "mean_iou"
+    maps = SegmentationMaps
+
+    def __init__(self, config: SegmentationTaskConfig, environment: Environment) -> None:
+        super().__init__(config, environment)
+        self.objective = Segmentation(config.dense.auxiliary_weight)
+
+    def complete(self, data: DenseData, measured: DenseData) -> int:
+        assert isinstance(data.maps, SegmentationMaps) and isinstance(measured.maps, SegmentationMaps)
+        if data.maps.all_classes != measured.maps.all_classes:
+            raise RefusedError(
+                f"--downstream.test_path {self.config.downstream.test_path} has other classes than --data.path "
+                f"{self.config.data.path}; shard both with the same --semseg.classes"
+            )
+        self.classes, self._stored = data.maps.classes, measured.maps.stored_numbers
+        self.config.downstream.classes = len(self.classes)
+        return len(self.classes)
+
+    def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
+        """The class of each pixel of each whole image, [H, W] int64."""
+        return [logits.argmax(0) for logits in predict_whole(forward, self.objective.pixels, batch)]
+
+    def numbers(self, predicted: Tensor, member: int) -> Map:
+        """Each class by its number in the stored maps, ignored classes counted."""
+        stored: Map = self._stored[predicted.cpu().numpy()]
+        return stored
+
+    def metrics(self) -> Confusion:
+        return Confusion(self.classes)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"classes": list(self.classes)}
+
+
+VOID = 255
+"""Class number of pixels that are not learned, in batches as in stored maps."""
+
+
+class Segmentation(TaskObjective):
+    """The mean over all pixels with a class of the cross-entropy; that of an auxiliary head is added with its weight.
+
+    Args:
+        auxiliary_weight: of the second prediction, where the model has one.
+    """
+
+    tasks: tuple[str, ...] = ("segmentation",)
+
+    def __init__(self, auxiliary_weight: float = 0.0) -> None:
+        self._weights = (1.0, auxiliary_weight)
+        self.pixels = Pixels()
+
+    def count(self, batch: Batch) -> Tensor:
+        """[1] float64, pixels with a class."""
+        return (batch["semseg"] != VOID).sum().double().reshape(1)
+
+    def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
+        """Sums over pixels. Rows that are not there are void."""
+        labels = batch["semseg"].long()  # [R, S, S]
+        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+        for weight, logits in zip(self._weights, forward(self.pixels(batch["images"])), strict=False):
+            losses = F.cross_entropy(logits.float(), labels, ignore_index=VOID, reduction="none")  # [R, S, S]
+            total = total + weight * losses.sum(dtype=torch.float64)
+        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+
+
+class Confusion:
+    """Counts pixels by their class and the predicted one; see `Metrics`. The counts are integers, so any number of
+    ranks gives the same figures.
+
+    Args:
+        classes: their names.
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = tuple(classes)
+        self._counts: Tensor | None = None
+
+    def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
+        """Each row's predicted classes [H, W]; those of rows that are not there meet void labels alone."""
+        size = len(self._classes)
+        for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
+            labels = batch["whole_semseg"][row, :height, :width].long()
+            labelled = labels < size  # void is 255
+            pairs = labels[labelled] * size + predicted[labelled].long()
+            counts = torch.bincount(pairs, minlength=size**2).view(size, size)
+            self._counts = counts if self._counts is None else self._counts + counts
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        """The figures (`figures`) of all ranks' pixels."""
+        assert self._counts is not None  # every rank has micro-batches, if only of rows that are not there
+        return figures(group.sum(self._counts).cpu(), self._classes)
+
+
+def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """The figures of a confusion matrix.
+
+    mean_iou: the mean over classes of intersection / union; a class that is neither labelled nor predicted anywhere has
+    none and is left out. pixel_accuracy: share of the labelled pixels. class_accuracy: the mean over labelled classes
+    of the share of their pixels. constant_mean_iou: mean_iou of predicting the most frequent class everywhere: what a
+    model that has learned nothing of images gets.
+
+    Args:
+        counts: [C, C] integers, labels x predictions.
+        classes: names.
+
+    Raises:
+        RefusedError: no pixel has a class.
+    """
+    counts = counts.double()  # exact up to 2^53 pixels
+    labelled, predicted, right = counts.sum(1), counts.sum(0), counts.diagonal()
+    if not labelled.sum():
+        raise RefusedError(
+            "every measured pixel is void: there is nothing to measure; look at the label maps, --dense.ignored and "
+            "--downstream.test_path"
+        )
+    union = labelled + predicted - right
+    iou, accuracy = right / union, right / labelled  # not a number where there is no pixel
+    names = distinct(classes)
+    constant = labelled.max() / labelled.sum() / (labelled > 0).sum()
+    return {
+        "mean_iou": float(iou[union > 0].mean()),
+        "pixel_accuracy": float(right.sum() / labelled.sum()),
+        "class_accuracy": float(accuracy[labelled > 0].mean()),
+        f"{CONSTANT}mean_iou": float(constant),
+        "detail": {
+            "iou": {name: _number(value) for name, value in zip(names, iou.tolist(), strict=True)},
+            "accuracy": {name: _number(value) for name, value in zip(names, accuracy.tolist(), strict=True)},
+            "pixels": {name: int(value) for name, value in zip(names, labelled.tolist(), strict=True)},
+        },
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else value

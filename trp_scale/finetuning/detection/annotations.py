@@ -1,158 +1,33 @@
-"""Objects of a data set of images as arrays: small enough to hand to every worker, whatever format they came in."""
+"""Objects of a data set of images as arrays: small enough to hand to every worker, whatever format they came in.
+
+COCO: images, annotations, categories (cocodataset.org, "Data format", object detection).
+Pascal VOC: Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/*.txt.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
+from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config import RefusedError
-from trp_scale.config.schema import is_finite
+from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
+from trp_scale.config.schema import LARGEST, is_finite, is_plain_name, is_within
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.errors import DataError, quote, shorten
+from trp_scale.errors import LONGEST_QUOTE, DataError, error_text, quote, shorten
+from trp_scale.finetuning.detection.masks import StoredMasks, encode_segmentation
 
 Floats = npt.NDArray[np.float64]
 
 BOX, OUTSIDE, MASK = "boxes without an area", "boxes outside their image", "masks without an area"
 """Why objects are skipped."""
-
-
-Bits = npt.NDArray[np.uint8]
-
-FARTHEST = 1e6
-"""Pixels that a polygon's points may lie from the image's corner. pycocotools walks along every edge, and ends the
-process where one is much longer or a number is none."""
-
-LONGEST_OUTLINE = 1e7
-"""Pixels that all edges of a mask's polygons may have together. pycocotools takes some 40 bytes a pixel, and does not
-look whether it got them: 200 edges from one end to the other, in 4 KB, ended the process."""
-
-LONGEST_NUMBER = 60
-"""Bits of a run length in text: pixels have 32. One of millions of bits took hours."""
-
-
-def mask_functions() -> Any:
-    """pycocotools.mask.
-
-    Raises:
-        RefusedError: it is not installed.
-    """
-    try:
-        from pycocotools import mask
-    except ImportError as error:
-        raise RefusedError(
-            "masks of objects and COCO's metric need `pip install trp-scale[evaluation]` (pycocotools); without it: "
-            "Pascal VOC, whose metric needs none"
-        ) from error
-    return mask
-
-
-def encode_segmentation(segmentation: object, height: int, width: int, *, where: str) -> bytes:
-    """Compressed runs of what a COCO file says of a mask: polygons, run lengths, or compressed ones.
-
-    Args:
-        height, width: of the image.
-        where: the annotation, for messages.
-
-    Returns:
-        The runs; b"" for a mask without an area.
-
-    Raises:
-        DataError: it is none of these, or of another size.
-    """
-    functions = mask_functions()
-    if height * width >= 1 << 32:
-        raise DataError(f"{where}: an image of {height} x {width} pixels, which has no mask")
-    if isinstance(segmentation, list):
-        polygons = [xy for xy in segmentation if isinstance(xy, list) and len(xy) >= 6 and len(xy) % 2 == 0]
-        if any(not (is_finite(number) and abs(number) <= FARTHEST) for number in chain(*polygons)):
-            raise DataError(f"{where}: a polygon holds something else than numbers of pixels, up to {FARTHEST:.0f}")
-        if not polygons:
-            return b""
-        if (outline := sum(map(_outline, polygons))) > LONGEST_OUTLINE:
-            raise DataError(
-                f"{where}: polygons with an outline of {outline:.0f} pixels, at most {LONGEST_OUTLINE:.0f} are drawn"
-            )
-        encoded = functions.merge(functions.frPyObjects(polygons, height, width))
-    elif isinstance(segmentation, dict) and segmentation.get("size") == [height, width]:
-        counts = segmentation.get("counts")
-        if not isinstance(counts, (list, str)):
-            raise DataError(f"{where}: segmentation.counts is {type(counts).__name__}, a list or a text expected")
-        lengths = counts if isinstance(counts, list) else _lengths(counts)
-        if lengths is None or any(type(length) is not int or not 0 <= length < 1 << 32 for length in lengths):
-            raise DataError(f"{where}: segmentation.counts holds something else than run lengths")
-        if sum(lengths) != height * width:
-            raise DataError(f"{where}: run lengths of {sum(lengths)} pixels, {height} x {width} expected")
-        encoded = functions.frPyObjects({"size": [height, width], "counts": lengths}, height, width)
-    else:
-        raise DataError(
-            f"{where}: segmentation is neither a list of polygons nor run lengths of size [{height}, {width}]"
-        )
-    return bytes(encoded["counts"]) if functions.area(encoded) > 0 else b""
-
-
-def _outline(polygon: list[float]) -> float:
-    """Pixels along all edges of a closed polygon, x and y in turn, as pycocotools counts them."""
-    points = np.array(polygon, dtype=np.float64).reshape(-1, 2)
-    return float(np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum())
-
-
-def _lengths(text: str) -> list[int] | None:
-    """The run lengths of COCO's text, or None if it is none.
-
-    Each character holds five bits of a number, the lowest first, and a sixth that says that it goes on; from the fourth
-    number on they are differences to the number before the last. pycocotools believes any text, and masks of too few
-    pixels then end in what the memory held before.
-    """
-    lengths: list[int] = []
-    number = shift = 0
-    for character in text:
-        bits = ord(character) - 48
-        if not 0 <= bits < 64 or shift > LONGEST_NUMBER:
-            return None
-        number |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            number -= 1 << shift
-        lengths.append(number + lengths[-2] if len(lengths) > 2 else number)
-        number = shift = 0
-    return lengths if shift == 0 else None
-
-
-def decode(runs: bytes, height: int, width: int) -> Bits:
-    """[height, width] 0 or 1."""
-    bits: Bits = mask_functions().decode({"size": [height, width], "counts": runs})
-    return bits
-
-
-def encode(bits: Bits) -> bytes:
-    """The compressed runs of [height, width] 0 or 1."""
-    return bytes(mask_functions().encode(np.asfortranarray(bits))["counts"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredMasks:
-    """Masks in COCO's compressed run lengths, one after the other.
-
-    Attributes:
-        runs: all bytes.
-        ends: [m + 1] where each ends, from 0.
-    """
-
-    runs: bytes
-    ends: Integers
-
-    def __getitem__(self, number: int) -> bytes:
-        return self.runs[self.ends[number] : self.ends[number + 1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,97 +120,80 @@ class Annotations:
         return [f"{self.path}: left out {' and '.join(listed)}"] if listed else []
 
 
-class Collected:
-    """Annotations while they are read."""
+class ReadObject(NamedTuple):
+    """One object of an image.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.skipped = dict.fromkeys((BOX, OUTSIDE, MASK), 0)
-        self._keys: list[str] = []
-        self._sizes: list[tuple[int, int]] = []
-        self._firsts: list[int] = [0]
-        self._boxes: list[tuple[float, ...]] = []
-        self._labels: list[int] = []
-        self._ignored: list[bool] = []
-        self._areas: list[float] = []
-        self._runs: list[bytes | None] = []
+    Attributes:
+        box: left, top, right, bottom.
+        label, ignored: as in `Annotations`.
+        runs: its mask; b"" if that has no area, None if there is none.
+        area: of the mask; None = the box's.
+    """
 
-    def image(self, key: str, height: int, width: int) -> None:
-        """Begin an image."""
-        self._keys.append(key)
-        self._sizes.append((height, width))
-        self._firsts.append(len(self._boxes))
+    box: tuple[float, float, float, float]
+    label: int
+    ignored: bool
+    runs: bytes | None = None
+    area: float | None = None
 
-    def add(
-        self, box: tuple[float, float, float, float], label: int, ignored: bool, runs: bytes | None, area: float | None
-    ) -> None:
-        """An object of the last image, or a count of what is wrong with it.
 
-        Args:
-            box: left, top, right, bottom.
-            runs: its mask; b"" if that has no area, None if there is none.
-            area: of the mask; None = the box's.
-        """
-        height, width = self._sizes[-1]
-        left, top, right, bottom = box
-        if not (right > left and bottom > top):
-            self.skipped[BOX] += 1
-        elif right <= 0 or bottom <= 0 or (width and left >= width) or (height and top >= height):
-            self.skipped[OUTSIDE] += 1
-        elif runs == b"":
-            self.skipped[MASK] += 1
-        else:
-            self._boxes.append(box)
-            self._labels.append(label)
-            self._ignored.append(ignored)
-            self._runs.append(runs)
-            self._areas.append((right - left) * (bottom - top) if area is None else area)
-            self._firsts[-1] = len(self._boxes)
+ReadImage = tuple[str, int, int, Iterable[ReadObject]]
+"""Key, height, width and objects of an image."""
 
-    def finish(
-        self,
-        *,
-        folder: Path,
-        voc: bool,
-        classes: Sequence[str],
-        digest: str,
-        image_ids: Sequence[int | str],
-        category_ids: Sequence[int],
-    ) -> Annotations:
-        """The arrays.
 
-        Raises:
-            DataError: no images, or one twice.
-        """
-        keys = self._keys
-        if not keys:
-            raise DataError(f"{self.path}: no images listed")
-        if len(set(keys)) != len(keys):
-            twice = next(key for key, count in Counter(keys).items() if count > 1)
-            raise DataError(f"{self.path}: image {quote(twice)} is listed twice")
-        masked = all(runs is not None or ignored for runs, ignored in zip(self._runs, self._ignored, strict=True))
-        runs = [mask or b"" for mask in self._runs]
-        names = "\n".join(keys)
-        return Annotations(
-            path=self.path,
-            folder=folder,
-            voc=voc,
-            keys=keys,
-            identities=np.array([name_hash(key) for key in keys], dtype=np.uint64),
-            rows=np.ones(len(keys), dtype=np.int64),
-            sizes=np.array(self._sizes, dtype=np.int64).reshape(-1, 2),
-            firsts=np.array(self._firsts, dtype=np.int64),
-            boxes=np.array(self._boxes, dtype=np.float64).reshape(-1, 4),
-            labels=np.array(self._labels, dtype=np.int64),
-            ignored=np.array(self._ignored, dtype=np.bool_),
-            areas=np.array(self._areas, dtype=np.float64),
-            masks=StoredMasks(runs=b"".join(runs), ends=np.cumsum([0, *map(len, runs)])) if masked and runs else None,
-            classes=tuple(classes),
-            skipped=self.skipped,
-            image_ids=image_ids,
-            category_ids=tuple(category_ids),
-            digest=hashlib.blake2b(f"{digest}\n{names}".encode(), digest_size=16).hexdigest(),
-        )
+def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **fields: Any) -> Annotations:
+    """Return the images and objects of a file as arrays, without objects that cannot be found.
+
+    Args:
+        digest: of the file's bytes.
+        fields: others of `Annotations`.
+
+    Raises:
+        DataError: no images, or one twice.
+    """
+    skipped = dict.fromkeys((BOX, OUTSIDE, MASK), 0)
+    keys, sizes, firsts, objects = list[str](), list[tuple[int, int]](), [0], list[ReadObject]()
+    for key, height, width, in_image in images:
+        keys.append(key)
+        sizes.append((height, width))
+        for read in in_image:
+            left, top, right, bottom = read.box
+            if not (right > left and bottom > top):
+                skipped[BOX] += 1
+            elif right <= 0 or bottom <= 0 or (width and left >= width) or (height and top >= height):
+                skipped[OUTSIDE] += 1
+            elif read.runs == b"":
+                skipped[MASK] += 1
+            else:
+                objects.append(read)
+        firsts.append(len(objects))
+    if not keys:
+        raise DataError(f"{path}: no images listed")
+    if len(set(keys)) != len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise DataError(f"{path}: image {quote(twice)} is listed twice")
+    boxes = np.array([read.box for read in objects], dtype=np.float64).reshape(-1, 4)
+    box_areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1).tolist()
+    areas = [area if read.area is None else read.area for read, area in zip(objects, box_areas, strict=True)]
+    masked = objects and all(read.runs is not None or read.ignored for read in objects)
+    runs = [read.runs or b"" for read in objects]
+    names = "\n".join(keys)
+    return Annotations(
+        path=path,
+        keys=keys,
+        identities=np.array([name_hash(key) for key in keys], dtype=np.uint64),
+        rows=np.ones(len(keys), dtype=np.int64),
+        sizes=np.array(sizes, dtype=np.int64),
+        firsts=np.array(firsts, dtype=np.int64),
+        boxes=boxes,
+        labels=np.array([read.label for read in objects], dtype=np.int64),
+        ignored=np.array([read.ignored for read in objects], dtype=np.bool_),
+        areas=np.array(areas, dtype=np.float64),
+        masks=StoredMasks(runs=b"".join(runs), ends=np.cumsum([0, *map(len, runs)])) if masked else None,
+        skipped=skipped,
+        digest=hashlib.blake2b(f"{digest}\n{names}".encode(), digest_size=16).hexdigest(),
+        **fields,
+    )
 
 
 def check_images(annotations: Annotations) -> None:
@@ -358,3 +216,247 @@ def check_images(annotations: Annotations) -> None:
             f"(the first: {shorten(missing[0])}); copy them there, or say where they are with --detection.images or "
             "--detection.test_images"
         )
+
+
+LONGEST_SIDE = 1 << 20
+"""Pixels of an image, each way."""
+
+FARTHEST_BOX = 1e9
+"""Pixels that a side of a box may lie from the image's corner."""
+
+LARGEST_XML = 16 << 20
+"""Bytes of one annotation of Pascal VOC."""
+
+
+def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
+    """Read a COCO file.
+
+    The classes are its categories by ascending id, which need not be contiguous.
+
+    Args:
+        path: the JSON file.
+        images: folder of the images; empty = looked for.
+        masks: read masks too.
+
+    Raises:
+        DataError: it is not JSON or lacks what the format demands; names the annotation.
+    """
+    document, digest = _read(path)
+    categories = {_integer(entry, "id", path, "category"): entry for entry in document["categories"]}
+    ids = sorted(categories)
+    labels = {category: number + 1 for number, category in enumerate(ids)}
+    classes = [_class_name(categories[category].get("name", str(category)), path) for category in ids]
+    if not classes or len(set(classes)) != len(classes) or len(ids) != len(document["categories"]):
+        raise DataError(f"{path}: {len(document['categories'])} categories, allowed: one or more, ids and names once")
+    listed: dict[int, dict[str, Any]] = {}
+    for entry in document["images"]:
+        number = _integer(entry, "id", path, "image")
+        if number in listed:
+            raise DataError(f"{path}: image id {number} is given twice")
+        listed[number] = entry
+    of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in listed}
+    for entry in document["annotations"]:
+        number = _integer(entry, "image_id", path, "annotation")
+        if number not in of_image:
+            name = shorten(str(entry.get("id", "(without id)")))
+            raise DataError(f"{path}: annotation {name}: image_id {number} is not among the images")
+        of_image[number].append(entry)
+    names = [_file_name(image, path) for image in listed.values()]
+
+    def read_images() -> Iterator[ReadImage]:
+        for name, (number, image) in zip(names, listed.items(), strict=True):
+            height, width = (_integer(image, side, path, "image") for side in ("height", "width"))
+            yield (
+                name,
+                height,
+                width,
+                [_read_object(entry, labels, height, width, path, masks=masks) for entry in of_image[number]],
+            )
+
+    return join_images(
+        path,
+        read_images(),
+        folder=_folder(path, images, names),
+        voc=False,
+        classes=tuple(classes),
+        digest=digest,
+        image_ids=list(listed),
+        category_ids=tuple(ids),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """The document, and a hash of its bytes."""
+    content = read_content(path, DataError, largest=LARGEST_INDEX)
+    document = parse_json(content, str(path), DataError, looked_through=False)
+    for name in ("images", "annotations", "categories"):
+        entries = document.get(name) if isinstance(document, dict) else None
+        if not isinstance(entries, list) or any(not isinstance(entry, dict) for entry in entries):
+            raise DataError(f"{path}: no list {name!r} of objects; a COCO file has images, annotations and categories")
+    return document, hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _class_name(name: object, path: Path) -> str:
+    if not isinstance(name, str) or not can_be_written(name) or len(name) > LONGEST_QUOTE:
+        raise DataError(f"{path}: category {quote(name)} found, a name expected")
+    return name
+
+
+def _read_object(
+    annotation: dict[str, Any], labels: dict[int, int], height: int, width: int, path: Path, *, masks: bool
+) -> ReadObject:
+    where = f"{path}: annotation {shorten(str(annotation.get('id', '(without id)')))}"
+    category = _integer(annotation, "category_id", path, "annotation")
+    if category not in labels:
+        raise DataError(f"{where}: category_id {category} is not among the categories")
+    box = annotation.get("bbox")
+    if not isinstance(box, list) or not all(map(_is_length, box)) or len(box) != 4:
+        raise DataError(f"{where}: bbox is {quote(box)}, four numbers (left, top, width, height) expected")
+    left, top, wide, tall = (float(side) for side in box)
+    segmentation = annotation.get("segmentation") if masks else None
+    area = annotation.get("area")
+    return ReadObject(
+        box=(left, top, left + wide, top + tall),
+        label=labels[category],
+        ignored=bool(annotation.get("iscrowd", 0)),
+        runs=encode_segmentation(segmentation, height, width, where=where) if segmentation else None,
+        area=float(area) if _is_length(area) else None,
+    )
+
+
+def _is_length(value: object) -> TypeGuard[float]:
+    """Whether it is a number that pixels can be measured by."""
+    return is_finite(value) and abs(value) < FARTHEST_BOX
+
+
+def _integer(entry: dict[str, Any], name: str, path: Path, kind: str) -> int:
+    value = entry.get(name)
+    side = name in ("height", "width")
+    if type(value) is not int or abs(value) > LARGEST or (side and not 1 <= value <= LONGEST_SIDE):
+        number = shorten(str(entry.get("id", "(without id)")))
+        raise DataError(f"{path}: {kind} {number}: {name} is {quote(value)}, a whole number expected")
+    return value
+
+
+def _file_name(image: dict[str, Any], path: Path) -> str:
+    name = image.get("file_name")
+    if not is_within(name):
+        raise DataError(
+            f"{path}: image {image.get('id')}: file_name is {quote(name)}, a path within the folder expected"
+        )
+    return str(name)
+
+
+def _folder(path: Path, images: str, names: list[str]) -> Path:
+    """Folder of the images: `images`, or the first of the usual folders that has the first image."""
+    if images:
+        return Path(images)
+    split = path.stem.removeprefix("instances_")
+    folders = [path.parent / "images", path.parent.parent / split, path.parent / split, path.parent]
+    for folder in folders:
+        if names and (folder / names[0]).is_file():
+            return folder
+    listed = ", ".join(str(folder) for folder in folders)
+    raise DataError(
+        f"{path}: {names[0] if names else 'no image'} is in none of {listed}; say where the images are with "
+        "--detection.images or --detection.test_images"
+    )
+
+
+def read_voc(path: Path, images: str = "") -> Annotations:
+    """Read the annotations of a folder, or of the images that a list of it names.
+
+    The classes are the names that occur, sorted. VOC's boxes name their first and last pixel, counted from 1: here the
+    left side of a box is that of its first pixel, the right side that of its last.
+
+    Args:
+        path: the folder (VOC2007), or a list in it (VOC2007/ImageSets/Main/trainval.txt).
+        images: folder of the images; empty = JPEGImages.
+
+    Raises:
+        DataError: something is missing or is not what the format demands; names the file.
+    """
+    root, names = _list_images(path)
+    digest = hashlib.blake2b(digest_size=16)
+    described = []
+    for name in names:
+        file = root / "Annotations" / f"{name}.xml"
+        try:
+            content = read_content(file, DataError, largest=LARGEST_XML)
+        except DataError as error:
+            raise DataError(f"{error}; {path} names it") from error
+        digest.update(content)
+        described.append(_parse_annotation(file, content))
+    classes = sorted({name for _, _, _, objects in described for name, _, _ in objects})
+    labels = {name: number for number, name in enumerate(classes, start=1)}
+    return join_images(
+        path,
+        (
+            (key, height, width, [ReadObject(box, labels[name], difficult) for name, difficult, box in objects])
+            for key, height, width, objects in described
+        ),
+        folder=Path(images) if images else root / "JPEGImages",
+        voc=True,
+        classes=tuple(classes),
+        digest=digest.hexdigest(),
+        image_ids=names,
+        category_ids=tuple(range(1, 1 + len(classes))),
+    )
+
+
+def _list_images(path: Path) -> tuple[Path, list[str]]:
+    """The folder that has Annotations, and the names of the images."""
+    if path.is_dir():
+        return path, sorted(file.stem for file in (path / "Annotations").glob("*.xml"))
+    root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
+    if root is None:
+        raise DataError(f"{path}: no folder above it has Annotations; a list of Pascal VOC lies in ImageSets/Main")
+    lines = read_lines(path, DataError)
+    names = []
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if len(words) > 2 or (len(words) == 2 and words[1] not in ("1", "0", "-1")):
+            raise DataError(f"{path}, line {number}: {quote(line)}, the name of an image expected")
+        if words and not is_plain_name(words[0]):
+            raise DataError(f"{path}, line {number}: {quote(words[0])}, a plain file name expected")
+        if words:
+            names.append(words[0])
+    return root, names
+
+
+def _parse_annotation(
+    file: Path, content: bytes
+) -> tuple[str, int, int, list[tuple[str, bool, tuple[float, float, float, float]]]]:
+    """Name of the image's file, height, width, and class, difficulty and box of each object of one annotation."""
+    try:
+        tree = ElementTree.fromstring(content)
+    except ElementTree.ParseError as error:
+        raise DataError(f"{file}: not XML ({error_text(error)})") from error
+    objects = []
+    for number, element in enumerate(tree.findall("object"), start=1):
+        where = f"{file}: object {number}"
+        label = (element.findtext("name") or "").strip()
+        if not label or len(label) > LONGEST_QUOTE:
+            raise DataError(f"{where} has no name" if not label else f"{where}: name is {quote(label)}")
+        left, top, right, bottom = (
+            _number(element, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax")
+        )
+        difficult = (element.findtext("difficult") or "0").strip() == "1"
+        objects.append((label, difficult, (left - 1.0, top - 1.0, right, bottom)))
+    height, width = (int(_number(tree, f"size/{side}", str(file))) for side in ("height", "width"))
+    if not (0 <= height <= LONGEST_SIDE and 0 <= width <= LONGEST_SIDE):
+        raise DataError(
+            f"{file}: size of {quote(height)} x {quote(width)} found, up to {LONGEST_SIDE} each way allowed"
+        )
+    return f"{file.stem}.jpg", height, width, objects
+
+
+def _number(tree: ElementTree.Element, name: str, where: str) -> float:
+    text = tree.findtext(name)
+    try:
+        value = float((text or "")[:LONGEST_QUOTE])
+    except ValueError:
+        value = math.nan
+    if not _is_length(value):
+        raise DataError(f"{where}: {name} is {quote(text)}, a number expected")
+    return value

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ import torch
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.finetuning.detection.annotations import Annotations, encode, mask_functions
+from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.masks import encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.storage.files import write_text
 
@@ -29,28 +30,14 @@ OVERLAP = 0.5
 POINTS = 11
 
 
-@dataclass(frozen=True, kw_only=True)
-class Truth:
-    """Objects of one class in one image.
-
-    Attributes:
-        boxes: [n, 4] left, top, right, bottom.
-        difficult: [n] objects that need not be found, and whose detection counts neither way.
-    """
-
-    boxes: Floats
-    difficult: npt.NDArray[np.bool_]
+Truth = tuple[Floats, npt.NDArray[np.bool_]]
+"""Objects of one class in one image: boxes [n, 4] left, top, right, bottom; and [n] which are difficult: they need not
+be found, and their detection counts neither way."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassDetections:
-    """Detections of one class, of all images.
-
-    Attributes:
-        image: [n] number of the image, into the list of truths.
-        boxes: [n, 4].
-        scores: [n].
-    """
+class ClassDetections(NamedTuple):
+    """Detections of one class, of all images: [n] number of the image in the list of truths, boxes [n, 4], scores
+    [n]."""
 
     image: npt.NDArray[np.int64]
     boxes: Floats
@@ -67,7 +54,7 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
     Returns:
         None where there is no object that has to be found.
     """
-    objects = sum(int((~truth.difficult).sum()) for truth in truths)
+    objects = sum(int((~difficult).sum()) for _, difficult in truths)
     if objects == 0:
         return None
     right = np.cumsum(counted) if len(counted := matches(truths, detections)) else np.zeros(0, dtype=np.int64)  # [k]
@@ -79,15 +66,15 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
 
 def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
     """[k] by falling score: whether each detection that counts is right."""
-    seen = [np.zeros(len(truth.boxes), dtype=np.bool_) for truth in truths]
+    seen = [np.zeros(len(boxes), dtype=np.bool_) for boxes, _ in truths]
     right = []
     for rank in np.argsort(-detections.scores, kind="stable").tolist():
         image = int(detections.image[rank])
-        shares = overlaps(detections.boxes[rank], truths[image].boxes)  # [n]
+        shares = overlaps(detections.boxes[rank], truths[image][0])  # [n]
         best = int(shares.argmax()) if len(shares) else -1
         if best < 0 or shares[best] < OVERLAP:
             right.append(False)
-        elif not truths[image].difficult[best]:
+        elif not truths[image][1][best]:
             right.append(not seen[image][best])
             seen[image][best] = True
     return np.array(right, dtype=np.bool_)
@@ -129,6 +116,26 @@ class ImageDetections:
     scores: Floats
     labels: npt.NDArray[np.int64]
     masks: list[bytes]
+
+    def entries(self, image_id: int | str, categories: Sequence[int | None]) -> Iterator[dict[str, Any]]:
+        """Yield the detections in COCO's form of results, by falling score.
+
+        Args:
+            image_id: how the file names the image.
+            categories: how it numbers each class; `None`: it has no such class, and its detections are left out.
+        """
+        for rank, label in enumerate(self.labels.tolist()):
+            if (category := categories[label - 1]) is None:
+                continue
+            entry: dict[str, Any] = {
+                "image_id": image_id,
+                "category_id": category,
+                "bbox": corner_and_size(self.boxes[rank]),
+                "score": float(self.scores[rank]),
+            }
+            if self.masks:
+                entry["segmentation"] = {"size": list(self.size), "counts": self.masks[rank].decode("ascii")}
+            yield entry
 
 
 class CollectedDetections:
@@ -218,7 +225,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         for image in images:
             data = datasets[image.address[0]]
             objects = [index for index in data.objects(image.address[1]) if data.labels[index] == number]
-            truths.append(Truth(boxes=data.boxes[objects], difficult=data.ignored[objects]))
+            truths.append((data.boxes[objects], data.ignored[objects]))
         chosen = [image.labels == number for image in images]
         detections = ClassDetections(
             image=np.repeat(np.arange(len(images)), [int(mask.sum()) for mask in chosen]),
@@ -247,7 +254,10 @@ def coco_figures(
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a page
         sides = []
-        for annotations in (_coco_truths(datasets, images, kind), _coco_detections(images, kind)):
+        for annotations in (
+            _coco_truths(datasets, images, kind),
+            _coco_detections(images, kind, len(datasets[0].classes)),
+        ):
             side = COCO()
             side.dataset = {
                 "images": [
@@ -296,22 +306,13 @@ def _coco_truths(
             yield entry
 
 
-def _coco_detections(images: Sequence[ImageDetections], kind: str) -> Iterator[dict[str, Any]]:
+def _coco_detections(images: Sequence[ImageDetections], kind: str, classes: int) -> Iterator[dict[str, Any]]:
     functions = mask_functions()
     for position, image in enumerate(images, start=1):
-        for rank in range(len(image.scores)):
-            entry: dict[str, Any] = {
-                "image_id": position,
-                "category_id": int(image.labels[rank]),
-                "score": float(image.scores[rank]),
-                "bbox": (box := corner_and_size(image.boxes[rank])),
-                "area": box[2] * box[3],
-                "iscrowd": 0,
-            }
-            if kind == "segm":
-                entry["segmentation"] = {"size": list(image.size), "counts": image.masks[rank]}
-                entry["area"] = float(functions.area(entry["segmentation"]))
-            yield entry
+        for entry in image.entries(position, range(1, 1 + classes)):
+            width, height = entry["bbox"][2:]
+            area = functions.area(entry["segmentation"]) if kind == "segm" else width * height
+            yield {**entry, "area": float(area), "iscrowd": 0}
 
 
 def _encode_box(box: Floats, size: tuple[int, int]) -> bytes:
@@ -353,30 +354,15 @@ class PredictedObjects(CollectedDetections):
     def finish(self) -> list[Path]:
         images = self.gather(self._group)
 
+        def read_entries() -> Iterator[dict[str, Any]]:
+            for image in images:
+                member, number = image.address
+                data = self._datasets[member]
+                yield from image.entries(data.image_ids[number], data.category_ids)
+
         def write() -> None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, json.dumps([entry for image in images for entry in self.entries(image)]))
+            write_text(self._path, json.dumps(list(read_entries())))
 
         on_rank_zero(self._group, f"writing {self._path}", write)
         return [self._path]
-
-    def entries(self, detections: ImageDetections) -> Iterator[dict[str, Any]]:
-        """Entries of one image, by falling score."""
-        member, image = detections.address
-        data = self._datasets[member]
-        for rank in range(len(detections.scores)):
-            category = data.category_ids[int(detections.labels[rank]) - 1]
-            if category is None:
-                continue
-            entry: dict[str, Any] = {
-                "image_id": data.image_ids[image],
-                "category_id": category,
-                "bbox": corner_and_size(detections.boxes[rank]),
-                "score": float(detections.scores[rank]),
-            }
-            if detections.masks:
-                entry["segmentation"] = {
-                    "size": list(detections.size),
-                    "counts": detections.masks[rank].decode("ascii"),
-                }
-            yield entry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,13 @@ from trp_scale.data.sources import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
-from trp_scale.finetuning.detection.annotations import Annotations, check_images
+from trp_scale.finetuning.detection.annotations import Annotations, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
-from trp_scale.finetuning.detection.files import read_coco, read_voc
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, PredictedObjects
 from trp_scale.finetuning.detection.model import Detector, Target, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.finetuning.task import ImageTask, TaskObjective, open_task_sources, trained_on_is_there
 from trp_scale.models.patches import Pixels
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectionMeta:
-    """Metadata of all rows: names of the classes, by number, and whether the objects have masks."""
-
-    classes: tuple[str, ...]
-    masks: bool
 
 
 def open_detection(paths: Sequence[MemberPath], images: str, *, masks: bool) -> list[Annotations]:
@@ -67,16 +57,13 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
     inside = sorted(path.glob("*.json")) if path.is_dir() else []
     if len(inside) == 1:
         return read_coco(inside[0], images, masks=masks)
+    present = "nothing of that name"
+    if path.exists():
+        present = f"a folder with {len(inside)} .json files" if path.is_dir() else "a file"
     raise DataError(
         f"{path}: allowed: a COCO file (.json) or a folder with one, a folder of Pascal VOC (with Annotations and "
-        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {_describe_member(member, len(inside))}"
+        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {present}"
     )
-
-
-def _describe_member(member: MemberPath, files: int) -> str:
-    if not member.path.exists():
-        return "nothing of that name"
-    return f"a folder with {files} .json files" if member.path.is_dir() else "a file"
 
 
 def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
@@ -105,10 +92,9 @@ def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations],
         datasets: of the same classes.
         augment: for training.
     """
-    masks = config.detection.masks == "on"
     return Rows(
         blocks=datasets,
-        meta=DetectionMeta(classes=datasets[0].classes, masks=masks),  # type: ignore[arg-type]  # of a kind of its own
+        meta=None,
         limit=0,
         builder=DetectionBatchBuilder(config, datasets, augment=augment),
         digests=[dataset.digest for dataset in datasets],
@@ -165,7 +151,7 @@ class Detection(TaskObjective):
         masks: whether masks are learned.
     """
 
-    regression = (1, 3)
+    regression: tuple[int, ...] = (1, 3)
     in_a_graph = False  # the host waits for the choice of samples
 
     def __init__(self, *, masks: bool) -> None:

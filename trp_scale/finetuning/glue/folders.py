@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,44 +34,35 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
             that is none of the task's; names file and line.
     """
     lines = _lines(path)
-    first = 0
     # Only CoLA's training and dev files have no header: what a line of theirs holds is no column's name.
-    if task.headerless and lines and not _is_header(lines[0], task):
-        names = list(task.headerless)
-    else:
+    names, first = list(task.headerless), 0
+    if not names or not lines or all(any(name in lines[0].split("\t") for name in c) for c in task.sentences):
         names, first = (lines[0].split("\t") if lines else []), 1
-    columns = find_columns(names, task, f"{path}:1")
-    rows, places, left_out = [], [], []
-    for number, line in enumerate(lines[first:], start=first + 1):
-        cells = line.split("\t")
-        if len(cells) != len(names):
-            left_out.append(f"{path}:{number}: {len(cells)} columns found, {len(names)} expected")
-            continue
-        rows.append(cells)
-        places.append(number)
+    sentences, label, index = find_columns(names, task, f"{path}:1")
+    cells = {number: line.split("\t") for number, line in enumerate(lines[first:], start=first + 1)}
+    left_out = [
+        f"{path}:{number}: {len(row)} columns found, {len(names)} expected"
+        for number, row in cells.items()
+        if len(row) != len(names)
+    ]
     if len(left_out) > allowed_bad:
         more = f" (and {len(left_out) - 1} more such lines)" if len(left_out) > 1 else ""
         raise DataError(
             f"{left_out[0]}{more}; mend the file, or give --data.max_corrupt_blocks {len(left_out)} to leave them out"
         )
+    rows = {number: row for number, row in cells.items() if len(row) == len(names)}
     if not rows:
         raise DataError(f"{path}: no examples found")
-    labels = None
-    if columns.label is not None:
-        labels = number_labels([cells[columns.label] for cells in rows], task, places, str(path))
+    places, columns = list(rows), list(zip(*rows.values(), strict=True))
+    labels = None if label is None else number_labels(columns[label], task, places, str(path))
     return Examples(
         name=path.stem,
-        sentences=tuple([cells[number] for cells in rows] for number in columns.sentences),
+        sentences=tuple(list(columns[number]) for number in sentences),
         labels=labels,
         places=places,
-        indices=[] if columns.index is None else [cells[columns.index] for cells in rows],
+        indices=[] if index is None else list(columns[index]),
         left_out=left_out,
     )
-
-
-def _is_header(line: str, task: GlueFormat) -> bool:
-    names = line.split("\t")
-    return all(any(name in names for name in allowed) for allowed in task.sentences)
 
 
 def _lines(path: Path) -> list[str]:
@@ -122,13 +113,12 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
         raise DataError(f"{directory}: cannot be read as a dataset directory with splits; save a DatasetDict")
     examples = {}
     for name, stems in files.items():
-        stored = [stem for stem in stems if split_name(stem) in loaded]
-        if stored:
-            where = f"{directory}, split {split_name(stored[0])}"
-            rows = loaded[split_name(stored[0])]
+        stem = next((stem for stem in stems if split_name(stem) in loaded), None)
+        if stem is not None:
+            where, rows = f"{directory}, split {split_name(stem)}", loaded[split_name(stem)]
             check_rows(rows, 0, len(rows), where)
             try:
-                examples[name] = _read(rows, task, stored[0], where)
+                examples[name] = _read(rows, task, stem, where)
             except RefusedError:
                 raise
             except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
@@ -138,8 +128,8 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
 
 def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
     names = rows.column_names
-    columns = find_columns(names, task, where)
-    sentences = tuple(list(rows[names[number]]) for number in columns.sentences)
+    numbers, label, index = find_columns(names, task, where)
+    sentences = tuple(list(rows[names[number]]) for number in numbers)
     if not len(rows):
         raise DataError(f"{where}: no examples found")
     for texts in sentences:
@@ -147,31 +137,26 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number}: {type(text).__name__} found, a sentence expected")
     labels = None
-    if columns.label is not None:
-        name = names[columns.label]
+    if label is not None:
+        name = names[label]
         labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
     return Examples(
         name=stem,
         sentences=sentences,
         labels=labels,
         places=list(range(len(rows))),
-        indices=[] if columns.index is None else [str(index) for index in rows[names[columns.index]]],
+        indices=[] if index is None else [str(index) for index in rows[names[index]]],
     )
 
 
 def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
     """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
-    numbers = np.array([_number(value) for value in values])  # [n]
     if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
         return None
-    if not task.names:
-        allowed = np.isfinite(numbers)
-        expected = "a number"
-    else:
-        allowed = np.isin(numbers, np.arange(len(task.names)))
-        expected = f"0 to {len(task.names) - 1}"
+    numbers = np.array([_number(value) for value in values])  # [n]
+    allowed = np.isin(numbers, np.arange(len(task.names))) if task.names else np.isfinite(numbers)
     if not allowed.all():
-        row = int(np.argmin(allowed))
+        row, expected = int(np.argmin(allowed)), f"0 to {len(task.names) - 1}" if task.names else "a number"
         raise DataError(f"{where}, row {row}: label {quote(values[row])} found, {expected} expected")
     if names is None or not task.names:
         return numbers
@@ -179,8 +164,7 @@ def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) 
         raise DataError(
             f"{where}: labels {shorten(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
         )
-    ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
-    return ours[numbers.astype(np.int64)]
+    return np.array([task.names.index(name) for name in names], dtype=np.float64)[numbers.astype(np.int64)]
 
 
 def _number(value: Any) -> float:
@@ -191,15 +175,20 @@ def _number(value: Any) -> float:
         return float("nan")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlueData:
-    """Attributes: train: to learn from; measured: by the name of the set ("" where the task has one); notices: what a
-    user should know of the files; unlabelled: why no figure can be given of what is measured, "" if one can."""
+class GlueData(NamedTuple):
+    """Examples of a task.
+
+    Attributes:
+        train: examples to learn from.
+        measured: by the name of the set ("" where the task has one).
+        notices: remarks on the files for the user.
+        unlabelled: why no figure can be given of what is measured, "" if one can.
+    """
 
     train: Examples
     measured: dict[str, Examples]
     notices: list[str]
-    unlabelled: str = ""
+    unlabelled: str
 
 
 def find_folder(root: Path, task: str) -> Path:
@@ -257,37 +246,26 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
         RefusedError: training examples without labels.
     """
     folder, form = find_folder(root, task), FORMATS[task]
-    wanted = form.files(split)
+    wanted = {"train": ("train",), **(form.dev if split == "dev" else form.test)}
     if (folder / DICT_FILE).is_file():
-        read = read_splits(folder, form, {"train": ("train",), **wanted})
+        read = read_splits(folder, form, wanted)
     else:
-        read = {
-            name: read_tsv(path, form, allowed_bad=allowed_bad)
-            for name, stems in {"train": ("train",), **wanted}.items()
-            if (path := _first(folder, stems)) is not None
-        }
-    main = next(iter(wanted))
-    for name, stems in (("train", ("train",)), (main, wanted[main])):
+        paths = {name: [folder / f"{stem}.tsv" for stem in stems] for name, stems in wanted.items()}
+        stored = {name: path for name, several in paths.items() for path in several[::-1] if path.is_file()}
+        read = {name: read_tsv(path, form, allowed_bad=allowed_bad) for name, path in stored.items()}
+    for name in list(wanted)[:2]:  # the training set, and the first to be measured
         if name not in read:
-            raise DataError(f"{folder}: no {_missing(folder, stems)}")
+            raise DataError(f"{folder}: no {_missing(folder, wanted[name])}")
     unlabelled = {name: _explain_missing_labels(folder, examples, form, split) for name, examples in read.items()}
-    train = read.pop("train")
-    if reason := unlabelled.pop("train"):
+    if reason := unlabelled["train"]:
         raise RefusedError(reason)
-    notices = [line for examples in (train, *read.values()) for line in examples.left_out]
-    notices = [f"left out: {line}" for line in notices]
+    notices = [f"left out: {line}" for examples in read.values() for line in examples.left_out]
     notices += [f"{folder}: no {wanted[name][0]}: nothing is measured on it" for name in wanted if name not in read]
-    reason = next(filter(None, unlabelled.values()), "")
-    return GlueData(train=train, measured=read, notices=notices, unlabelled=reason)
+    return GlueData(read.pop("train"), read, notices, next(filter(None, unlabelled.values()), ""))
 
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
-
-
-def _first(folder: Path, stems: Sequence[str]) -> Path | None:
-    paths = [folder / f"{stem}.tsv" for stem in stems]
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _missing(folder: Path, stems: Sequence[str]) -> str:
@@ -341,10 +319,6 @@ class GlueFormat:
     def outputs(self) -> int:
         """Width of the head: one for each label, one for a score."""
         return max(1, len(self.names))
-
-    def files(self, split: str) -> dict[str, tuple[str, ...]]:
-        """The files of the dev or the test set."""
-        return self.dev if split == "dev" else self.test
 
 
 _BINARY = ("0", "1")
@@ -420,33 +394,21 @@ UNKNOWN = ("", "-1", "-1.0")
 """What stands for a label that is kept back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Positions of a task's columns in a table: sentences, label and index; `None` if the table lacks one."""
-
-    sentences: list[int]
-    label: int | None
-    index: int | None
-
-
-def find_columns(names: Sequence[str], task: GlueFormat, where: str) -> Columns:
-    """Find the columns of a task among the names of a table's columns.
+def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[int], int | None, int | None]:
+    """Find the sentences, the label and the index among the names of a table's columns; `None` if it lacks one.
 
     Raises:
         DataError: a sentence's column is missing.
     """
 
     def find(allowed: Sequence[str]) -> int | None:
-        return next((list(names).index(name) for name in allowed if name in names), None)
+        return next((names.index(name) for name in allowed if name in names), None)
 
-    sentences = []
-    for allowed in task.sentences:
-        if (number := find(allowed)) is None:
-            raise DataError(
-                f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shorten(', '.join(map(repr, names)))}"
-            )
-        sentences.append(number)
-    return Columns(sentences=sentences, label=find(task.label), index=find(INDEX))
+    sentences = [find(allowed) for allowed in task.sentences]
+    if None in sentences:
+        allowed = " or ".join(map(repr, task.sentences[sentences.index(None)]))
+        raise DataError(f"{where}: no column {allowed}; found: {shorten(', '.join(map(repr, names)))}")
+    return [number for number in sentences if number is not None], find(task.label), find(INDEX)
 
 
 def number_labels(
@@ -459,18 +421,14 @@ def number_labels(
     """
     if all(text in UNKNOWN for text in texts):
         return None
-    numbers = {value: float(number) for number, value in enumerate(task.values)}
-    labels = np.empty(len(texts))
-    for row, (text, line) in enumerate(zip(texts, places, strict=True)):
-        if task.values:
-            if text not in numbers:
-                raise DataError(f"{where}:{line}: label {quote(text)} found, allowed: {', '.join(task.values)}")
-            labels[row] = numbers[text]
-            continue
-        try:
-            labels[row] = float(text)
-        except ValueError:
-            labels[row] = np.nan
-        if not np.isfinite(labels[row]):
-            raise DataError(f"{where}:{line}: score {quote(text)} found, a number expected")
+    if task.values:
+        numbers = [task.values.index(text) if text in task.values else np.nan for text in texts]
+        expected = f"allowed: {', '.join(task.values)}"
+    else:
+        numbers, expected = [_number(text) for text in texts], "a number expected"
+    labels = np.array(numbers, dtype=np.float64)
+    if not np.isfinite(labels).all():
+        row = int(np.argmin(np.isfinite(labels)))
+        kind = "label" if task.values else "score"
+        raise DataError(f"{where}:{places[row]}: {kind} {quote(texts[row])} found, {expected}")
     return labels

@@ -3,15 +3,17 @@ measured."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from tests.unit.data.images.source_images import class_folder
 from tests.unit.data.images.stored import config_for, sample, small_images, write_images
+from tests.unit.data.stored import write_dataset
 from trp_scale.config import RefusedError
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.leakage import is_test_set, refuse_shared_images, shared_images
+from trp_scale.data.images.leakage import check_test, is_test_set, refuse_shared_images, shared_images
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
@@ -101,3 +103,50 @@ def test_equal_checksums_are_not_equal_images(tmp_path: Path) -> None:
         each.samples.checksums[:, 0], each.samples.lengths[:, 0] = 7, shorter
     assert shared_images([first], second) == []
     assert shared_images([first], first) == ["image-000000/n00001"]
+
+
+def write(path: Path, numbers: range, **changes: object) -> Path:
+    return write_images(path, [[sample(number, 16, 16) for number in numbers]], changes=changes)
+
+
+def test_what_says_nothing_of_a_run_is_refused(tmp_path: Path) -> None:
+    train = write(tmp_path / "train", range(30))
+    config = config_for(train)
+    check_test(config, write(tmp_path / "test", range(30, 40), settings={"split": "test"}))
+    for path, message in (
+        (train, "30 of its 30 images are in the run's data"),
+        (
+            write(tmp_path / "overlap", range(29, 39)),
+            "1 of its 10 images are in the run's data .*image-000000/n00029",
+        ),
+        (
+            write(tmp_path / "renamed", range(30, 40), classes=["ant", "cat", "bee"]),
+            "classes 3 .ant, cat, bee. found",
+        ),
+        (write(tmp_path / "unnamed", range(30, 40), classes=None), r"classes without names found, .* 3 \(ant, bee"),
+        (write_dataset(tmp_path / "text", block_rows=[[5]]), "kind 'text' found, 'image' allowed"),
+        (tmp_path / "nowhere", "--test .*nowhere: no such file"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            check_test(config, path)
+    bare = [{name: value for name, value in sample(number, 8, 8).items() if name != "cls"} for number in range(50, 60)]
+    with pytest.raises(RefusedError, match=r"--test .*bare"):
+        check_test(config, write_images(tmp_path / "bare", [bare], changes={"suffixes": ["jpg"]}))
+    mixture = config_for(f"a:0.5={write(tmp_path / 'more', range(60, 70))},b:0.5={train}")
+    with pytest.raises(RefusedError, match="10 of its 10"):
+        check_test(mixture, write(tmp_path / "again", range(5, 15)))
+
+
+def test_classes_without_names_are_compared_by_number(tmp_path: Path) -> None:
+    config = config_for(write(tmp_path / "train", range(30), classes=None))
+    check_test(config, write(tmp_path / "test", range(30, 40), classes=None))
+    samples = [sample(number, 16, 16, cls=b"3") for number in range(50, 60)]
+    with pytest.raises(RefusedError, match=r"class 3 .*--data\.path is 2"):
+        check_test(config, write_images(tmp_path / "more", [samples], changes={"classes": None}))
+
+
+def test_a_few_images_in_common_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(write(tmp_path / "train", range(30)))
+    with caplog.at_level(logging.WARNING):
+        check_test(config, write(tmp_path / "test", range(29, 129)))
+    assert "test: 1 of its 100 images are in the run's data too" in caplog.text

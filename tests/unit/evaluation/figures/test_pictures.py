@@ -12,12 +12,10 @@ from PIL import Image
 from tests.runs import image_flags, pretrain_here
 from tests.synthetic_modalities import depth_of
 from trp_scale.config import RefusedError
-from trp_scale.evaluation.figures import pictures
 from trp_scale.evaluation.figures.pictures import draw_pictures, modality_reconstructions, task_losses
 from trp_scale.evaluation.figures.trained_images import (
     load_trained_images,
     load_trained_modalities,
-    own_modality_images,
 )
 from trp_scale.pretraining.modalities.depth import Depth
 from trp_scale.pretraining.modalities.semseg import MOST_NAMED, Semseg
@@ -81,7 +79,7 @@ def test_an_image_of_one_s_own_alone(run: Path, tmp_path: Path) -> None:
     """The image is all that is seen: other modalities are predicted whole, and have no loss."""
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "one.png")
     trained = load_trained_modalities(run)
-    batch = own_modality_images(trained, [tmp_path / "one.png"])
+    batch = trained.own_images([tmp_path / "one.png"])
     assert batch["visible"].shape == (1, 10) and int(batch["visible"].max()) < GRID**2, "rgb is the first input"
     assert set(task_losses(trained, batch)) == {"rgb", "raw_rgb"}
     shown = modality_reconstructions(trained, batch)
@@ -97,7 +95,7 @@ def test_a_run_that_reads_no_images_is_given_none(run: Path, tmp_path: Path) -> 
     trained = load_trained_modalities(run)
     trained.config.modalities.inputs = ["depth", "semseg"]
     with pytest.raises(RefusedError, match=r"modalities\.inputs"):
-        own_modality_images(trained, [tmp_path / "one.png"])
+        trained.own_images([tmp_path / "one.png"])
 
 
 def test_the_legend_has_the_names_and_the_colours_of_the_classes_that_occur(run: Path) -> None:
@@ -114,19 +112,6 @@ def test_the_legend_has_the_names_and_the_colours_of_the_classes_that_occur(run:
     assert Depth.legend([torch.rand(2, 2)], []) == []
     names = load_trained_modalities(run).class_names()["semseg"]
     assert len(names) == 10 and all(isinstance(name, str) for name in names)
-
-
-def test_names_of_classes_are_below_the_picture(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[list[tuple[str, object]]] = []
-    monkeypatch.setattr(pictures, "draw_legend", lambda figure, entries: found.append(list(entries)))
-    draw_pictures(run, tmp_path / "pictures", rows=2)
-    names = load_trained_modalities(run).class_names()["semseg"]
-    assert found[0] and {words for words, _ in found[0]} <= set(names)
-    figure = Figure(layout="constrained")
-    figure.subplots()
-    monkeypatch.undo()
-    pictures.draw_legend(figure, found[0])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [words for words, _ in found[0]]
 
 
 def test_another_kind_of_run_is_refused(run: Path) -> None:

@@ -27,7 +27,6 @@ from trp_scale.evaluation.figures.trained_images import (
     ORIENTATION,
     load_masking_network,
     load_trained_images,
-    own_images,
 )
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -43,15 +42,16 @@ SMALL = {
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_image_dataset(tmp_path_factory.mktemp("scenes") / "data", count=64, size=32)
-
-
 def train(scenes: Path, directory: Path, *flags: str) -> Path:
     arguments = ["--recipe", "adpe_tiny", "--data.path", str(scenes), "--run_dir", str(directory), *FLAGS, *flags]
     assert pretrain_here(arguments) == 0
     return directory
+
+
+@pytest.fixture(scope="module")
+def run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of AdPE."""
+    return train(scenes, tmp_path_factory.mktemp("trained") / "run")
 
 
 ABSOLUTE = ("--vision.positions", "absolute")
@@ -102,11 +102,11 @@ def test_images_of_one_s_own_are_drawn_without_the_run_s_data(scenes: Path, tmp_
 
 
 def test_an_image_of_one_s_own_is_its_upright_central_square_with_the_same_masks_each_time(
-    scenes: Path, tmp_path: Path
+    run: Path, tmp_path: Path
 ) -> None:
-    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    trained = load_trained_images(run)
     files = [photograph(tmp_path / "a.png"), photograph(tmp_path / "b.jpg", orientation=6)]
-    batch, again = own_images(trained, files), own_images(trained, files)
+    batch, again = trained.own_images(files), trained.own_images(files)
     assert batch["images"].shape == (2, 1, 3, 16, 16) and batch["images"].dtype == torch.uint8
     assert all(torch.equal(batch[name], again[name]) for name in batch.fields) and torch.equal(batch.keys, again.keys)
     assert not torch.equal(batch["masked"][0], batch["masked"][1])
@@ -117,13 +117,12 @@ def test_an_image_of_one_s_own_is_its_upright_central_square_with_the_same_masks
     # Orientation 6: the first stored column is the upper edge, the first stored row the right one.
     assert turned[0, :, -1].mean() > 200 and turned[2, 0, :8].mean() > turned[2, -1, :8].mean() + 100
     trained.config.training.seed += 1
-    assert not torch.equal(own_images(trained, files)["masked"], batch["masked"])
+    assert not torch.equal(trained.own_images(files)["masked"], batch["masked"])
 
 
 def test_files_that_are_no_images_are_named_and_images_go_with_pictures(
-    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(scenes, tmp_path / "run")
     (tmp_path / "text.png").write_text("no image")
     for file in (tmp_path / "text.png", tmp_path / "absent.png"):
         with pytest.raises(RefusedError, match=rf"--images.*.*{file.name}"):
@@ -145,8 +144,8 @@ def test_no_positions_are_drawn_without_an_adversary(scenes: Path, tmp_path: Pat
     assert not (tmp_path / "pictures" / "positions.png").exists()
 
 
-def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective(scenes: Path, tmp_path: Path) -> None:
-    trained = load_trained_images(train(scenes, tmp_path / "run"))
+def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective(run: Path) -> None:
+    trained = load_trained_images(run)
     batch = trained.images(3)
     shown, loss, mean_patch = reconstructions(trained, batch)
     first = {name: value[:, :1] for name, value in batch.fields.items() if value.ndim > 1}
@@ -187,26 +186,24 @@ def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(scenes: P
     assert shares[0] == 1.0 and 0.0 < shares[1] < 1.0
 
 
-def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(
-    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="no weights to read"):
         draw_pictures(tmp_path, tmp_path / "pictures")
-    run = train(scenes, tmp_path / "run")
-    document = replace(read_document(find_checkpoint(run)), config=to_dict(PosBertConfig()))
-    monkeypatch.setattr("trp_scale.evaluation.figures.trained_images.read_document", lambda path: document)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    checkpoint = find_checkpoint(copy)
+    replace(read_document(checkpoint), config=to_dict(PosBertConfig())).write(checkpoint)
     with pytest.raises(RefusedError, match=r"pos_bert"):
-        draw_pictures(run, tmp_path / "pictures")
+        draw_pictures(copy, tmp_path / "pictures")
 
 
-def test_rows_that_are_not_there_are_left_out(scenes: Path, tmp_path: Path) -> None:
-    trained = load_trained_images(train(scenes, tmp_path / "run"))
+def test_rows_that_are_not_there_are_left_out(run: Path, tmp_path: Path) -> None:
+    trained = load_trained_images(run)
     few, many = trained.images(3), trained.images(60)
     assert few.rows == 3
     held_out = many.rows
     assert 3 < held_out < 60 and bool((many["row_weights"] > 0).all())
     assert torch.equal(many["images"][:3], few["images"])
-    assert f"({held_out} images" in draw_pictures(tmp_path / "run", tmp_path / "pictures", rows=60)[0]
+    assert f"({held_out} images" in draw_pictures(run, tmp_path / "pictures", rows=60)[0]
 
 
 def test_data_that_was_moved_is_asked_for_and_other_data_refused(
@@ -222,20 +219,8 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
         assert set(re.findall(r"--[\w.]+", str(caught.value))) == {"--data"}, "report has no other flag of these"
     with pytest.raises(RefusedError, match=r"data\.path.*--data"):
         draw_pictures(run, tmp_path / "pictures")
-    assert (
-        cli.main(
-            [
-                "report",
-                "--run",
-                str(run),
-                "--pictures",
-                str(tmp_path / "pictures"),
-                "--data",
-                str(tmp_path / "elsewhere"),
-            ]
-        )
-        == 0
-    )
+    words = ["report", "--run", str(run), "--pictures", str(tmp_path / "pictures")]
+    assert cli.main([*words, "--data", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "pictures" / "reconstructions.png").exists()
     other = small_image_dataset(tmp_path / "other", count=64, size=32, seed=1)
     with pytest.raises(RefusedError, match="is not what the run learned from"):

@@ -13,7 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from trp_scale.config import RefusedError
-from trp_scale.evaluation.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
+from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
 from trp_scale.evaluation.probe.classifiers import (
     LinearProbe,
     accuracy_by_class,

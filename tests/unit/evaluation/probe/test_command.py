@@ -13,15 +13,15 @@ import torch.nn.functional as F
 
 from tests.grids import always
 from tests.runs import image_flags, pretrain_here
-from tests.unit.evaluation.probe.small_encoder import small_config, striped_images
+from tests.unit.evaluation.small_encoder import small_config, striped_images
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
 from trp_scale.distributed.groups import ALONE
+from trp_scale.evaluation.arguments import parse_probe
 from trp_scale.evaluation.figures.trained_images import load_trained_images
-from trp_scale.evaluation.probe.arguments import parse_probe
+from trp_scale.evaluation.probe.command import NAME, StageTwo, draw_of_each_class, stage_two
 from trp_scale.evaluation.probe.features import LabelledFeatures
-from trp_scale.evaluation.probe.image_probe import NAME, StageTwo, draw_of_each_class, stage_two
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.results import read_results
@@ -82,7 +82,7 @@ def test_without_a_test_set_held_out_images_are_measured(
         seen.append((train.features, features))
         return np.zeros(len(features), np.int64)
 
-    monkeypatch.setattr("trp_scale.evaluation.probe.image_probe.classify", noted)
+    monkeypatch.setattr("trp_scale.evaluation.probe.command.classify", noted)
     (task,) = read_results(probe(tmp_path, learned, stripes, "--validation_fraction", 0.4, "--method", "knn")).tasks
     assert task.split == "dev" and task.task == "train (knn probe)"
     ((train, held_out),) = seen

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn.metrics import recall_score, top_k_accuracy_score
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +18,7 @@ from tests.fixtures import small_image_dataset
 from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.finetuning.test_finetune import tuning_flags
-from tests.unit.models.encoder_peers import finetune_config
+from tests.unit.models.encoder_peers import CLASSES, drawn_anew, finetune_config, take_timm, timm_vit
 from tests.unit.models.test_image_encoder import images
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
@@ -26,7 +27,13 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
 from trp_scale.exit_status import ExitStatus
-from trp_scale.finetuning.classification.task import Accuracy, ClassificationTask, ImageClassifier, places
+from trp_scale.finetuning.classification.task import (
+    HEAD_DEVIATION,
+    Accuracy,
+    ClassificationTask,
+    ImageClassifier,
+    places,
+)
 from trp_scale.finetuning.task import image_step_flops
 from trp_scale.reporting.results import read_results
 
@@ -242,3 +249,48 @@ def test_measured_images_that_cannot_be_read_give_no_figure(
     assert cli.main(["finetune", *flags]) == ExitStatus.FAILED
     assert "(image-000000/n00002)" in capsys.readouterr().err
     assert not (tmp_path / "run" / "results.json").exists()
+
+
+POOL = {"mean": "avg", "class": "token"}
+
+
+@pytest.mark.parametrize("pooling", POOL)
+def test_timm_gives_the_same_logits(pooling: str) -> None:
+    peer = timm_vit(global_pool=POOL[pooling]).double()
+    model = ImageClassifier(finetune_config(pooling=pooling, learned_positions=True)).double().eval()
+    take_timm(model.encoder, peer)
+    model.head.load_state_dict(peer.head.state_dict())
+    if model.fc_norm is not None:
+        model.fc_norm.load_state_dict(peer.fc_norm.state_dict())
+    assert isinstance(model.fc_norm, nn.LayerNorm) is (pooling == "mean")
+    with torch.no_grad():
+        torch.testing.assert_close(model(images()), peer(images()), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pooling", POOL)
+def test_every_parameter_takes_part(pooling: str) -> None:
+    model = ImageClassifier(finetune_config(pooling=pooling)).double()
+    drawn_anew(model)
+    model(images()).square().sum().backward()  # type: ignore[no-untyped-call]
+    without = [name for name, parameter in model.named_parameters() if not parameter.grad.abs().sum()]  # type: ignore[union-attr]
+    assert without == []
+
+
+def test_all_classes_start_almost_equally_likely_and_the_norm_of_the_mean_at_one() -> None:
+    model = ImageClassifier(finetune_config(classes=500))
+    assert float(model.head.weight.detach().std()) == pytest.approx(HEAD_DEVIATION, rel=0.05)
+    assert not model.head.bias.any()
+    assert model.fc_norm is not None
+    assert model.fc_norm.weight.eq(1).all() and model.fc_norm.bias.eq(0).all()
+    with torch.no_grad():
+        chances = model(images().float()).softmax(1)
+    torch.testing.assert_close(chances, torch.full_like(chances, 1 / 500), rtol=2e-3, atol=0)
+
+
+def test_the_seed_makes_the_head() -> None:
+    first, second = ImageClassifier(finetune_config()), ImageClassifier(finetune_config())
+    assert first.head.weight.equal(second.head.weight)
+    other = finetune_config()
+    other.training.seed = 1
+    assert not first.head.weight.equal(ImageClassifier(other).head.weight)
+    assert first.head.weight.shape == (CLASSES, 24)

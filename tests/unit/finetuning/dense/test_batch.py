@@ -18,6 +18,8 @@ from trp_scale.data.images.dataset import DecodedSample, ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
 from trp_scale.finetuning.dense.batch import (
+    DenseData,
+    DenseMaps,
     DepthMaps,
     JitteredBatchBuilder,
     SegmentationMaps,
@@ -26,7 +28,7 @@ from trp_scale.finetuning.dense.batch import (
     _join_windows,
 )
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
-from trp_scale.finetuning.dense.task import DenseData, DenseMaps, join_windows, open_dense, predict_whole
+from trp_scale.finetuning.dense.task import join_windows, open_dense, predict_whole
 from trp_scale.pretraining.modalities.semseg import VOID
 
 SIZE = 24
@@ -58,8 +60,8 @@ def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset
     names = all_data.maps.all_classes
     assert names is not None and data.maps.classes == tuple(n for i, n in enumerate(names) if i not in (1, 4))
     where = addresses(data, config, image_dataset, 6)
-    new = WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_semseg"]
-    old = WholeBatchBuilder(all_config, all_data.datasets, all_data.meta, all_data.maps).build(where, 0)["whole_semseg"]
+    new = WholeBatchBuilder(config, data).build(where, 0)["whole_semseg"]
+    old = WholeBatchBuilder(all_config, all_data).build(where, 0)["whole_semseg"]
     ignored = (old == 1) | (old == 4)
     assert ignored.any() and ((new == VOID) == ignored).all()
     assert [data.maps.classes[i] for i in new[~ignored].tolist()] == [names[i] for i in old[~ignored].tolist()]
@@ -83,7 +85,7 @@ def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[De
 def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
     config, data = opened(image_dataset, DepthMaps)
     where = addresses(data, config, image_dataset, 8)
-    builder = WholeBatchBuilder(config, data.datasets, data.meta, data.maps)
+    builder = WholeBatchBuilder(config, data)
     whole = builder.build(where, 0)["whole_depth"]
     stored = builder._rows.read(where).samples[3]
     assert stored is not None and torch.equal(
@@ -91,10 +93,7 @@ def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
     )
     middle = float(whole.median())
     near, far = opened(image_dataset, DepthMaps, max_depth=middle), opened(image_dataset, DepthMaps, min_depth=middle)
-    parts = [
-        WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_depth"]
-        for config, data in (near, far)
-    ]
+    parts = [WholeBatchBuilder(config, data).build(where, 0)["whole_depth"] for config, data in (near, far)]
     assert float(parts[0].max()) <= middle and float(parts[1][parts[1] > 0].min()) >= middle
     assert (parts[0] > 0).sum() + (parts[1] > 0).sum() >= (whole > 0).sum()
     assert isinstance(data.maps, DepthMaps) and data.maps.metric and not data.maps.nearer
@@ -117,7 +116,7 @@ def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path:
 
 def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
     config, data = opened(image_dataset, SegmentationMaps)
-    builder = JitteredBatchBuilder(config, data.datasets, data.meta, data.maps)
+    builder = JitteredBatchBuilder(config, data)
     where = addresses(data, config, image_dataset, 6)
     one = Addresses(**{name: getattr(where, name)[4:5] for name in vars(where)})
     together, alone = builder.build(where, 0), builder.build(one, 4)
@@ -182,11 +181,13 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     sample = DecodedSample(image=image, size=(image.shape[1], image.shape[2]), maps={"semseg": numbers}, label=-1)
     maps = SegmentationMaps(["left", "right"], [])
     meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
-    shown = WholeBatchBuilder(settings(), [], meta, maps)._show(sample, 0)
-    assert len(shown.windows.images) > 1
+    squashed, windows, shown = WholeBatchBuilder(settings(), DenseData(datasets=[], meta=meta, maps=maps)).show(
+        sample, 0
+    )
+    assert len(windows.images) > 1
     expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
-    assert (shown.squashed.float() - expected).abs().max() < 2
-    assert shown.map.shape == (30, 71)
+    assert (squashed.float() - expected).abs().max() < 2
+    assert shown.shape == (30, 71)
 
 
 def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:

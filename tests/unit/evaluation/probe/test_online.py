@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from tests.runs import essence, flags, image_flags, lines, pretrain_here
-from tests.unit.evaluation.probe.small_encoder import striped_images
-from tests.unit.finetuning.glue.standard_files import write_glue
+from tests.unit.evaluation.small_encoder import striped_images
+from tests.unit.finetuning.glue.small_data import write_glue
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
+from trp_scale.evaluation.arguments import ProbesSettings
 from trp_scale.evaluation.encoders import set_shown_images
-from trp_scale.evaluation.online import probes
-from trp_scale.evaluation.online.labelled_rows import first_blocks, require_two_classes
-from trp_scale.evaluation.online.probes import OnlineProbes, rank_me
-from trp_scale.evaluation.online.settings import ProbesSettings
+from trp_scale.evaluation.probe import online as probes
 from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
+from trp_scale.evaluation.probe.online import OnlineProbes, first_blocks, rank_me, require_two_classes
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.reporting.results import read_results
 

@@ -8,32 +8,18 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.fixtures import small_image_dataset
-from tests.runs import SMALL_IMAGES, lines, pretrain_here
+from tests.runs import lines, pretrain_here
+from tests.unit.evaluation.figures.test_trained_images import FLAGS
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.errors import RefusedError
-from trp_scale.evaluation.online import pictures
+from trp_scale.evaluation.figures import pictures
 
-SMALL = {
-    **SMALL_IMAGES,
-    "vision.patch_size": 4,
-    "crops.size": 16,
-    "batch.micro_size": 8,
-    "training.steps": 6,
-    "data.validation_fraction": 0.3,
-    "checkpoint.every": 2,
-    "checkpoint.keep": 1,
-}
+SMALL = {"training.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 1}
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_image_dataset(tmp_path_factory.mktemp("scenes") / "data", count=64, size=32)
-
-
-def train(scenes: Path, directory: Path, *flags: str) -> int:
-    small = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+def learn(scenes: Path, directory: Path, *flags: str) -> int:
+    small = [*FLAGS, *(word for name, value in SMALL.items() for word in (f"--{name}", str(value)))]
     return pretrain_here(
         ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(directory), *small, *flags]
     )
@@ -42,8 +28,8 @@ def train(scenes: Path, directory: Path, *flags: str) -> int:
 @pytest.mark.parametrize("behind", ["True", "False"])
 def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_path: Path, behind: str) -> None:
     asked = ["--checkpoint.asynchronous", behind]
-    assert train(scenes, tmp_path / "without", *asked) == 0
-    assert train(scenes, tmp_path / "with", *asked, "--hooks", "pictures", "--pictures.rows", "2") == 0
+    assert learn(scenes, tmp_path / "without", *asked) == 0
+    assert learn(scenes, tmp_path / "with", *asked, "--hooks", "pictures", "--pictures.rows", "2") == 0
     folder = tmp_path / "with" / "pictures"
     drawn = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
     assert drawn == [f"step_0000000{step}/{what}.png" for step in (2, 4, 6) for what in ("masks", "reconstructions")]
@@ -57,7 +43,7 @@ def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_p
 
 
 def test_some_checkpoints_are_left_out(scenes: Path, tmp_path: Path) -> None:
-    assert train(scenes, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
+    assert learn(scenes, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
     assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000002", "step_00000006"]
 
 
@@ -73,7 +59,7 @@ def test_what_cannot_be_drawn_ends_nothing(
         raise error
 
     monkeypatch.setattr(pictures, "draw_pictures", refuse)
-    assert train(scenes, tmp_path / "run", "--hooks", "pictures") == 0
+    assert learn(scenes, tmp_path / "run", "--hooks", "pictures") == 0
     (first, *_) = [line["pictures"] for line in lines(tmp_path / "run") if "pictures" in line]
     assert first["notice"] == "no pictures of step_00000002: the data is gone"
     assert [f"no pictures of step_0000000{step}: the data is gone" in caplog.text for step in (2, 4, 6)] == [True] * 3
