@@ -317,8 +317,8 @@ def probe(arguments: ProbeArguments) -> int:
             image_probe = ImageProbe(arguments, environment)
             seeds = range(arguments.seed, arguments.seed + arguments.seeds)
             tasks = [join([image_probe.measure(seed) for seed in seeds])]
-            if (own := image_probe.stage_two()) is not None:
-                tasks.append(join([own]))
+            if (head_result := image_probe.stage_two()) is not None:
+                tasks.append(join([head_result]))
             description = image_probe.description
         results = Results(recipe=description, encoder=arguments.from_, tasks=tasks)
         on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULTS_FILE, results))
