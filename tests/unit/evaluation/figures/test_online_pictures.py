@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.grids import always
 from tests.runs import lines, pretrain_here
 from tests.unit.evaluation.figures.test_trained_images import FLAGS
 from trp_scale.checkpoint.export import find_checkpoint
@@ -25,7 +26,7 @@ def learn(scenes: Path, directory: Path, *flags: str) -> int:
     )
 
 
-@pytest.mark.parametrize("behind", ["True", "False"])
+@pytest.mark.parametrize("behind", always(["True", "False"], "True"))
 def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_path: Path, behind: str) -> None:
     asked = ["--checkpoint.asynchronous", behind]
     assert learn(scenes, tmp_path / "without", *asked) == 0

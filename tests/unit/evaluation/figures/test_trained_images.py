@@ -63,7 +63,6 @@ ABSOLUTE = ("--vision.positions", "absolute")
         (),
         (*ABSOLUTE, "--adversary.kind", "absolute_coordinate"),
         (*ABSOLUTE, "--adversary.kind", "absolute_embedding"),
-        ("--adversary.kind", "relative_embedding"),
     ],
     ids=lambda flags: flags[-1] if flags else "relative_coordinate",
 )
