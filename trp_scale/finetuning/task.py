@@ -23,7 +23,6 @@ from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses, Blocks, HeldOutPlan, Plan, TrainPlan, row_identities
 from trp_scale.data.sources import Chosen, Rows, Sources, ValidationSource, within_cpus
@@ -194,24 +193,6 @@ class ImageTask(DownstreamTask[ImageRun]):
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
             with naming_tensors(self.config.model):
                 take_weights(model.encoder, weights, f"--from {path}")
-
-
-def rows_from_images(
-    datasets: Sequence[ImageDataset],
-    meta: ImageMeta,
-    builder: BatchBuilder,
-    labels: list[npt.NDArray[np.int64]] | None = None,
-) -> Rows:
-    """Return the rows of image data sets with a builder of their batches."""
-    return Rows(
-        blocks=[dataset.blocks for dataset in datasets],
-        meta=meta,
-        limit=0,
-        builder=builder,
-        digests=[dataset.digest() for dataset in datasets],
-        labels=labels,
-        stored=datasets,
-    )
 
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:

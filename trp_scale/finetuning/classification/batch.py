@@ -157,6 +157,8 @@ class TrainingImages:
     across two micro-batches, the global batch is the same however it is split.
     """
 
+    limit = 0  # no places are predicted
+
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -199,6 +201,8 @@ class TrainingImages:
 class MeasuredImages:
     """Makes batches of the images that a classifier is measured on: fields as `TrainingImages`', targets 1 for the
     class and 0 for all others, nothing drawn at random."""
+
+    limit = 0  # no places are predicted
 
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._rows = RowReader(datasets, meta, verify=config.data.verify)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Plan
@@ -32,7 +31,6 @@ from trp_scale.finetuning.task import (
     blocks_to_learn,
     image_step_flops,
     open_task_sources,
-    rows_from_images,
 )
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
@@ -214,10 +212,10 @@ class LabelledImages:
             counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
         return int(counts.argmax())
 
-    def rows(self, builder: BatchBuilder) -> Rows:
+    def rows(self, builder: TrainingImages | MeasuredImages) -> Rows:
         """Return their rows with a builder of batches."""
         labels = [np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets]
-        return rows_from_images(self.datasets, self.meta, builder, labels)
+        return Rows.from_datasets(self.datasets, self.meta, builder, labels)
 
 
 def open_labelled(path: str) -> LabelledImages:

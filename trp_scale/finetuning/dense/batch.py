@@ -88,6 +88,8 @@ class JitteredBatchBuilder:
     All draws come from (training.seed, row key, epoch).
     """
 
+    limit = 0  # no places are predicted
+
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
@@ -121,6 +123,8 @@ class WholeBatchBuilder:
         scaled_sizes, sizes [R, 2] int64: height and width of the scaled image and of the stored one.
         whole_semseg or whole_depth [R, H, W]: the stored map, in the upper left corner of the batch's largest.
     """
+
+    limit = 0  # no places are predicted
 
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
@@ -304,7 +308,5 @@ class DenseData:
 
     def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
         """Their rows, as jittered crops or as whole images."""
-        from trp_scale.finetuning.task import rows_from_images  # which loader processes need not import
-
         kind = WholeBatchBuilder if whole else JitteredBatchBuilder
-        return rows_from_images(self.datasets, self.meta, kind(config, self))
+        return Rows.from_datasets(self.datasets, self.meta, kind(config, self))
