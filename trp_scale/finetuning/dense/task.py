@@ -31,6 +31,7 @@ from trp_scale.finetuning.dense.settings import DenseTaskConfig, SegmentationTas
 from trp_scale.finetuning.measurement import distinct, image_names
 from trp_scale.finetuning.task import ImageTask, TaskObjective, image_step_flops, open_task_sources
 from trp_scale.models.patches import Pixels
+from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import CONSTANT
 
 
@@ -248,10 +249,6 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"classes": list(self.classes)}
-
-
-VOID = 255
-"""Class number of pixels that are not learned, in batches as in stored maps."""
 
 
 class Segmentation(TaskObjective):

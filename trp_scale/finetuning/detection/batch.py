@@ -22,25 +22,20 @@ from torchvision.transforms.v2 import functional
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.images.crops import uniform
+from trp_scale.data.images.crops import GREY, uniform
 from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.images.formats import png_format, refuse_too_many_pixels
 from trp_scale.data.index import failure_reason
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError, error_text
-from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.annotations import Annotations, Floats
 from trp_scale.finetuning.detection.masks import decode
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
-
-Floats = npt.NDArray[np.float64]
 
 _SCALE = np.uint64(name_hash("detection: scale"))
 _TOP = np.uint64(name_hash("detection: top"))
 _LEFT = np.uint64(name_hash("detection: left"))
 _FLIP = np.uint64(name_hash("detection: flip"))
-
-GREY = 128
-"""Value of the pixels of the square that the image does not fill."""
 
 SMALLEST = 1.0
 """Pixels of the square that an object's box has along each side at least; smaller ones are left out."""

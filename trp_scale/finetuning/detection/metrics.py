@@ -19,12 +19,10 @@ import torch
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.finetuning.detection.annotations import Annotations
+from trp_scale.finetuning.detection.annotations import Annotations, Floats
 from trp_scale.finetuning.detection.masks import encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.storage.files import write_text
-
-Floats = npt.NDArray[np.float64]
 
 OVERLAP = 0.5
 POINTS = 11
