@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.grids import always
 from tests.runs import image_flags, pretrain_here
-from tests.unit.evaluation.small_encoder import small_config, striped_images
+from tests.unit.evaluation.small_encoder import small_config
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
@@ -29,16 +29,6 @@ from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "batch__micro_size": 8}
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return striped_images(tmp_path_factory.mktemp("stripes") / "train", 64, 0)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return striped_images(tmp_path_factory.mktemp("stripes") / "others", 43, 1)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.runs import essence, flags, image_flags, lines, pretrain_here
-from tests.unit.evaluation.small_encoder import striped_images
 from tests.unit.finetuning.glue.small_data import write_glue
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
@@ -26,16 +25,6 @@ from trp_scale.reporting.results import read_results
 
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "data__validation_fraction": 0.25}
 PROBED = {"hooks": "probes", "probes__every": 2, "probes__seen": "whole"}
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return striped_images(tmp_path_factory.mktemp("stripes") / "train", 64, 0)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return striped_images(tmp_path_factory.mktemp("stripes") / "others", 43, 1)
 
 
 def found_in(run: Path) -> list[dict[str, Any]]:
