@@ -28,7 +28,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
-from trp_scale.training.speed import peak_flops
+from trp_scale.training.observer import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES: dict[str, int | None] = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trp_scale.checkpoint.keeper import Keeper
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.writer import CheckpointWriter
@@ -37,8 +38,9 @@ def save_checkpoint(
     """
     settings = CheckpointConfig(every=1, keep=keep, asynchronous=False)
     writer = CheckpointWriter(run_dir=run_dir, group=group, settings=settings)
-    if (keeper := writer._keeper) is not None:
-        keeper.note_written = keeper._keep  # type: ignore[method-assign]  # in this thread, so that its end ends the save
+    if group.rank == 0:
+        writer._keeper = Keeper(run_dir)
+        writer._keeper.note_written = writer._keeper._keep  # type: ignore[method-assign]  # its end ends the save
     content = Content(
         step=step, engine=engine, hooks_state=hooks_state, cursors=cursors, config=config or {}, extra=extra or {}
     )

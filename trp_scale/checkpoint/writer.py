@@ -256,8 +256,6 @@ class CheckpointWriter:
             return newest_step(self.run_dir)
 
         self.newest = on_rank_zero(self.group, "looking for checkpoints", begin)
-        if self.group.rank == 0:
-            self._keeper = Keeper(self.run_dir, self.settings.mirror)
         if self.no_copy and self.settings.asynchronous and self.settings.every:
             self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
 
@@ -317,7 +315,8 @@ class CheckpointWriter:
             self._remove(under_way.temporary)
             raise RankError(str(error)) from error
         self.failures, self.problem, self.newest = 0, "", under_way.step
-        if self._keeper is not None:
+        if self.group.rank == 0:
+            self._keeper = self._keeper or Keeper(self.run_dir, self.settings.mirror)
             self._keeper.note_written(under_way.final, under_way.kept)
         self.whole(under_way.final)
 

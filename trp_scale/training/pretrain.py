@@ -37,9 +37,8 @@ from trp_scale.training import micro_size, rundir
 from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_tracker, require_same_settings
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
 from trp_scale.training.metrics import FINISHED, RunInfo, nothing_left
-from trp_scale.training.observer import Observer
+from trp_scale.training.observer import Observer, StartUp, StepProfile
 from trp_scale.training.rundir import Guard, Incidents, guard_run
-from trp_scale.training.speed import StartUp, StepProfile
 
 logger = logging.getLogger(__name__)
 

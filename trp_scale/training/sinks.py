@@ -20,7 +20,6 @@ from trp_scale.checkpoint.run_directory import PICTURES, SET_ASIDE
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.json_files import read_lines
 from trp_scale.errors import error_text
-from trp_scale.training.metrics import RunInfo
 from trp_scale.training.report import REPORT_FILE
 
 WANDB_ID_FILE = "wandb_id.txt"
@@ -175,17 +174,3 @@ def read_report(run_dir: Path) -> str:
     """The table at the end of a run; empty where it was not written."""
     path = run_dir / REPORT_FILE
     return "\n".join(read_lines(path)) if path.is_file() else ""
-
-
-def open_sinks(run_dir: Path, config: Config, info: RunInfo) -> list[Sink]:
-    """The sinks that `logging.wandb` and `logging.tensorboard` ask for.
-
-    Raises:
-        RefusedError: the package is not installed, or refuses.
-    """
-    sinks: list[Sink] = []
-    if config.logging.wandb:
-        sinks.append(WandbSink(run_dir, config))
-    if config.logging.tensorboard:
-        sinks.append(TensorBoardSink(run_dir, info.start_step))
-    return sinks

@@ -6,7 +6,7 @@ import pytest
 
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster, find_gpu
-from trp_scale.training.speed import peak_flops
+from trp_scale.training.observer import peak_flops
 
 
 @pytest.mark.parametrize(("name", "device"), [("a100-80", "A100"), ("h100", "H100"), ("h200", "H200")])
