@@ -149,7 +149,7 @@ def test_detections_are_read_by_coco_beside_the_annotations(tmp_path: Path) -> N
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    from tests.distributed.test_finetune_detection import finetune_here as detect
+    from tests.distributed.test_finetune import detection_flags, finetune_here
 
     scenes = small_scenes(tmp_path / "scenes", count=24)
     (annotations,) = scenes.glob("*.json")
@@ -161,7 +161,7 @@ def test_detections_are_read_by_coco_beside_the_annotations(tmp_path: Path) -> N
     for one in document["annotations"]:
         one["image_id"], one["category_id"] = 1000 + 3 * one["image_id"], 7 * one["category_id"] + 2
     annotations.write_text(json.dumps(document))
-    assert detect(scenes, tmp_path / "run") == 0
+    assert finetune_here(detection_flags(scenes, tmp_path / "run")) == 0
     assert cli.main(["evaluate", "--run", str(tmp_path / "run"), "--predictions", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "detection.json").read_text())
     measured = sorted({one["image_id"] for one in found})
