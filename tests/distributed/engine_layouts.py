@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from tests.ranks import Ranks
 from tests.synthetic import Layout, hybrid
+from trp_scale.engines.deepspeed import DeepSpeedEngine
 from trp_scale.engines.ds_config import read
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +64,21 @@ def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arg
     """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
     layout = {**LAYOUTS, **SHARED_MOMENTS}[name]
     return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)
+
+
+@contextmanager
+def fp16_on_a_cpu() -> Iterator[None]:
+    """In this context DeepSpeedEngine takes fp16 on a CPU; both DeepSpeed and the engine are as before after it."""
+    accelerator, before = get_accelerator(), DeepSpeedEngine.fp16_devices
+    DeepSpeedEngine.fp16_devices = ("cpu",)
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        DeepSpeedEngine.fp16_devices = before
+        del accelerator.is_fp16_supported
+
+
+def fp16_layout(stage: int, **block: Any) -> Layout:
+    """A ZeRO stage in fp16; `block` are keys of DeepSpeed's fp16 block."""
+    return Layout(engine="deepspeed", stage=stage, document={"fp16": {"enabled": True, "hysteresis": 1, **block}})

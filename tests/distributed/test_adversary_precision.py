@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.distributed.engine_layouts import fp16_layout, fp16_on_a_cpu
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
-from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu, on_each_rank
 from tests.distributed.test_checkpoint_engines import distance, write
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for

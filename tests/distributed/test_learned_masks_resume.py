@@ -1,4 +1,5 @@
-"""Invariant 3 with learned masks: a run stopped in the middle of a cycle of its levels is the run that was not."""
+"""Invariant 3 with learned masks, and with an adversary and minimax beside them: a run stopped in the middle of a cycle
+of its levels is the run that was not."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.launched import wait_for_steps
+from tests.distributed.launched import launch, rank_of_two, wait_for_steps
 from tests.ranks import Ranks
 from tests.runs import essence, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.document import HOOKS_NAME, read_document
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
+from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, newest_complete
 from trp_scale.core.pieces import STATE_NAMES
 
 STEPS = 12
@@ -116,3 +117,44 @@ def test_half_a_cycle_on_fsdp_and_the_rest_on_zero2(two_ranks: Ranks, image_data
             continue
         way = (value - before[name]).norm()
         assert (mine[name] - value).norm() <= 1e-4 * way + 1e-5 * value.norm(), name
+
+
+LONG = 100_000
+
+all_methods = partial(
+    image_flags,
+    "adpe_tiny",
+    multilevel__kind="head",
+    multilevel__network="patchwise",
+    balancer__kind="minimax",
+    multilevel__unroll=2,
+    multilevel__every=2,
+    optimizer__schedule="constant",
+    checkpoint__keep=0,
+    ds_config="ds_configs/zero2.json",
+)
+
+
+def test_all_three_stopped_by_a_signal_and_resumed(two_ranks: Ranks, image_dataset: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = launch("torchrun", all_methods(image_dataset, parts, training__steps=LONG))
+    wait_for_steps(process, parts, 3)
+    os.kill(rank_of_two(process, 1), signal.SIGTERM)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    ((stopped, _),) = checkpoints(parts)
+    assert 3 <= stopped < STEPS, "the signal came too late to tell"
+    for run_dir in (parts, whole):
+        two_ranks(pretrain_here, all_methods(image_dataset, run_dir, training__steps=STEPS))
+    same_lines(parts, whole, stopped)
+    assert all(line["adversary"] and line["balancer"] is not None for line in lines(whole))
+    mine, theirs = stored(parts), stored(whole)
+    assert mine.keys() == theirs.keys()
+    assert [name for name, value in theirs.items() if not torch.equal(mine[name], value)] == []
+    for part in ("hooks/adversary", "hooks/balancer", "hooks/multilevel", "weight//blocks", "exp_avg/masking_network"):
+        assert any(name.startswith(part) for name in theirs), part
+    documents = [read_document(checkpoint_path(run_dir, STEPS)) for run_dir in (parts, whole)]
+    for name in ("hooks", "cursors", "engine_state", "optimizer_steps"):
+        assert getattr(documents[0], name) == getattr(documents[1], name), name
+    assert documents[0].hooks["multilevel"]["counters"]["outer_steps"] == STEPS // 4
+    assert set(documents[0].cursors) == {"train", "downstream_train", "downstream_validation"}

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.distributed.engine_layouts import LAYOUTS
+from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.shard_probe import LR, Double, Named, ShardProbe, largest_difference
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout
+from tests.synthetic import Layout, data_group
+from tests.synthetic_images import batch, make_image_engine
+from tests.synthetic_masks import mask_config
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 HERE = {
@@ -273,3 +277,33 @@ def test_a_step_s_response_is_the_closed_form(seen_on: SeenOn, name: str) -> Non
     for seen in (first, *others):
         assert largest_difference(seen.response, expected) < 1e-6
         assert largest_difference(seen.response, seen_on("plain")[0].response) < 1e-5
+
+
+def interrupt_rank_1(layout: Layout) -> tuple[float, float]:
+    """Loss before and after."""
+    config, group = mask_config(layout), data_group()
+    engine = make_image_engine(layout, config, group)
+    objective, images = MaskedPatchReconstruction(config.objective, config.vision.patch_size), batch(range(4))
+    direction = engine.weights()
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(objective(engine, images).sums)
+
+    before = loss()
+    try:
+        with engine.perturb_weights(direction, 0.5):
+            if group.rank == 1:
+                raise InterruptionError
+            dist.all_reduce(torch.ones(1))
+    except InterruptionError:
+        dist.all_reduce(torch.ones(1))  # the collective that the other rank is in
+    after = loss()
+    engine.close()
+    return before, after
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("plain", "zero3_offload")])
+def test_no_rank_waits_and_the_weights_are_back(two_ranks: Ranks, name: str) -> None:
+    for before, after in on_each_rank(two_ranks, name, interrupt_rank_1):
+        assert before == after

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engine_layouts import LAYOUTS
-from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu
 from tests.distributed.shard_probe import Double, Named, ShardProbe, largest_difference
 from tests.grids import always
 from tests.ranks import Ranks
