@@ -90,7 +90,7 @@ class Keeper:
         before = self._thread
 
         def work() -> None:
-            polite()
+            lower_priority()
             if before is not None:
                 before.join()
             self._keep(path, kept)
@@ -146,7 +146,7 @@ def _end_of_patience(began: float) -> float:
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 
 
-def polite() -> None:
+def lower_priority() -> None:
     """Have this thread's work give way to the steps' (Linux: each thread has a niceness of its own)."""
     with contextlib.suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -225,17 +225,17 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
     # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
     engine.create_optimizer_state()
 
-    def listed() -> list[StoredPiece]:
+    def list_pieces() -> list[StoredPiece]:
         return [
             without_values(piece) for piece in owned_pieces(engine)
         ]  # replicas would be gathered once for each rank
 
-    wanted = run_on_all_ranks(group, f"listing the tensors for {path}", listed)
+    wanted = run_on_all_ranks(group, f"listing the tensors for {path}", list_pieces)
 
     hooks: dict[str, Any] = {}
 
     def fill() -> None:
-        check_same_tensors(path, document, join_pieces(each for pieces in wanted for each in pieces))
+        check_same_tensors(path, document, join_pieces(piece for pieces in wanted for piece in pieces))
         with stored, torch.no_grad():
             for piece in engine.pieces():  # replicas too
                 for state, target in piece.tensors.items():

@@ -40,7 +40,7 @@ _FINAL = re.compile(r"^step_(\d{8,})$")
 _LEFTOVER = re.compile(r"^\.(step_\d{8,})\.(tmp|old|replaced)$")
 
 
-class Selection(NamedTuple):
+class ResumePoint(NamedTuple):
     """Checkpoint that a search selected, `None` if there is none, and sentences for the log: a sentence for each newer
     one that was passed over."""
 
@@ -90,7 +90,7 @@ def incompleteness(path: Path) -> str | None:
         return f"{error.filename}: missing"
 
 
-def newest_complete(run_dir: Path) -> Selection:
+def newest_complete(run_dir: Path) -> ResumePoint:
     """The newest checkpoint that is complete; newer ones that are not are named in the warnings. A run that goes on may
     remove them meanwhile: then it is looked again."""
     while True:
@@ -99,10 +99,10 @@ def newest_complete(run_dir: Path) -> Selection:
         for _, path in reversed(listed):
             problem = incompleteness(path)
             if problem is None:
-                return Selection(path, tuple(warnings))
+                return ResumePoint(path, tuple(warnings))
             warnings.append(f"{path} is not complete and is passed over: {problem}")
         if checkpoints(run_dir) == listed:
-            return Selection(None, tuple(warnings))
+            return ResumePoint(None, tuple(warnings))
 
 
 def remove_leftovers(run_dir: Path) -> None:
@@ -230,7 +230,7 @@ def name_seed_runs(directory: Path) -> str:
     return f"; fine-tuned runs are in it, give one: {', '.join(paths[:10])}" if paths else ""
 
 
-def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selection:
+def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePoint:
     """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
     each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
 
@@ -253,27 +253,27 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selectio
     elif on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
         if problem := damage(path, group):
             raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
-        return Selection(path, (f"resuming from {path}",))
+        return ResumePoint(path, (f"resuming from {path}",))
     newest = newest_whole(path, group, every if resume == "auto" else 1)
     if newest.path is not None:
-        return Selection(newest.path, (*newest.notices, f"resuming from {newest.path}"))
+        return ResumePoint(newest.path, (*newest.notices, f"resuming from {newest.path}"))
     if resume == "auto" and not newest.notices:
-        return Selection(None, (f"no checkpoint in {run_dir}: starting from step 0",))
+        return ResumePoint(None, (f"no checkpoint in {run_dir}: starting from step 0",))
     raise RefusedError(
         f"--resume {resume}: {'; '.join(newest.notices) or 'there is no checkpoint in it'}; none is left. Put back a "
         "whole one, or start again in another --run_dir"
     )
 
 
-def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Selection:
+def newest_whole(run_dir: Path, group: Group, every: int = 1) -> ResumePoint:
     """The newest checkpoint of which every byte is as it was written; all ranks together. The notices name newer ones
     that are not, and how many steps are lost with them."""
     passed: list[tuple[int, Path, str]] = []
     for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir, every))):
         if (problem := damage(path, group)) is None:
-            return Selection(path, tuple(_passed_over(*newer, newest=step) for newer in passed))
+            return ResumePoint(path, tuple(_passed_over(*newer, newest=step) for newer in passed))
         passed.append((step, path, problem))
-    return Selection(None, tuple(_passed_over(*newer) for newer in passed))
+    return ResumePoint(None, tuple(_passed_over(*newer) for newer in passed))
 
 
 def _passed_over(step: int, path: Path, problem: str, newest: int | None = None) -> str:
@@ -298,7 +298,7 @@ def damage(path: Path, group: Group) -> str | None:
     return None
 
 
-def _start_fresh(run_dir: Path) -> Selection:
+def _start_fresh(run_dir: Path) -> ResumePoint:
     content = sorted(
         entry.name
         for entry in (run_dir.iterdir() if run_dir.is_dir() else ())
@@ -312,7 +312,7 @@ def _start_fresh(run_dir: Path) -> Selection:
             f"--resume never, but {run_dir} is not empty (it holds {shown}); give another --run_dir, empty this one, "
             "or say --resume auto to go on with that run"
         )
-    return Selection(None, (f"starting from step 0 in {run_dir}",))
+    return ResumePoint(None, (f"starting from step 0 in {run_dir}",))
 
 
 def _is_checkpoint(path: Path, run_dir: Path) -> bool:

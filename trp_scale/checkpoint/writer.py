@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import split_state, stored_bytes
 from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
-from trp_scale.checkpoint.keeper import Keeper, open_url, polite
+from trp_scale.checkpoint.keeper import Keeper, lower_priority, open_url
 from trp_scale.checkpoint.manager import CheckpointPart, Content, finish, owned_pieces, write_part
 from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, newest_step, publish, temporary_path
 from trp_scale.config import CheckpointConfig
@@ -179,7 +179,7 @@ class _UnderWay:
         """Write in a thread."""
 
         def work() -> None:
-            polite()
+            lower_priority()
             self.write(rank, pieces, tensors)
 
         self.thread = threading.Thread(target=work, name=f"trp_scale checkpoint {self.step}", daemon=True)
@@ -375,7 +375,7 @@ class CheckpointWriter:
         hooks: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
 
-        def listed() -> tuple[list[StoredPiece], str, int, int]:
+        def list_pieces() -> tuple[list[StoredPiece], str, int, int]:
             document, hooks_tensors = split_state(content.hooks_state)
             hooks.update(document)
             tensors.update(hooks_tensors)
@@ -383,7 +383,7 @@ class CheckpointWriter:
             lacking = 0 if wait else self._copy.lacks(pieces)
             return [without_values(piece) for piece in pieces], socket.gethostname(), lacking, available_memory()
 
-        ranks = run_on_all_ranks(self.group, f"listing the tensors for {final}", listed)
+        ranks = run_on_all_ranks(self.group, f"listing the tensors for {final}", list_pieces)
         join_pieces(piece for pieces, *_ in ranks for piece in pieces)  # the same on every rank, and so is its error
         needed = sum(stored_bytes(piece.states, piece.region.size) for pieces, *_ in ranks for piece in pieces)
         needed += sum(tensor.nbytes for tensor in tensors.values()) + BESIDE_TENSORS

@@ -217,13 +217,6 @@ def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[Row
     return {key: [differences.get((key, number)) for number in range(len(row) - 1)] for key, row in rows.items()}
 
 
-def compare_directories(runs: Sequence[Path]) -> Comparison:
-    """Read results.json of each and put them side by side."""
-    if not runs:
-        raise RefusedError("no run is given; allowed: one or more directories with results.json")
-    return compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
-
-
 def names(runs: Sequence[Path]) -> list[str]:
     """Last parts of the paths, as many as tell them apart.
 
@@ -431,7 +424,9 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
     Raises:
         RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
     """
-    comparison = compare_directories(runs)
+    if not runs:
+        raise RefusedError("no run is given; allowed: one or more directories with results.json")
+    comparison = compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
     print_comparison(comparison)
     for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)):
         if path is not None:

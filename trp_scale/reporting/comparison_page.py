@@ -110,11 +110,12 @@ def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
         tasks = [history.tasks.get(name) for history in histories]
         losses[name] = [task.end if task else None for task in tasks]
     losses["held-out loss"] = [_last(run.curves.held_out.get("loss", {}).get("", Curve())) for run in runs.values()]
+    waiting = [history.data_wait_share for history in histories]
     others: dict[str, list[float | None]] = {
         "its elements": [task.count if task else None for task in worst],
         "steps": [history.last_step for history in histories],
         "s a step": [history.step_seconds for history in histories],
-        "waiting for data %": [_percent(history.data_wait_share) for history in histories],
+        "waiting for data %": [share if share is None else 100.0 * share for share in waiting],
         "memory, GiB": [history.peak_memory_bytes / GIB for history in histories],
     }
     figures = {"worst task": losses["worst task"], "its elements": others["its elements"], **losses, **others}
@@ -147,10 +148,6 @@ def _tasks(compared: ComparedRuns) -> list[str]:
 
 def _last(curve: Curve) -> float | None:
     return curve.values[-1] if len(curve) else None
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
 
 
 def _curves(compared: ComparedRuns) -> Iterator[PageSection]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,7 +64,7 @@ class TaskResult:
         split: dev or test.
         seeds, values: of each run.
         mean: of the values.
-        spread: their sample standard deviation; 0 for one seed.
+        spread: their sample standard deviation; 0 for one seed, NaN where a figure is no finite number.
         metrics: every figure's values, seed by seed.
         rows: names the measured rows, where figures of others must not be compared with these (losses of
             pre-training); empty = the split says enough.
@@ -136,6 +136,7 @@ def join(results: list[SeedResult]) -> TaskResult:
     """The runs of one task as one result."""
     first = results[0]
     values = [result.metrics[first.metric] for result in results]
+    spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
     return TaskResult(
         task=first.task,
         metric=first.metric,
@@ -144,7 +145,7 @@ def join(results: list[SeedResult]) -> TaskResult:
         seeds=[result.seed for result in results],
         values=values,
         mean=statistics.fmean(values),
-        spread=seed_spread(values),
+        spread=spread if all(map(math.isfinite, values)) else math.nan,
         metrics={
             name: [result.metrics[name] for result in results]
             for name in first.metrics
@@ -154,13 +155,6 @@ def join(results: list[SeedResult]) -> TaskResult:
         rows=first.rows,
         judged=first.judged,
     )
-
-
-def seed_spread(values: Sequence[float]) -> float:
-    """Sample standard deviation; 0 for one seed, NaN where a figure is no finite number."""
-    if not all(math.isfinite(value) for value in values):
-        return math.nan
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def write_results(path: Path, content: object) -> None:

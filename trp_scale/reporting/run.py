@@ -262,7 +262,12 @@ def run_page(run: RunRecord, drawn: Sequence[Path] = ()) -> Page:
     """
     sections = [tasks_section(run), optimizer_section(run), *method_sections(run)]
     sections += [pictures_section(run, drawn), speed_section(run), incidents_section(run)]
-    sections += [settings_section(run), next_section(run)]
+    look_for = "Each is ready to be pasted; words in capitals are yours to fill in."
+    commands = [Commands(commands=list(next_commands(run)))]
+    sections += [
+        settings_section(run),
+        PageSection(name="next", title="What to do next", look_for=look_for, blocks=commands),
+    ]
     what = [str(run.summary.get("description", "")), f"recipe {run.changed.recipe}" if run.changed.recipe else ""]
     kind = "Fine-tuning report" if run.fine_tuning else "Pre-training report"
     return Page(
@@ -444,13 +449,6 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def next_section(run: RunRecord) -> PageSection:
-    """Commands with this run's path."""
-    commands = list(next_commands(run))
-    look_for = "Each is ready to be pasted; words in capitals are yours to fill in."
-    return PageSection(name="next", title="What to do next", look_for=look_for, blocks=[Commands(commands=commands)])
-
-
 def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
     """(what for, command)."""
     path, modules = shlex.quote(str(run.run_dir.resolve())), _modules(run)
@@ -465,8 +463,20 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
         return
     yield "Measure every task's loss on held-out rows:", f"trp-scale evaluate --run {path}{modules}"
     if run.config is not None:
-        commands = text_commands if run.config.reads == "text" else image_commands
-        yield from ((what, f"{command}{modules}") for what, command in commands(path))
+        if run.config.reads == "text":
+            tuned = f"trp-scale finetune --recipe glue --from {path} --data.path GLUE --task all"
+            yield "Fine-tune its encoder on GLUE, over seeds:", f"{tuned} --seeds 3 --run_dir NEW_RUN{modules}"
+            probe = f"trp-scale probe --from {path} --data GLUE --task sst2"
+        else:
+            drawn = f"trp-scale report --run {path} --pictures {path}/{PICTURES}{modules}"
+            yield "Draw what it reconstructs, its positions and masks, and have them on this page:", drawn
+            tuned = f"trp-scale finetune --recipe classification_tiny --from {path} --data.path SHARDS"
+            yield (
+                "Fine-tune its encoder to classify images, over seeds:",
+                f"{tuned} --seeds 3 --run_dir NEW_RUN{modules}",
+            )
+            probe = f"trp-scale probe --from {path} --data SHARDS --method knn"
+        yield "Measure its frozen encoder:", f"{probe}{modules}"
         to = export_format(run.config)
         what = "the model, as transformers reads it" if to == "hf" else "the encoder, for timm or torch alone"
         yield f"Take away {what}:", f"trp-scale export --run {path} --to {to} --output EXPORTED{modules}"
@@ -480,22 +490,6 @@ def export_format(config: Config) -> Literal["hf", "timm"]:
     vision = getattr(config, "vision", None)
     is_mae = getattr(vision, "tokens", "") == "visible" and getattr(vision, "positions", "") == "absolute"
     return "hf" if vision is None or (is_mae and getattr(vision, "decoder", "") == "transformer") else "timm"
-
-
-def text_commands(path: str) -> Iterator[tuple[str, str]]:
-    """Commands that judge an encoder of text."""
-    finetune = f"trp-scale finetune --recipe glue --from {path} --data.path GLUE --task all --seeds 3 --run_dir NEW_RUN"
-    yield "Fine-tune its encoder on GLUE, over seeds:", finetune
-    yield "Measure its frozen encoder:", f"trp-scale probe --from {path} --data GLUE --task sst2"
-
-
-def image_commands(path: str) -> Iterator[tuple[str, str]]:
-    """Commands that judge an encoder of images."""
-    drawn = f"trp-scale report --run {path} --pictures {path}/{PICTURES}"
-    yield "Draw what it reconstructs, its positions and masks, and have them on this page:", drawn
-    yield "Measure its frozen encoder:", f"trp-scale probe --from {path} --data SHARDS --method knn"
-    tuned = f"trp-scale finetune --recipe classification_tiny --from {path} --data.path SHARDS --seeds 3"
-    yield "Fine-tune its encoder to classify images, over seeds:", f"{tuned} --run_dir NEW_RUN"
 
 
 def _modules(run: RunRecord) -> str:

@@ -85,7 +85,8 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, keys: Sequence[Ju
         if any(cells.values()):
             row: list[str | Cell] = [graph.title(name)]
             for key, cell in cells.items():
-                text = "-" if cell is None else _with_interval(cell.spread.mean, cell.spread.half)
+                text = "-" if cell is None else f"{cell.spread.mean:.4f}"
+                text += "" if cell is None or cell.spread.half is None else f" ± {cell.spread.half:.4f}"
                 row.append(Cell(text=text, strong=best[key] == name))
             rows.append(row)
     metrics = {key.row: outcome.metrics[key] for key in keys}
@@ -282,10 +283,6 @@ def _figures(graph: Graph, outcome: Outcome) -> dict[str, object]:
             for key, row in outcome.figures.items()
         ],
     }
-
-
-def _with_interval(mean: float, half: float | None) -> str:
-    return f"{mean:.4f}" if half is None else f"{mean:.4f} ± {half:.4f}"
 
 
 def _flags(flags: Mapping[str, object]) -> str:

@@ -111,7 +111,10 @@ def choose(
             positions = upstream.positions_per_step / probed.batch.global_size
             return for_cores(sizes, positions, least(torch.get_num_threads(), group))
         need = count_memory(upstream, probed, environment, engine_name, ds_document)
-        free = least(free_bytes(environment.device) if free is None else free, group)
+        if free is None:
+            torch.cuda.empty_cache()  # what torch holds and does not use is free
+            free = torch.cuda.mem_get_info(environment.device)[0]
+        free = least(free, group)
 
         def make_engine(rows: int) -> Engine:
             sized = copy.deepcopy(probed)
@@ -219,12 +222,6 @@ def fits(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return ran
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device, including unused memory that torch holds."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def count_memory(

@@ -398,14 +398,14 @@ class Run:
         """Losses over the held-out rows, reported; None: left for a request to stop."""
         corrupt: dict[str, str] = {}
 
-        def leave() -> bool:
+        def should_leave() -> bool:
             self.guard.watchdog.beat("a validation")
             return self.agreement.is_stop_requested(self.guard.stop_requested() is not None)
 
         self.guard.watchdog.beat("a validation")
         with self.hooks.validation():
             batches = self.sources.validation.windows()
-            losses = validate(self.engine, self.objective, batches, corrupt, leave=leave)
+            losses = validate(self.engine, self.objective, batches, corrupt, leave=should_leave)
         self.trainer.report_unreadable_blocks("validation", self.agreement.count_corrupt(corrupt))
         if losses is not None:
             self.observer.validation(self.state.step, losses)
