@@ -194,9 +194,3 @@ def test_what_may_not_change_is_refused_field_by_field(text_dataset: Path, tmp_p
     with pytest.raises(Exception, match=r"(?s)batch\.global_size.*8.*16.*optimizer\.lr") as refusal:
         pretrain_here(flags(text_dataset, tmp_path, training__steps=4, batch__global_size=16, optimizer__lr=3e-3))
     assert "training.steps" not in str(refusal.value).split("may change")[0]
-
-
-def test_resume_never_refuses_a_directory_with_a_run_in_it(text_dataset: Path, tmp_path: Path) -> None:
-    pretrain_here(flags(text_dataset, tmp_path, training__steps=1))
-    with pytest.raises(RefusedError, match=str(tmp_path)):
-        pretrain_here(flags(text_dataset, tmp_path, training__steps=1, resume="never"))

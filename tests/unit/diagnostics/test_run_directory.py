@@ -156,11 +156,6 @@ def test_no_whole_checkpoint_is_wrong_and_none_at_all_is_not(run_dir: Path) -> N
     assert "--checkpoint.every" in found.change
 
 
-def test_steps_behind_the_newest_checkpoint_are_counted(run_dir: Path) -> None:
-    shutil.rmtree(checkpoint_path(run_dir, 8))
-    assert "2 step(s) are made again" in of(run_dir, "resume").result
-
-
 @pytest.mark.parametrize(
     ("why", "status", "state"),
     [("SIGTERM (rank 0)", 0, "ok"), ("the file STOP", 0, "ok"), ("11 steps skipped", 3, "wrong")],

@@ -75,12 +75,6 @@ def test_it_is_left_out_and_named_once(
     assert all(np.isfinite(line["validation_loss"]) for line in logged)
 
 
-def test_more_than_allowed_end_the_run(damaged: tuple[Path, str], tmp_path: Path) -> None:
-    data, name = damaged
-    with pytest.raises(DataError, match=name):
-        pretrain_here(head_flags(data, tmp_path / "run", allowed=0))
-
-
 def test_what_one_rank_could_not_read_is_told_though_another_has_no_rows_and_the_step_is_not_made(
     tmp_path: Path,
 ) -> None:
