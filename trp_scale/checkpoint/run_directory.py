@@ -259,10 +259,8 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePo
         return ResumePoint(newest.path, (*newest.notices, f"resuming from {newest.path}"))
     if resume == "auto" and not newest.notices:
         return ResumePoint(None, (f"no checkpoint in {run_dir}: starting from step 0",))
-    raise RefusedError(
-        f"--resume {resume}: {'; '.join(newest.notices) or 'there is no checkpoint in it'}; none is left. Put back a "
-        "whole one, or start again in another --run_dir"
-    )
+    problem = "; ".join((*newest.notices, "none is left")) if newest.notices else "there is no checkpoint in it"
+    raise RefusedError(f"--resume {resume}: {problem}. Put back a whole one, or start again in another --run_dir")
 
 
 def newest_whole(run_dir: Path, group: Group, every: int = 1) -> ResumePoint:
