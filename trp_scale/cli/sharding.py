@@ -136,7 +136,7 @@ def inspect(argv: Sequence[str]) -> int:
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
     from trp_scale.data.index import index_path, read_index
     from trp_scale.errors import DataError
-    from trp_scale.sharding.images.stored import is_image_shard
+    from trp_scale.sharding.inspect import is_image_shard
     from trp_scale.sharding.job.parts import first_shard, refuse_unfinished
 
     shard = arguments.shard.absolute()
@@ -160,7 +160,7 @@ def inspect(argv: Sequence[str]) -> int:
 def _show_text(shard: Path, rows: int, block: str | None) -> None:
     from rich.console import Console
 
-    from trp_scale.sharding.text.stored import legend, row_texts
+    from trp_scale.sharding.inspect import legend, row_texts
 
     console = Console()
     console.print(legend())
@@ -173,7 +173,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
     """One line each, and their contact sheet."""
     from rich.console import Console
 
-    from trp_scale.sharding.images.stored import contact_sheet, stored_images
+    from trp_scale.sharding.inspect import contact_sheet, stored_images
 
     console = Console()
     images = list(stored_images(shard, rows, block))

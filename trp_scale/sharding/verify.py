@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import io
+import os
 import tarfile
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
-from trp_scale.config.schema import Fields, Whole
+import numpy as np
+from PIL import Image
+
+from trp_scale.config.schema import Fields, Whole, record
 from trp_scale.data.binary_index import find_index
-from trp_scale.data.images.maps import second_directories
-from trp_scale.data.index import Block, ShardIndex, read_fields, read_index
-from trp_scale.data.stores.tars import find_external_tars
+from trp_scale.data.images.dataset import first_difference
+from trp_scale.data.images.formats import FORMATS, png_size, refuse_too_many_pixels, refuse_too_many_scans
+from trp_scale.data.images.maps import CLASS, IMAGE, OWN_MODALITY, known_suffixes, map_formats, second_directories
+from trp_scale.data.index import (
+    Block,
+    ShardIndex,
+    StoredMember,
+    index_path,
+    read_fields,
+    read_index,
+    read_index_document,
+)
+from trp_scale.data.samples import check_members
+from trp_scale.data.stores.tars import ExternalTars, StoredPart, find_external_tars
+from trp_scale.data.tar_reader import parse_npy
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, SUFFIXES, WORD_START
 from trp_scale.errors import DataError, error_text, quote, shorten
-from trp_scale.sharding.images import stored as images
-from trp_scale.sharding.images.index_tars import member_choice, verify_tar
-from trp_scale.sharding.text import stored as text
+from trp_scale.sharding.images.foreign_tar import MemberChoice, read_tar
 
 _TAR_UNIT = 512
 
-
-class Kind(Protocol):
-    """Checks of one kind of data set: a module with these two functions, which raise DataError."""
-
-    def check_members(self, shard: Path, block: Block, dataset: dict[str, Any]) -> None: ...
-
-    def check_contents(
-        self, where: str, places: dict[str, str], contents: dict[str, bytes], block: Block, dataset: dict[str, Any]
-    ) -> None: ...
-
-
-KINDS: dict[str, Kind] = {"text": text, "image": images}
-"""By "kind" in dataset.json."""
+CheckContents = Callable[[str, dict[str, str], dict[str, bytes], Block], None]
+"""Raise DataError if a sample is wrong: where it is, the place and the content of each member, and its index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +59,14 @@ def verify_dataset(directory: Path) -> Verified:
         DataError: the first thing that is wrong, with shard, block, member and bytes a-b (both inclusive).
     """
     fields = read_fields(directory / "dataset.json")
-    kind, dataset = KINDS[fields.take("kind", Literal["text", "image"])], kind_fields(fields)
+    is_text = fields.take("kind", Literal["text", "image"]) == "text"
+    dataset = kind_fields(fields)
+    check: CheckContents = partial(_check_rows if is_text else _check_images, dataset)
     second = second_directories(directory / "dataset.json", dataset)
-    _refuse_unlisted(directory / "shards", dataset)
     for folder in ("shards", *second):
+        for path in sorted((directory / folder).glob("*.tar")):
+            if path.name not in dataset["shards"]:
+                raise DataError(f"{path}: not listed in dataset.json")
         if (binary := find_index(directory / folder)) is not None:
             binary.verify()
     entries = blocks = rows = size = 0
@@ -65,32 +76,34 @@ def verify_dataset(directory: Path) -> Verified:
         shard = directory / "shards" / name
         index = read_index(shard)
         if external is None:
-            _verify_shard(shard, index, dataset, kind)
+            _verify_shard(shard, index, SUFFIXES if is_text else dataset["suffixes"], check)
         else:
-            verify_tar(shard, external.where(shard), member_choice(shard), images.check_decodes)
+            _verify_external(shard, index, external)
         for block in index.blocks:
             if external is None and block.key in seen:  # tars of others may each count from 0
                 raise DataError(f"{shard}: block {shorten(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         entries += len(index.blocks)
-        blocks += -(-len(index.blocks) // dataset.get("rows_per_block", 1)) if kind is images else len(index.blocks)
+        blocks += len(index.blocks) if is_text else -(-len(index.blocks) // dataset.get("rows_per_block", 1))
         rows += sum(block.rows for block in index.blocks)
         size += index.size
     for what, count in (("blocks", entries), ("rows", rows)):
         if dataset.get(what, count) != count:
             raise DataError(f"{directory / 'dataset.json'}: {quote(dataset[what])} {what} written there, {count} found")
-    for name, modality in second.items():
-        _refuse_unlisted(directory / name, dataset)
-        for shard in dataset["shards"]:
-            size += _verify_maps(directory / "shards" / shard, directory / name / shard, modality.suffix, dataset)
+    for folder, modality in second.items():
+        for name in dataset["shards"]:
+            index = read_index(directory / folder / name)
+            _verify_shard(directory / folder / name, index, [modality.suffix], check)
+            _check_aligned(directory / "shards" / name, directory / folder / name, modality.suffix)
+            size += index.size
     return Verified(shards=len(dataset["shards"]), blocks=blocks, rows=rows, bytes=size)
 
 
 def kind_fields(fields: Fields) -> dict[str, Any]:
-    """dataset.json, with those fields of their types that checking a block asks for.
+    """Return dataset.json after a look at the fields that checking a block asks for.
 
     Raises:
-        DataError: one is missing or of another type.
+        DataError: one is missing, of another type, or names a member that no sample may have.
     """
     fields.file_names("shards")
     if fields.document["kind"] == "text":
@@ -100,27 +113,14 @@ def kind_fields(fields: Fields) -> dict[str, Any]:
         if "pad" not in fields.take("special_tokens", dict[str, Whole]):
             raise fields.refusal("special_tokens has no 'pad'")
     else:
-        fields.texts("suffixes")
+        if unknown := sorted(set(fields.texts("suffixes")) - set(known_suffixes())):
+            allowed = ", ".join(known_suffixes())
+            raise fields.refusal(f"suffix {quote(unknown[0])} found, only {allowed} may be{OWN_MODALITY}")
         fields.take("classes", list[str] | None, None)
     return {"classes": None, **fields.document}
 
 
-def _refuse_unlisted(directory: Path, dataset: dict[str, Any]) -> None:
-    listed = set(dataset["shards"])
-    for path in sorted(directory.glob("*.tar")):
-        if path.name not in listed:
-            raise DataError(f"{path}: not listed in dataset.json")
-
-
-def _verify_maps(images_tar: Path, maps_tar: Path, suffix: str, dataset: dict[str, Any]) -> int:
-    """Check a tar of maps by itself and beside its images' tar; returns its size in bytes."""
-    index = read_index(maps_tar)
-    _verify_shard(maps_tar, index, {**dataset, "suffixes": [suffix]}, images)
-    images.check_aligned(images_tar, maps_tar, suffix)
-    return index.size
-
-
-def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind: Kind) -> None:
+def _verify_shard(shard: Path, index: ShardIndex, suffixes: Sequence[str], check: CheckContents) -> None:
     """Walk through the tar from its first byte to its last, beside the index."""
     if not shard.exists():
         raise DataError(f"{shard}: not found")
@@ -128,7 +128,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
     if index.shard != shard.name or index.size != size:
         raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {shorten(index.shard)}")
     for block in index.blocks:
-        kind.check_members(shard, block, dataset)
+        check_members(shard, block.key, set(block.members), tuple(suffixes))
     places = sorted(
         (member.offset, suffix, block) for block in index.blocks for suffix, member in block.members.items()
     )
@@ -144,7 +144,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
             named[suffix], contents[suffix] = _verify_content(where, stream, block, suffix)
             position = stream.tell()
             if len(contents) == len(block.members):
-                kind.check_contents(f"{shard}: block {block.key}", named, contents, block, dataset)
+                check(f"{shard}: block {block.key}", named, contents, block)
                 contents = {}
         _verify_zeros(f"{shard}: end of the tar", stream.read(), position)
 
@@ -166,7 +166,7 @@ def _verify_header(where: str, header: bytes, position: int, block: Block, suffi
 
 
 def _verify_content(where: str, stream: IO[bytes], block: Block, suffix: str) -> tuple[str, bytes]:
-    """The place of a member, for messages, and its content."""
+    """Return the place of a member, for messages, and its content."""
     member = block.members[suffix]
     content = stream.read(member.length)
     location = f"{where}, bytes {member.offset}-{member.offset + member.length - 1}"
@@ -182,3 +182,146 @@ def _verify_zeros(where: str, padding: bytes, position: int) -> None:
     if wrong:
         first = position + padding.index(wrong)
         raise DataError(f"{where}, bytes {first}-{first + len(wrong) - 1}: padding that is not zero")
+
+
+def _verify_external(shard: Path, index: ShardIndex, store: ExternalTars) -> None:
+    """Read an external tar again, whole, beside its index."""
+    where = store.where(shard)
+    source = read_index_document(shard).fields.section("source").document.get("choice")
+    choice = record(
+        MemberChoice, source, f"{index_path(shard)}: which members were read", DataError, "index the tars again"
+    )
+    with os.fdopen(store.open(StoredPart(shard, index.size)), "rb", buffering=0) as stream:
+        contents = read_tar(where, stream, choice, check=check_decodes)  # type: ignore[arg-type]  # raw, as a tar needs
+    advice = f"index the tars again: trp-scale index {shard.parent.parent}"
+    for ours, theirs in zip(index.blocks, contents.blocks, strict=False):
+        if ours != theirs:
+            raise DataError(
+                f"{where}: image {shorten(theirs.key)}: {quote(theirs)} found, the index says {quote(ours)}; {advice}"
+            )
+    if len(index.blocks) != len(contents.blocks):
+        raise DataError(f"{where}: {len(contents.blocks)} images found, the index has {len(index.blocks)}; {advice}")
+
+
+def _check_rows(
+    dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
+) -> None:
+    """Raise DataError if the arrays of a block of text have another form than dataset.json promises."""
+    arrays = {suffix: parse_npy(memoryview(content), places[suffix]) for suffix, content in contents.items()}
+    shape = (block.rows, dataset["row_length"])
+    for suffix, dtype in (("tokens.npy", dataset["token_dtype"]), ("tags.npy", "uint8"), ("sentences.npy", "uint16")):
+        array = arrays[suffix]
+        wanted = shape if suffix != "sentences.npy" else (block.rows, max(1, array.shape[-1] if array.ndim else 0))
+        if array.dtype != np.dtype(dtype) or array.shape != wanted:
+            raise DataError(f"{where}, {suffix}: {array.dtype} {array.shape} found, {dtype} {wanted} expected")
+    tokens, tags = arrays["tokens.npy"], arrays["tags.npy"]  # [R, row_length]
+    ends = arrays["sentences.npy"].astype(np.int64)  # [R, S]
+    lengths = ends[:, -1]
+    padding = np.arange(shape[1]) >= lengths[:, None]  # [R, row_length]
+    checks = (
+        (tokens >= dataset["vocab_size"], f"a piece that is not below vocab_size {dataset['vocab_size']}"),
+        ((tags & GROUP_BITS >= len(GROUPS)) | (tags & ~np.uint8(GROUP_BITS | WORD_START) != 0), "a tag of no group"),
+        ((lengths < 1) | (lengths > shape[1]), f"a row length outside 1-{shape[1]}"),
+        ((ends[:, 0] < 1) | (np.diff(ends, axis=1) < 0).any(axis=1), "sentence ends that do not ascend"),
+        (padding & (tokens != dataset["special_tokens"]["pad"]), "a piece behind the end of the row"),
+        (padding & (tags != OTHER), "a tag behind the end of the row"),
+    )
+    for wrong, what in checks:
+        if wrong.any():
+            row = int(np.argwhere(wrong)[0][0])
+            raise DataError(f"{where}, row {row}: {what}")
+
+
+def _check_images(
+    dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
+) -> None:
+    """Raise DataError if an image does not decode, a map has another form than its modality or another size than its
+    image, or the data set has no such class."""
+    if block.rows != 1:
+        raise DataError(f"{where}: {block.rows} rows found, 1 expected of an image")
+    size = None  # of maps beside the image's tar: see _check_aligned
+    if IMAGE in contents:
+        size = _check_image(places[IMAGE], contents[IMAGE], modes=("RGB", "L"))
+    described = dataset.get("modalities") or {}
+    for name, form in map_formats().items():
+        if form.suffix in contents:
+            try:
+                numbers = form.decode(contents[form.suffix], size)
+                form.check(numbers, form.stored(Path("dataset.json"), name, described.get(name, {})))
+            except DataError as error:
+                raise DataError(f"{places[form.suffix]}: {error}") from error
+    if block.label is not None and CLASS not in block.members:
+        raise DataError(f"{where}: the index says class {block.label}, and there is no member .{CLASS}")
+    if CLASS in contents:
+        text, names = contents[CLASS], dataset["classes"]
+        if not text.isdigit() or (names is not None and (len(text) > 18 or int(text) >= len(names))):
+            allowed = "a number from 0" if names is None else f"a number from 0 to {len(names) - 1}"
+            raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, {allowed} expected")
+        if text != str(block.label).encode():
+            raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, the index says {block.label}")
+
+
+def _check_aligned(images: Path, maps: Path, suffix: str) -> None:
+    """Raise DataError if maps in a tar of their own have other keys than the images' tar, or other sizes than their
+    images."""
+    if difference := first_difference(images, maps):
+        raise DataError(difference)
+    sizes = images.stat().st_size, maps.stat().st_size
+    blocks = zip(read_index(images).blocks, read_index(maps).blocks, strict=True)
+    with images.open("rb") as image_stream, maps.open("rb") as map_stream:
+        for image, map_ in blocks:
+            where = f"{maps}: block {map_.key}, member {suffix}"
+            width, height = open_stored(where, read_member(image_stream, image.members[IMAGE], sizes[0])).size
+            size = png_size(read_member(map_stream, map_.members[suffix], sizes[1]).ljust(24, b"\0"))
+            if size != (height, width):
+                raise DataError(f"{where}: {size[1]} x {size[0]} pixels, the image has {width} x {height}")
+
+
+def read_member(stream: Any, member: StoredMember, size: int) -> bytes:
+    """Read a member of a tar of `size` bytes, whatever a damaged index says."""
+    stream.seek(min(member.offset, size))
+    return bytes(stream.read(min(member.length, size)))
+
+
+def check_decodes(name: str, content: bytes) -> None:
+    """Check that an image of an external tar, a JPEG, PNG or WebP, decodes.
+
+    Raises:
+        DataError: naming the place.
+    """
+    _check_image(name, content, ("JPEG", *FORMATS))
+
+
+def open_stored(name: str, content: bytes, formats: Sequence[str] = ("JPEG",)) -> Image.Image:
+    """Read an image's header; no other format is opened than those that are stored.
+
+    Raises:
+        DataError: naming the place.
+    """
+    try:
+        return Image.open(io.BytesIO(content), formats=formats)
+    except Exception as error:  # decoders raise whatever a broken file leads them to
+        raise _undecodable(name, formats, error) from error
+
+
+def _check_image(
+    name: str, content: bytes, formats: Sequence[str] = ("JPEG",), modes: Sequence[str] = ()
+) -> tuple[int, int]:
+    """Decode an image and return its (H, W); with `modes`, its mode must be one of them."""
+    image = open_stored(name, content, formats)
+    height, width = image.height, image.width  # `draft` changes them
+    try:
+        refuse_too_many_pixels(height, width)
+        refuse_too_many_scans(content)
+        image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
+        image.load()
+    except Exception as error:  # as in open_stored
+        raise _undecodable(name, formats, error) from error
+    if modes and image.mode not in modes:
+        raise DataError(f"{name}: mode {image.mode} found, {' or '.join(modes)} expected")
+    return height, width
+
+
+def _undecodable(name: str, formats: Sequence[str], error: Exception) -> DataError:
+    kind = "a JPEG" if len(formats) == 1 else "an image"
+    return DataError(f"{name}: not {kind} that can be decoded ({error_text(error)})")

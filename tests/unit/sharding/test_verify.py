@@ -5,46 +5,91 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
+import tarfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.fixtures import small_text_dataset
+from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.grids import always
 from tests.runs import run_command
-from tests.unit.sharding.images.test_stored import replace_sample
+from tests.unit.data.images.multimodal import nine_beside
+from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
 from trp_scale.cli import main as cli
-from trp_scale.data.index import Block, read_index, read_json, write_json
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.index import Block, StoredMember, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.text.stored import read_block, row_texts
+from trp_scale.sharding.inspect import read_block, stored_images
 from trp_scale.sharding.verify import verify_dataset
+
+SIZE = 32
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text."""
     return small_text_dataset(tmp_path_factory.mktemp("verify") / "data", characters=30_000, shard_bytes=15_000)
 
 
-def test_a_whole_data_set_is_whole(whole: Path) -> None:
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_image_dataset(tmp_path_factory.mktemp("verify") / "data", count=40, samples_per_shard=20)
+
+
+@pytest.fixture
+def image_copy(images: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(images, tmp_path / "image_copy")
+
+
+def test_a_whole_data_set_is_whole(whole: Path, images: Path) -> None:
     found = verify_dataset(whole)
     dataset = read_json(whole / "dataset.json")
     assert (found.rows, found.blocks, found.shards) == (dataset["rows"], dataset["blocks"], len(dataset["shards"]))
+    found = verify_dataset(images)
+    assert (found.rows, found.shards) == (40, 2)
+    assert found.blocks == len(open_image_dataset(images).blocks.rows) == 6
+    assert found.bytes == sum(path.stat().st_size for path in (images / "shards").glob("*.tar"))
 
 
-def test_every_flipped_byte_is_found(copy: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_every_flipped_byte_is_found(copy: Path, image_copy: Path, kind: str) -> None:
     generator = np.random.default_rng(0)
-    shard = copy / "shards" / read_json(copy / "dataset.json")["shards"][1]
+    data = copy if kind == "text" else image_copy
+    shard = data / "shards" / read_json(data / "dataset.json")["shards"][1]
     original = shard.read_bytes()
-    for place in [0, len(original) - 1, *generator.integers(0, len(original), 60).tolist()]:
+    header = 512 * (original[512:].index(f"{read_index(shard).blocks[0].key}.".encode()) // 512 + 1)
+    for place in [0, len(original) - 1, *range(header + 148, header + 156), *generator.integers(0, len(original), 40)]:
         damaged = bytearray(original)
         damaged[place] ^= 0x01
         shard.write_bytes(damaged)
         with pytest.raises(DataError) as raised:
-            verify_dataset(copy)
+            verify_dataset(data)
         named = re.search(r"bytes (\d+)-(\d+)", str(raised.value))
         assert shard.name in str(raised.value)
         assert named and int(named[1]) <= place <= int(named[2])
+
+
+def replace_sample(shard: Path, number: int, members: dict[str, bytes], **changes: int) -> None:
+    """Write the shard anew with other members in one sample and an index that agrees; `changes`: of its block."""
+    index = read_index(shard)
+    content = shard.read_bytes()
+    blocks = []
+    with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for place, block in enumerate(index.blocks):
+            files = {suffix: content[m.offset : m.offset + m.length] for suffix, m in block.members.items()}
+            placed = {}
+            for suffix, data in sorted((members if place == number else files).items()):
+                entry = tarfile.TarInfo(f"{block.key}.{suffix}")
+                entry.size = len(data)
+                placed[suffix] = StoredMember(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
+                tar.addfile(entry, io.BytesIO(data))
+            blocks.append(replace(block, members=placed, **(changes if place == number else {})))
+    write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
 
 
 def test_the_script_names_the_member_and_exits_with_1(copy: Path) -> None:
@@ -143,29 +188,66 @@ def test_arrays_that_break_the_promise_of_dataset_json_are_named(copy: Path) -> 
             verify_dataset(copy)
 
 
-def test_counts_and_strange_shards_are_noticed(copy: Path) -> None:
-    dataset = read_json(copy / "dataset.json")
-    write_json(copy / "dataset.json", {**dataset, "rows": dataset["rows"] + 1})
-    with pytest.raises(DataError, match=f"{dataset['rows'] + 1} rows"):
-        verify_dataset(copy)
-    write_json(copy / "dataset.json", {**dataset, "shards": dataset["shards"][:-1]})
-    with pytest.raises(DataError, match=dataset["shards"][-1]):
-        verify_dataset(copy)
+@pytest.mark.parametrize(
+    ("suffix", "content", "message"),
+    [
+        ("jpg", jpeg()[:300], "not a JPEG"),
+        ("jpg", png(pixels(0, SIZE, SIZE)), "not a JPEG"),
+        ("jpg", encoded(Image.new("CMYK", (SIZE, SIZE)), "JPEG"), "CMYK"),
+        ("jpg", jpeg(), "40 x 28"),
+        ("depth.png", png(class_map(0, SIZE, SIZE)), "8 bits"),
+        ("depth.png", png(depth_map(0, SIZE, SIZE - 1)), "32 x 31 pixels"),
+        ("semseg.png", png(depth_map(0, SIZE, SIZE)), "16 bits"),
+        ("semseg.png", b"", "not a PNG"),
+        ("cls", b"8", "b'8'"),
+        ("cls", b"-1", "b'-1'"),
+        ("cls", b"", "b''"),
+        ("cls", b"07", "b'07'"),
+        ("cls", None, r"\.cls"),
+        ("pyd", pickle.dumps(None), r"\.pyd"),
+    ],
+)
+def test_members_that_break_the_promise_of_dataset_json_are_named(
+    image_copy: Path, suffix: str, content: bytes | None, message: str
+) -> None:
+    shard = image_copy / "shards" / "image-000000.tar"
+    key = read_index(shard).blocks[3].key
+    members = {**stored(image_copy)[key], suffix: content}
+    replace_sample(shard, 3, {name: data for name, data in members.items() if data is not None})
+    with pytest.raises(DataError, match=message) as raised:
+        verify_dataset(image_copy)
+    assert key in str(raised.value)
 
 
-def test_rows_are_shown_as_text(whole: Path) -> None:
-    shard = whole / "shards" / "text-000000.tar"
-    key = read_index(shard).blocks[1].key
-    shown = list(row_texts(shard, 3, key))
-    assert [name for name, _ in shown] == [f"{key} row {row}" for row in range(3)]
-    assert any("bold red" in str(span.style) for _, text in shown for span in text.spans)
-    result = run_command("inspect", str(shard), "--rows", "2", "--block", key)
-    assert result.returncode == 0 and result.stdout.count(key) == 2
-    assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
+def test_the_classes_of_unnamed_numbers_may_be_any(image_copy: Path) -> None:
+    shard = image_copy / "shards" / "image-000000.tar"
+    members = stored(image_copy)[read_index(shard).blocks[0].key]
+    replace_sample(shard, 0, {**members, "cls": b"812"}, label=812)
+    dataset = read_json(image_copy / "dataset.json")
+    write_json(image_copy / "dataset.json", {**dataset, "classes": None})
+    assert verify_dataset(image_copy).rows == 40
 
 
-def test_rows_that_are_not_there_are_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "nowhere/shards/a.tar"]) == 2
-    assert "nowhere/shards/a.tar: no such file or directory" in capsys.readouterr().err
-    assert cli.main(["inspect", str(whole / "shards" / "text-000000.tar"), "--block", "text-000000-99999"]) == 2
-    assert "no block" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 41}, "41 rows"),
+        ({"shards": ["image-000000.tar"]}, "image-000001.tar"),
+        ({"suffixes": ["jpg", "cls", "depth.png", "semseg.png", "pkl"]}, "pkl"),
+        ({"kind": "sound"}, "'sound'"),
+    ],
+)
+def test_counts_suffixes_and_kinds_are_noticed(image_copy: Path, changes: dict[str, object], message: str) -> None:
+    write_json(image_copy / "dataset.json", {**read_json(image_copy / "dataset.json"), **changes})
+    with pytest.raises(DataError, match=message):
+        verify_dataset(image_copy)
+
+
+def test_wrong_descriptions_are_refused_by_verifying_and_showing_too(tmp_path: Path) -> None:
+    data = nine_beside(tmp_path / "data")
+    document = read_json(data / "dataset.json")
+    modalities = {**document["modalities"], "semseg": {"classes": 5}}
+    write_json(data / "dataset.json", {**document, "modalities": modalities})
+    for check in (verify_dataset, lambda data: list(stored_images(data / "shards" / "image-000000.tar", 1))):
+        with pytest.raises(DataError, match=r"dataset\.json: modalities\.semseg\.classes 5 "):
+            check(data)

@@ -10,7 +10,6 @@ DATASET/
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +26,11 @@ from trp_scale.data.index import (
     ShardIndex,
     index_path,
     read_fields,
-    read_index,
     read_index_document,
     write_json,
 )
-from trp_scale.data.stores.mirror import find_store
-from trp_scale.data.stores.tars import PLACES, ExternalTar, StoredPart, look_up, open_stream, write_places
-from trp_scale.errors import DataError, quote, shorten
+from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
+from trp_scale.errors import DataError
 from trp_scale.sharding.images.files import list_members
 from trp_scale.sharding.images.foreign_tar import REASONS, MemberChoice, ReadTar, read_tar
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
@@ -314,40 +311,3 @@ def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:
             f"numbered from 0"
         )
     return names
-
-
-def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int:
-    """Read a tar again, whole, beside its index; returns its bytes.
-
-    Args:
-        shard: its path in the data set.
-        where: it lies.
-        choice: as when it was indexed.
-        check: called with the place and the content of each image.
-
-    Raises:
-        DataError: the first thing that differs.
-    """
-    index = read_index(shard)
-    with os.fdopen(find_store(shard.parent).open(StoredPart(shard, index.size)), "rb", buffering=0) as stream:
-        contents = read_tar(where, stream, choice, check=check)  # type: ignore[arg-type]  # raw, as a tar needs
-    advice = f"index the tars again: trp-scale index {shard.parent.parent}"
-    for ours, theirs in zip(index.blocks, contents.blocks, strict=False):
-        if ours != theirs:
-            raise DataError(
-                f"{where}: image {shorten(theirs.key)}: {quote(theirs)} found, the index says {quote(ours)}; {advice}"
-            )
-    if len(index.blocks) != len(contents.blocks):
-        raise DataError(f"{where}: {len(contents.blocks)} images found, the index has {len(index.blocks)}; {advice}")
-    return index.size
-
-
-def member_choice(shard: Path) -> MemberChoice:
-    """Return the members that were read when a tar was indexed.
-
-    Raises:
-        DataError: its index does not say.
-    """
-    source = read_index_document(shard).fields.section("source")
-    where = f"{index_path(shard)}: which members were read"
-    return record(MemberChoice, source.document.get("choice"), where, DataError, "index the tars again")

@@ -36,7 +36,7 @@ from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.pretraining.modalities.depth import stretch, units_of_metres
 from trp_scale.sharding.images.files import UnusableError
 from trp_scale.sharding.images.reencode import open_image
-from trp_scale.sharding.images.stored import check_decodes
+from trp_scale.sharding.verify import check_decodes
 
 
 def jpeg_of_size(height: int, width: int) -> bytes:

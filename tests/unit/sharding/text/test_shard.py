@@ -24,10 +24,10 @@ from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
+from trp_scale.sharding.inspect import read_block
 from trp_scale.sharding.text import annotate
 from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 from trp_scale.sharding.text.shard import RowPacker, ShardTextConfig, fill_rows, pad_sentence_ends, shard_text
-from trp_scale.sharding.text.stored import read_block
 from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -1,0 +1,205 @@
+"""Stored samples shown: rows of text in the colours of their groups; images with classes and maps, a line for each, and
+a contact sheet. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from trp_scale.data.images.dataset import decode_image
+from trp_scale.data.images.formats import FORMATS, png_size
+from trp_scale.data.images.maps import CLASS, OWN_TAR, StoredMaps, class_names, known_suffixes, map_formats, stored_maps
+from trp_scale.data.index import Block, read_fields, read_index
+from trp_scale.data.samples import check_members
+from trp_scale.data.stores.mirror import find_store
+from trp_scale.data.stores.tars import StoredPart
+from trp_scale.data.tar_reader import parse_npy
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, SUFFIXES
+from trp_scale.data.text.tokenizer import load_for_sharding
+from trp_scale.errors import DataError, shorten
+from trp_scale.pretraining.modalities import modality
+from trp_scale.sharding.verify import open_stored, read_member
+
+STYLES = {
+    "verb": "bold red",
+    "noun": "blue",
+    "adjective": "green",
+    "determiner": "yellow",
+    "adverb": "magenta",
+    "pronoun": "cyan",
+    "preposition": "bright_yellow",
+    "conjunction": "bright_magenta",
+    "interjection": "bold white on red",
+    "other": "dim",
+}
+"""Rich style of each group."""
+
+
+def _blocks_from(shard: Path, kind: str, key: str | None) -> list[Block]:
+    """Return the blocks of a shard from `key` on; refuse a key that it lacks."""
+    blocks = read_index(shard).blocks
+    keys = [block.key for block in blocks]
+    if key is not None and key not in keys:
+        raise DataError(f"{shard}: no {kind} {key!r}; there are {keys[0]} to {keys[-1]}")
+    return blocks[0 if key is None else keys.index(key) :]
+
+
+def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
+    """Read all arrays of a block of text by suffix, without comparing checksums (`verify` does).
+
+    Raises:
+        DataError: another member is listed, or one is damaged or lies outside the tar.
+    """
+    check_members(shard, block.key, set(block.members), SUFFIXES)
+    arrays = {}
+    with shard.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        for suffix in SUFFIXES:
+            content = read_member(stream, block.members[suffix], size)
+            arrays[suffix] = parse_npy(memoryview(content), f"{shard}: block {shorten(block.key)}, {suffix}")
+    return arrays
+
+
+def legend() -> Text:
+    """Return the groups in their colours."""
+    return Text(" ").join(Text(group, style=STYLES[group]) for group in GROUPS)
+
+
+def row_texts(shard: Path, rows: int, key: str | None = None) -> Iterator[tuple[str, Text]]:
+    """Yield the first rows of a shard, or of one block of it, as (block and row, text); `|` ends a sentence.
+
+    Raises:
+        DataError: no such block, or the shard cannot be read.
+    """
+    blocks = _blocks_from(shard, "block", key)  # first: a path that is no shard is named
+    tokenizer = load_for_sharding(shard.parent.parent / "tokenizer")
+    for block in blocks if key is None else blocks[:1]:
+        arrays = read_block(shard, block)
+        for row in range(min(rows, block.rows)):
+            ends = arrays["sentences.npy"][row].tolist()
+            pieces = arrays["tokens.npy"][row, : ends[-1]].tolist()
+            tags = arrays["tags.npy"][row, : ends[-1]].tolist()
+            yield f"{block.key} row {row}", _row_text(tokenizer, pieces, tags, set(ends))
+        rows -= min(rows, block.rows)
+        if rows == 0:
+            return
+
+
+def _row_text(tokenizer: Tokenizer, pieces: list[int], tags: list[int], ends: set[int]) -> Text:
+    text = Text()
+    for position, (piece, tag) in enumerate(zip(pieces, tags, strict=True)):
+        name = tokenizer.id_to_token(piece) or f"<{piece}>"
+        continues = name.startswith("##")
+        if position and not continues:
+            text.append(" ")
+        text.append(name.removeprefix("##") if continues else name, style=STYLES[GROUPS[tag & GROUP_BITS]])
+        if position + 1 in ends:
+            text.append(" |", style="bold")
+    return text
+
+
+CAPTION = 12
+"""Pixels under each image of a contact sheet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One stored sample: its key, the name or number of its class, its members by suffix, what is said of its maps by
+    suffix."""
+
+    key: str
+    label: str
+    members: dict[str, bytes]
+    maps: dict[str, StoredMaps]
+
+    def line(self) -> str:
+        """Class, of each image and map its size in pixels and bytes, and what its colours on a contact sheet mean."""
+        parts = [f"class {self.label}"] if self.label else []
+        for suffix, content in self.members.items():
+            if suffix != CLASS:
+                image = open_stored(f".{suffix}", content, ("JPEG", *FORMATS))
+                parts.append(f"{suffix} {image.width} x {image.height} {image.mode}, {len(content):,} bytes")
+            if suffix in self.maps:
+                meaning = modality(self.maps[suffix].name).meaning(self.maps[suffix])
+                parts[-1] += f", {meaning}" if meaning else ""
+        return "  ".join(parts)
+
+    def pictures(self) -> list[Image.Image]:
+        """The image and its maps as RGB."""
+        pictures = []
+        for suffix, content in self.members.items():
+            if suffix in self.maps:
+                form = map_formats()[self.maps[suffix].name]
+                numbers = form.decode(content, png_size(content) if form.fits(content) else None)
+                pictures.append(Image.fromarray(modality(self.maps[suffix].name).colours(numbers)))
+            elif suffix != CLASS:
+                pixels = decode_image(bytearray(content)).permute(1, 2, 0)  # [H, W, 3]
+                pictures.append(Image.fromarray(pixels.numpy()))
+        return pictures
+
+
+def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
+    """Yield the first images of a shard, or those from `key` on, with all their maps; of a tar of maps, the same.
+
+    Raises:
+        DataError: no such key, or the shard cannot be read, or it holds a member that is not listed.
+    """
+    directory = shard.parent.parent
+    path = directory / "dataset.json"
+    fields = read_fields(path, "shard the images again")
+    suffixes = tuple(fields.texts("suffixes"))
+    shard = directory / OWN_TAR / shard.name
+    size = read_index(shard).size
+    described = stored_maps(path, fields.document)
+    classes = class_names(path, "classes", fields.document.get("classes"))
+    blocks = _blocks_from(shard, "image", key)[:count]
+    second = [(directory / maps.directory / shard.name, maps.suffix) for maps in described.values()]
+    maps_by_key = {
+        suffix: (tar, {block.key: block.members.get(suffix) for block in read_index(tar).blocks})
+        for tar, suffix in second
+        if tar != shard
+    }
+    with os.fdopen(find_store(shard.parent).open(StoredPart(shard, size)), "rb") as stream:
+        for block in blocks:
+            check_members(shard, block.key, set(block.members), suffixes)
+            members = {suffix: read_member(stream, block.members[suffix], size) for suffix in suffixes}
+            for suffix, (tar, maps) in maps_by_key.items():
+                if (member := maps.get(block.key)) is None:
+                    raise DataError(
+                        f"{tar}: no .{suffix} of {block.key!r}, which is an image of {OWN_TAR}/{shard.name}"
+                    )
+                with tar.open("rb") as maps_stream:
+                    members[suffix] = read_member(maps_stream, member, tar.stat().st_size)
+            label = "" if block.label is None else str(block.label)
+            if block.label is not None and classes and block.label < len(classes):
+                label = f"{block.label} ({classes[block.label]})"
+            yield Shown(key=block.key, label=label, members=members, maps={m.suffix: m for m in described.values()})
+
+
+def is_image_shard(blocks: list[Block]) -> bool:
+    """Whether the blocks of an index are images, or maps of images."""
+    return bool(blocks) and not set(known_suffixes()).isdisjoint(blocks[0].members)
+
+
+def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
+    """Return all images, each fitted into `side` pixels with its maps beside it and its class and key below."""
+    across = max(len([suffix for suffix in images[0].members if suffix != CLASS]), 1)
+    columns = max(1, min(len(images), 8 // across))
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * across * side, rows * (side + CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for position, shown in enumerate(images):
+        top, left = position // columns * (side + CAPTION), position % columns * across * side
+        for number, picture in enumerate(shown.pictures()):
+            picture.thumbnail((side - 2, side - 2))
+            sheet.paste(picture, (left + number * side, top + side - picture.height))
+        draw.text((left, top + side), f"{shown.label} {shown.key}".strip()[: across * side // 6], "black", font_size=10)
+    return sheet
