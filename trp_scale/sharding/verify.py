@@ -34,7 +34,7 @@ from trp_scale.data.stores.tars import ExternalTars, StoredPart, find_external_t
 from trp_scale.data.tar_reader import parse_npy
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, SUFFIXES, WORD_START
 from trp_scale.errors import DataError, error_text, quote, shorten
-from trp_scale.sharding.images.foreign_tar import MemberChoice, read_tar
+from trp_scale.sharding.images.index_tars import MemberChoice, read_tar
 
 _TAR_UNIT = 512
 
@@ -192,15 +192,15 @@ def _verify_external(shard: Path, index: ShardIndex, store: ExternalTars) -> Non
         MemberChoice, source, f"{index_path(shard)}: which members were read", DataError, "index the tars again"
     )
     with os.fdopen(store.open(StoredPart(shard, index.size)), "rb", buffering=0) as stream:
-        contents = read_tar(where, stream, choice, check=check_decodes)  # type: ignore[arg-type]  # raw, as a tar needs
+        blocks, _ = read_tar(where, stream, choice, check=check_decodes)  # type: ignore[arg-type]  # raw, as a tar needs
     advice = f"index the tars again: trp-scale index {shard.parent.parent}"
-    for ours, theirs in zip(index.blocks, contents.blocks, strict=False):
+    for ours, theirs in zip(index.blocks, blocks, strict=False):
         if ours != theirs:
             raise DataError(
                 f"{where}: image {shorten(theirs.key)}: {quote(theirs)} found, the index says {quote(ours)}; {advice}"
             )
-    if len(index.blocks) != len(contents.blocks):
-        raise DataError(f"{where}: {len(contents.blocks)} images found, the index has {len(index.blocks)}; {advice}")
+    if len(index.blocks) != len(blocks):
+        raise DataError(f"{where}: {len(blocks)} images found, the index has {len(index.blocks)}; {advice}")
 
 
 def _check_rows(

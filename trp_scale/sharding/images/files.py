@@ -100,6 +100,10 @@ class UnusableError(Exception):
         self.reason = reason
         self.detail = detail
 
+    def located(self, place: str) -> str:
+        """Return the place with the detail, for a list."""
+        return f"{place} ({self.detail})" if self.detail else place
+
 
 class ImageSource(Protocol):
     """Where images come from. It is sent to every process, so it holds no listing and opens nothing until it reads."""

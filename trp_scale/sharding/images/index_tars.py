@@ -10,38 +10,276 @@ DATASET/
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from trp_scale.config.json_files import parse_json
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import FORMAT
-from trp_scale.data.images.maps import OWN_TAR, read_names
+from trp_scale.data.images.maps import CLASS, IMAGE, OWN_TAR, read_names
 from trp_scale.data.index import (
     INDEX_FORMAT,
+    Block,
     ShardIndex,
+    StoredMember,
     index_path,
     read_fields,
     read_index_document,
     write_json,
 )
 from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
-from trp_scale.errors import DataError
-from trp_scale.sharding.images.files import list_members
-from trp_scale.sharding.images.foreign_tar import REASONS, MemberChoice, ReadTar, read_tar
+from trp_scale.errors import DataError, escape_name, quote, shorten
+from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, plain_key
+from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
-from trp_scale.sharding.images.tars import find_tars, tar_members, unique_names
+from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job.job import MAX_LISTED, DataKind, FinishedShard, PortionReport, ShardingJob, ShardingSettings
 from trp_scale.sharding.job.parts import Part, SpreadSettings, begun_parts
-from trp_scale.sharding.job.workers import Advance, Progressed
+from trp_scale.sharding.job.workers import Advance, Progressed, begun
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class TarReport(PortionReport):
+    """Counts of indexed tars.
+
+    Attributes:
+        images: indexed.
+        bytes: of them.
+        pixels: of them.
+        per_class: images by class number (a string, as in JSON).
+        ignored: members that are not read, by suffix.
+    """
+
+    images: int = 0
+    bytes: int = 0
+    pixels: int = 0
+    per_class: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
+
+    def count(self, size: int, label: int | None) -> None:
+        """Count an image of `size` bytes."""
+        self.images += 1
+        self.bytes += size
+        if label is not None:
+            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
+
+
+DECODED = ("JPEG", "MPO", "PNG", "WEBP")
+"""Pillow's names of what a run decodes; MPO: a JPEG with further pictures behind it, as phones write."""
+
+LARGEST_MEMBER = (1 << 32) - 1
+"""Bytes of a member: what an index says in 32 bits."""
+
+REASONS = {
+    **SKIP_REASONS,
+    "no_image": f"no {', '.join(f'.{suffix}' for suffix in IMAGE_MEMBERS)} member under this key",
+    "other_format": "neither JPEG, PNG nor WebP; trp-scale shard-images makes JPEGs of others",
+}
+"""Why an image is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberChoice:
+    """Members of a sample to read.
+
+    Attributes:
+        image: suffix of the image; "auto": the one of IMAGE_MEMBERS that a sample has.
+        label: "none"; the suffix of a member that holds the class as text, such as "cls"; or "json:FIELD".
+        max_pixels: of an image.
+    """
+
+    image: str
+    label: str
+    max_pixels: int
+
+    def part(self, suffix: str) -> str:
+        """Return the part that a suffix stores: image, class, or "" for an ignored member."""
+        if suffix == self.image or (self.image == AUTO and suffix in IMAGE_MEMBERS):
+            return IMAGE
+        return CLASS if suffix == self.label_suffix else ""
+
+    @property
+    def label_suffix(self) -> str:
+        """Suffix of the member that stores the class; "" without classes."""
+        return "" if self.label == NONE else self.label.partition(":")[0]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Members of the data set's samples."""
+        return (IMAGE, CLASS) if self.label_suffix else (IMAGE,)
+
+
+@dataclass(kw_only=True)
+class _Sample:
+    """Members of one key, read so far."""
+
+    members: dict[str, TarMember] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    label: int | None = None
+    unusable: UnusableError | None = None
+
+    def block(self, key: str, suffixes: Sequence[str]) -> Block:
+        """Return the entry in the index; raise UnusableError if there is no image or no class."""
+        if self.unusable is not None:
+            raise self.unusable
+        for suffix in suffixes:
+            if suffix not in self.members:
+                raise UnusableError("no_image" if suffix == IMAGE else "no_class")
+        members = {
+            suffix: StoredMember(
+                offset=self.members[suffix].offset,
+                length=self.members[suffix].length,
+                crc32=self.checksums[suffix],
+            )
+            for suffix in suffixes
+        }
+        return Block(key=plain_key(key), rows=1, members=members, label=self.label)
+
+
+def read_tar(
+    where: str,
+    stream: BinaryIO,
+    choice: MemberChoice,
+    *,
+    advance: Callable[[int, int], None] = lambda images, size: None,
+    check: Callable[[str, bytes], None] = lambda where, content: None,
+) -> tuple[list[Block], TarReport]:
+    """Read the headers of a tar, its images and its classes, once from its first byte to its last.
+
+    One sample is the members of one key. Of those one is the image (JPEG, PNG or WebP) and one may hold its class, as
+    text or as a field of JSON; the others are counted and never read.
+
+    Args:
+        where: the tar's path or URL, for messages.
+        advance: called with (1, bytes) for each image.
+        check: called with the place and the content of each image.
+
+    Returns:
+        its images in the order of their first members (the image is the member "jpg" whatever its format, what holds
+        the class the member "cls"), and what was counted and skipped.
+
+    Raises:
+        DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, or a class that
+            is no number; or what `check` raises.
+    """
+    report = TarReport()
+    samples: dict[str, _Sample] = {}
+    for member in tar_members(where, stream):
+        if member.kind == "folder":
+            continue
+        suffix = "" if member.hidden else member.suffix
+        part = choice.part(suffix) if suffix else ""
+        sample = samples.setdefault(member.key, _Sample()) if suffix else _Sample()
+        if not part:
+            ignored = escape_name(suffix)
+            report.ignored[ignored] = report.ignored.get(ignored, 0) + 1
+            continue
+        name = f"{where}: {shorten(member.name)}"
+        _refuse_second(where, member, sample.members.get(part))
+        if not member.plain:
+            sample.unusable = UnusableError("not_a_file", member.kind)
+            continue
+        content = _content(name, stream, member)
+        sample.members[part], sample.checksums[part] = member, zlib.crc32(content)
+        if part == CLASS:
+            sample.label = read_label(name, content, choice.label)
+        else:
+            try:
+                if not begun(name):
+                    raise UnusableError("damaged", "it ends the process that reads it")
+                report.pixels += _pixels(content, choice.max_pixels)
+            except UnusableError as error:
+                sample.unusable = error
+            else:
+                check(name, content)
+            advance(1, len(content))
+    blocks = []
+    for key, sample in samples.items():
+        try:
+            blocks.append(sample.block(key, choice.suffixes))
+        except UnusableError as error:
+            report.skip(error.reason, error.located(f"{where}: {shorten(key)}"))
+            continue
+        report.count(blocks[-1].members[IMAGE].length, sample.label)
+    return blocks, report
+
+
+def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> None:
+    if before is None:
+        return
+    if before.suffix != member.suffix:
+        raise DataError(
+            f"{where}: {shorten(before.name)} and {shorten(member.name)} are two images under one key; choose with "
+            f"--image {before.suffix} or --image {member.suffix}"
+        )
+    raise DataError(
+        f"{where}: key {quote(member.key)} comes twice, {shorten(before.name)} at byte {before.offset} and "
+        f"{shorten(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
+    )
+
+
+def _content(name: str, stream: BinaryIO, member: TarMember) -> bytes:
+    if member.length > LARGEST_MEMBER:
+        raise DataError(f"{name}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
+    try:
+        stream.seek(member.offset)
+        content = stream.read(member.length)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    if len(content) != member.length:
+        raise DataError(f"{name}: the tar ends after {len(content)} of its {member.length} bytes; make or copy it anew")
+    return content
+
+
+def read_label(location: str, content: bytes, label: str) -> int:
+    """The class that a member holds.
+
+    Args:
+        label: as in `MemberChoice`.
+
+    Raises:
+        DataError: no whole number from 0 on.
+    """
+    suffix, _, name = label.partition(":")
+    value: Any
+    if name:
+        try:
+            document = parse_json(content, location, DataError)
+        except DataError as error:
+            raise DataError(f"{error}, as --label {label} expects") from error
+        if not isinstance(document, dict) or name not in document:
+            fields = ", ".join(sorted(document)) if isinstance(document, dict) else f"a {type(document).__name__}"
+            raise DataError(f"{location}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
+        value = document[name]
+    else:
+        text = content.strip()
+        value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise DataError(
+            f"{location}: class {quote(value)} found, a whole number from 0 expected; --label chooses another member "
+            f"than {suffix!r}, --label none reads none"
+        )
+    return value
+
+
+def _pixels(content: bytes, max_pixels: int) -> int:
+    """Return the pixels of an image, from its header; raise UnusableError if a run could not decode it."""
+    if not content:
+        raise UnusableError("empty")
+    image = open_image(content, max_pixels)
+    if image.format not in DECODED:
+        raise UnusableError("other_format", str(image.format))
+    return int(image.width * image.height)
+
 
 TARS = "tars"
 """Kind of the parts of such a data set."""
@@ -69,25 +307,6 @@ def _identity(settings: Fields, advice: str) -> dict[str, Any]:
     if any(name not in settings for name in names):
         raise settings.refusal(f"does not say which tars it was made of; {advice}")
     return {name: settings.take(name, int if name in ("rows_per_block", "max_pixels") else str) for name in names}
-
-
-@dataclass(kw_only=True)
-class TarReport(PortionReport):
-    """Counts of indexed tars.
-
-    Attributes:
-        images: indexed.
-        bytes: of them.
-        pixels: of them.
-        per_class: images by class number (a string, as in JSON).
-        ignored: members that are not read, by suffix.
-    """
-
-    images: int = 0
-    bytes: int = 0
-    pixels: int = 0
-    per_class: dict[str, int] = field(default_factory=dict)
-    ignored: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,20 +494,10 @@ class _Indexer:
 
     def __call__(self, tar: _Tar) -> None:
         with _open_tar(tar.source) as stream:
-            contents = read_tar(tar.source.place, stream, self._choice, advance=self._advance)
-        report = _count_rows(contents)
-        index = ShardIndex(shard=tar.name, size=tar.source.size, blocks=contents.blocks)
+            blocks, report = read_tar(tar.source.place, stream, self._choice, advance=self._advance)
+        index = ShardIndex(shard=tar.name, size=tar.source.size, blocks=blocks)
         document = {"format": INDEX_FORMAT, **asdict(index), "source": _source(tar, self._choice)}
         write_json(index_path(self._output / OWN_TAR / tar.name), {**document, "report": vars(report)})
-
-
-def _count_rows(contents: ReadTar) -> TarReport:
-    report = TarReport(images=len(contents.blocks), pixels=contents.pixels, ignored=dict(contents.ignored))
-    for reason, name in contents.skipped:
-        report.skip(reason, name)
-    report.bytes = sum(block.members["jpg"].length for block in contents.blocks)
-    report.per_class = {str(n): c for n, c in Counter(b.label for b in contents.blocks if b.label is not None).items()}
-    return report
 
 
 def _progress_bar(config: IndexConfig, tars: Sequence[_Tar]) -> Progressed:

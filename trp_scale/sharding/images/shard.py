@@ -216,7 +216,7 @@ class _ImageWriter:
                     raise UnusableError("damaged", "it ends the process that decodes it")
                 members, label = self._sample(sample, report)
             except UnusableError as error:
-                report.skip(error.reason, f"{sample.origin} ({error.detail})" if error.detail else sample.origin)
+                report.skip(error.reason, error.located(sample.origin))
                 members = {}
             else:
                 shard.add(sample.key, 1, members, label)
