@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,9 +40,10 @@ from trp_scale.sharding.images.index_tars import index_settings, index_tars
 from trp_scale.sharding.images.settings import IndexConfig, ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.inspect import stored_images
-from trp_scale.sharding.job.writing import report_path, write_dataset_index
+from trp_scale.sharding.job.parts import Part
+from trp_scale.sharding.job.writing import PortionReport, report_path, write_dataset_index
 from trp_scale.sharding.merge import merge
-from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, LabelReport, digest_of_images
+from trp_scale.sharding.pseudo_labels.directory import LabelReport, digest_of_images
 from trp_scale.sharding.verify import verify_dataset
 from trp_scale.storage.cache import cache_root
 
@@ -223,26 +223,21 @@ def labels(directory: Path) -> Case:
     document = json.loads((data / "dataset.json").read_text())
     description = document["modalities"].pop("semseg")
     write_json(data / "dataset.json", document)
-    labelled = LabelDirectory(
-        dataset=data,
-        name="semseg-made",
-        modality="semseg",
-        identity={"model": "m"},
-        description={"classes": description["classes"]},
-        flag="--semseg.directory",
-        max_skipped=0.1,
-        replace=False,
-    )
     (data / "semseg-made" / "progress").mkdir()
+    made = data / "semseg-made"
     for shard in document["shards"]:
-        report = LabelReport(labels=2, images=digest_of_images(data, shard))
-        write_json(report_path(data / "semseg-made", Path(shard).stem), vars(report))
-    shutil.move(data / "semseg-made", data / "kept")
-    labelled.begin(document)
-    for path in (data / "kept").rglob("*"):
-        if path.is_file():
-            shutil.move(path, data / "semseg-made" / path.relative_to(data / "kept"))
-    shutil.rmtree(data / "kept")
+        write_json(
+            report_path(made, Path(shard).stem), vars(LabelReport(images=2, digest=digest_of_images(data, shard)))
+        )
+    part = {
+        "kind": "semseg",
+        "settings": {"model": "m", "input": ""},
+        "shards": len(document["shards"]),
+        "listing": vars(PortionReport()),
+        "max_skipped": 0.1,
+        "description": {"classes": description["classes"], "replace": False},
+    }
+    Part(count=1, index=0).write(made, part)
     targets = [Target(path=path, kind="json") for path in sorted((data / "semseg-made").rglob("*.json"))]
     targets.append(Target(path=data / "dataset.json", kind="json"))
     return Case(targets=targets, read=partial(merge, data), renewed=data)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import read_json
-from trp_scale.errors import DataError
+from trp_scale.errors import DataError, quote
 from trp_scale.sharding.images.index_tars import TARS, stored_tars
 from trp_scale.sharding.images.shard import IMAGES
 from trp_scale.sharding.job.job import DataKind, finish_dataset
-from trp_scale.sharding.job.parts import Part, all_parts, some
-from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, unfinished_labels
+from trp_scale.sharding.job.parts import Part, all_parts
+from trp_scale.sharding.pseudo_labels.directory import label_kind
 from trp_scale.sharding.text.shard import TEXT
 from trp_scale.storage.files import only_run
 
@@ -33,39 +33,32 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
     """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
-    labels = unfinished_labels(directory)
-    for label in labels:
-        _merge_labels(label if max_skipped is None else replace(label, max_skipped=max_skipped))
-    if not labels:
-        _merge_shards(directory, max_skipped)
-
-
-def _merge_labels(directory: LabelDirectory) -> None:
-    document = read_json(directory.dataset / "dataset.json")
-    if not complete(directory, document, alone=False):
-        missing = [shard for shard in document["shards"] if directory.report(shard) is None]
-        raise DataError(
-            f"{directory.path}: the labels of {len(missing)} of {len(document['shards'])} shards are missing, "
-            f"{some(missing)}; run pseudo-label with the same flags again, which makes them, then merge again"
-        )
-
-
-def _merge_shards(directory: Path, max_skipped: float | None) -> None:
-    if (directory / "dataset.json").exists() and not (directory / "progress").exists():
+    labels = sorted({path.parent.parent for path in directory.glob("*/progress/part-*.json")})
+    if not labels and (directory / "dataset.json").exists() and not (directory / "progress").exists():
         log.info("%s is finished: nothing to merge", directory)
         return
-    parts = all_parts(directory)
-    with ExitStack() as stack:
-        stack.enter_context(only_run(directory, "merge.lock"))
-        for part in parts:
-            stack.enter_context(only_run(directory, part.lock))
-        shards = len(finish_dataset(directory, _kind(directory, *next(iter(parts.items()))), max_skipped).shards)
-    with suppress(OSError):
-        (directory / "progress").rmdir()
-    log.info("%s: %d parts are one data set of %d shards", directory, len(parts), shards)
+    for output in labels or [directory]:
+        parts = all_parts(output)
+        kind = _kind(directory, output, *next(iter(parts.items())))
+        with ExitStack() as stack:
+            stack.enter_context(only_run(output, "merge.lock"))
+            for part in parts:
+                stack.enter_context(only_run(output, part.lock))
+            shards = len(finish_dataset(output, kind, max_skipped).shards)
+        with suppress(OSError):
+            (output / "progress").rmdir()
+        log.info("%s: %d parts are one data set of %d shards", output, len(parts), shards)
 
 
-def _kind(directory: Path, part: Part, document: dict[str, Any]) -> DataKind[Any]:
-    if document["kind"] == TARS:
+def _kind(directory: Path, output: Path, part: Part, document: dict[str, Any]) -> DataKind[Any]:
+    name = document["kind"]
+    if output != directory:
+        if name not in map_formats():
+            raise DataError(
+                f"{part.path(output)}: modality {quote(name)} found, one of {', '.join(map_formats())} expected; run "
+                "pseudo-label with the same flags again"
+            )
+        return label_kind(directory, read_json(directory / "dataset.json"), name)
+    if name == TARS:
         return stored_tars(directory, part, document)
-    return TEXT if document["kind"] == "text" else IMAGES
+    return TEXT if name == "text" else IMAGES

@@ -13,7 +13,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,9 +38,10 @@ from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_me
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
-from trp_scale.sharding.job.job import MAX_LISTED, DataKind, FinishedShard, PortionReport, ShardingJob, ShardingSettings
-from trp_scale.sharding.job.parts import Part, SpreadSettings, begun_parts
+from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
+from trp_scale.sharding.job.parts import Part, begun_parts, sharding_settings
 from trp_scale.sharding.job.workers import Advance, Progressed, begun
+from trp_scale.sharding.job.writing import MAX_LISTED, PortionReport
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
 
@@ -337,9 +338,7 @@ def index_tars(config: IndexConfig) -> Path:
         raise DataError(
             f"--output {output}: cannot be written ({error.strerror}); give another one, the tars stay where they are"
         ) from error
-    shared = {setting.name: getattr(config, setting.name) for setting in fields(SpreadSettings)}
-    settings = ShardingSettings(**shared, output=output, processes=config.processes, max_skipped=config.max_skipped)
-    job = ShardingJob(settings, kind, config.identity())
+    job = ShardingJob(sharding_settings(config, output), kind, config.identity())
     with job.only_run():
         tars = list(kind.tars.values())
         job.begin("", tars)
@@ -435,10 +434,10 @@ class TarKind(DataKind[TarReport]):
             f"{self.config.tars}: no image in {len(self.tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for"
         )
 
-    def write_index(self, output: Path, document: Mapping[str, Any]) -> None:
+    def store(self, output: Path, document: dict[str, Any]) -> None:
         write_places(output / OWN_TAR, {name: self.tars[name].source for name in document["shards"]})
         (output / OWN_TAR / NAME).unlink(missing_ok=True)
-        super().write_index(output, document)
+        super().store(output, document)
 
     def clear(self, output: Path) -> None:
         """Remove the indexes of tars that are no longer among them, and the files of parts."""

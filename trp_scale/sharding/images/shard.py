@@ -33,9 +33,9 @@ from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
-from trp_scale.sharding.job.job import DataKind, PortionReport, ShardingJob
+from trp_scale.sharding.job.job import DataKind, ShardingJob
 from trp_scale.sharding.job.workers import Advance, Progressed, begun
-from trp_scale.sharding.job.writing import ShardWriter
+from trp_scale.sharding.job.writing import PortionReport, ShardWriter
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 

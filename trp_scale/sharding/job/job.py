@@ -16,33 +16,33 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trp_scale.config.schema import Fields, record
-from trp_scale.config.settings import setting
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
-from trp_scale.errors import MOST_PROBLEMS, DataError, escape_name, quote, shorten
-from trp_scale.sharding.job.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished_line
+from trp_scale.errors import MOST_PROBLEMS, DataError, quote
+from trp_scale.sharding.job.parts import Part, ShardingSettings, all_parts, begun_parts, missing_parts, unfinished_line
 from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
-from trp_scale.sharding.job.writing import ShardWriter, new_tar, report_path, write_dataset_index
+from trp_scale.sharding.job.writing import (
+    MAX_LISTED,
+    PortionReport,
+    ShardWriter,
+    check_skipped,
+    new_tar,
+    report_path,
+    write_dataset_index,
+)
 from trp_scale.storage.files import only_run, remove_leftovers
 
 DATASET_FORMAT = 1
 
-MAX_LISTED = 1000
-"""Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
-
 FAILED = "failed"
 """Field of a part's file: all was made, and too much had to be skipped. The same command goes on; one with other
 settings begins anew."""
-
-MOST_SHOWN = 10
-"""Skipped things that a message shows."""
 
 log = logging.getLogger(__name__)
 
@@ -53,61 +53,6 @@ _DIGEST_OF = {
     "tokenizer": "another --tokenizer",
 }
 """Settings that are digests, and what it means that they differ."""
-
-
-@dataclass(kw_only=True)
-class ShardingSettings(SpreadSettings):
-    """Settings that every kind of data set has."""
-
-    output: Path
-    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
-    refused."""
-    processes: int = setting(0, at_least=0, at_most=4096)
-    """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
-    depend on it."""
-    max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Largest share of documents or images that may be skipped."""
-    patience: float = 0.0
-    """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
-    a while on shared storage."""
-
-    def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
-
-
-@dataclass(kw_only=True)
-class PortionReport:
-    """Counts of a portion. Each kind of data set adds its own; dataset.json stores the sums.
-
-    Attributes:
-        skipped: how many could not be used, by reason.
-        skipped_places: (reason, or what is known of it, and place) of the first of them.
-    """
-
-    skipped: dict[str, int] = field(default_factory=dict)
-    skipped_places: list[tuple[str, str]] = field(default_factory=list)
-
-    def skip(self, reason: str, sample: str, why: str = "") -> None:
-        """Count what cannot be used, and list it while there is room."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        if len(self.skipped_places) < MAX_LISTED:
-            self.skipped_places.append((why or reason, escape_name(sample)))
-
-    def add(self, other: PortionReport) -> None:
-        """Add the counts of another portion."""
-        for name, theirs in vars(other).items():
-            ours = getattr(self, name)
-            if name == "skipped_places":
-                total: object = (ours + theirs)[:MAX_LISTED]
-            elif isinstance(ours, dict):
-                total = dict(Counter(ours) + Counter(theirs))
-            elif isinstance(ours, list):
-                total = [a + b for a, b in zip(ours, theirs, strict=True)]
-            elif isinstance(ours, int):
-                total = ours + theirs
-            else:  # said of one portion alone
-                continue
-            setattr(self, name, total)
 
 
 ReportT = TypeVar("ReportT", bound=PortionReport)
@@ -141,6 +86,8 @@ class DataKind(Generic[ReportT]):
         counted: fields of dataset.json from the sum of all reports.
         warn: logs what is odd about it, when the data set is whole.
         renewable: whether a finished data set is brought up to date by the same command with any settings.
+        folder: of the tars, in the directory that the job writes.
+        flag: that chooses another directory, for messages.
     """
 
     name: str
@@ -150,6 +97,35 @@ class DataKind(Generic[ReportT]):
     counted: Callable[[ReportT], Mapping[str, object]] = lambda report: {}
     warn: Callable[[ReportT], None] = lambda report: None
     renewable: bool = False
+    folder: str = "shards"
+    flag: str = "--output"
+
+    def is_stored(self, output: Path, identity: Mapping[str, object]) -> bool:
+        """Whether a finished data set is there.
+
+        Raises:
+            DataError: it has other settings than `identity`.
+        """
+        path = output / "dataset.json"
+        if path.exists():
+            self.refuse_differences(path, read_fields(path).take("settings", dict), identity)
+        return path.exists()
+
+    def refuse_differences(
+        self,
+        path: Path,
+        stored: Mapping[str, object],
+        wanted: Mapping[str, object],
+        holds: str = "a data set with other settings or input",
+        advice: str = "",
+    ) -> None:
+        """Raise DataError naming each setting of `wanted` that `stored`, from the file `path`, has otherwise."""
+        differences = [
+            _difference(name, stored.get(name), value) for name, value in wanted.items() if stored.get(name) != value
+        ]
+        if differences:
+            advice = advice or f"choose another {self.flag}, or remove the directory"
+            raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
 
     def shard_names(self, count: int) -> list[str]:
         """Return the file names of all shards, by number of the portion."""
@@ -195,9 +171,10 @@ class DataKind(Generic[ReportT]):
         """Raise DataError, as nothing is left of the input."""
         raise DataError(f"{output}: the input holds no {self.items} that can be used")
 
-    def write_index(self, output: Path, document: Mapping[str, Any]) -> None:
-        """Write the binary index; `document` is the coming dataset.json."""
+    def store(self, output: Path, document: dict[str, Any]) -> None:
+        """Write the binary index and dataset.json, the mark of a finished data set."""
         write_dataset_index(output, document)
+        write_json(output / "dataset.json", document)
 
     def clear(self, output: Path) -> None:
         """Remove what a finished data set does not need. Nobody writes there any more."""
@@ -265,23 +242,22 @@ class ShardingJob(Generic[ReportT]):
     def _refuse_other_content(self) -> None:
         if not self.output.exists():
             return
-        path = self.output / "dataset.json"
         parts = begun_parts(self.output)
-        if path.exists() and not self._kind.renewable:
-            refuse_differences(path, read_fields(path).take("settings", dict), self.identity)
+        known = self._kind.renewable or self._kind.is_stored(self.output, self.identity)
         for part, document in parts.items():
-            if self._may_begin_anew(document):
+            if self._may_begin_anew(part, document):
                 continue
-            refuse_differences(part.path(self.output), document["settings"], self.identity)
+            self._kind.refuse_differences(part.path(self.output), document["settings"], self.identity)
             if part.count != self.part.count:
                 raise DataError(
                     f"{part.path(self.output)}: the data set is made in {part.count} parts, --num_shards "
                     f"{self.part.count} asked for. Run those of {part.count} that are missing, one after another if "
-                    "need be, or choose another --output"
+                    f"need be, or choose another {self._kind.flag}"
                 )
-        known = path.exists() or bool(parts) or self._kind.renewable
-        if not known and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
-            raise DataError(f"--output {self.output}: the directory is not empty and holds no data set; choose another")
+        if not (known or parts) and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
+            raise DataError(
+                f"{self._kind.flag} {self.output}: the directory is not empty and holds no data set; choose another"
+            )
 
     def begin(self, fingerprint: str, portions: Sequence[Numbered], listing: PortionReport | None = None) -> bool:
         """Whether there is something to do for an input of this fingerprint; if so it is written down.
@@ -297,7 +273,7 @@ class ShardingJob(Generic[ReportT]):
         self.identity["input"] = fingerprint
         self._refuse_other_content()
         self._forget_failed()
-        (self.output / "shards").mkdir(exist_ok=True)
+        (self.output / self._kind.folder).mkdir(exist_ok=True)
         if (self.output / "dataset.json").exists() and not self._kind.renewable:
             self._check_shards()
             log.info("%s is finished: nothing to do", self.output)
@@ -319,20 +295,25 @@ class ShardingJob(Generic[ReportT]):
             raise
         return True
 
-    def _may_begin_anew(self, document: Mapping[str, Any]) -> bool:
-        """Whether a run of the whole with other settings may replace what this part left."""
-        return self.part.count == 1 and (self._kind.renewable or bool(document.get(FAILED)))
+    def _may_begin_anew(self, part: Part, document: Mapping[str, Any]) -> bool:
+        """Whether a run of the whole with other settings may replace what a part left: nothing is finished, or all is
+        and too much was skipped."""
+        if self.part.count > 1:
+            return False
+        is_finished = any((self.output / self._kind.folder).glob("*.index.json"))
+        return self._kind.renewable or bool(document.get(FAILED)) or (part.count == 1 and not is_finished)
 
     def _forget_failed(self) -> None:
         """Remove what a failed run of other settings has left."""
-        parts = {part: stored for part, stored in begun_parts(self.output).items() if self._may_begin_anew(stored)}
+        parts = {p: stored for p, stored in begun_parts(self.output).items() if self._may_begin_anew(p, stored)}
         if self._kind.renewable:
             for part in parts:
                 part.path(self.output).unlink(missing_ok=True)
         elif any(stored["settings"] != self.identity for stored in parts.values()):
             log.info("%s: the shards of a failed run with other settings or input are removed", self.output)
-            for name in ("shards", "tokenizer"):
-                shutil.rmtree(self.output / name, ignore_errors=True)
+            for index in (self.output / self._kind.folder).glob("*.index.json"):
+                index.unlink()
+            shutil.rmtree(self.output / "tokenizer", ignore_errors=True)
 
     def _check_shards(self) -> None:
         path = self.output / "dataset.json"
@@ -405,7 +386,7 @@ class ShardingJob(Generic[ReportT]):
 
 
 def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | None = None) -> Finished[ReportT]:
-    """Write dataset.json, the mark of a finished data set, of all parts, and clear what only an unfinished one needs.
+    """Store what all parts have made as a finished data set, and clear what only an unfinished one needs.
     Shards without any row are taken away.
 
     Args:
@@ -425,8 +406,7 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
     if stored == 0:
         kind.refuse_empty(output)
     document = kind.document(first, shards, blocks, total)
-    kind.write_index(output, document)
-    write_json(output / "dataset.json", document)
+    kind.store(output, document)
     kind.clear(output)
     kind.warn(total)
     return Finished(shards=shards, total=total)
@@ -444,11 +424,11 @@ def _join_parts(
         fields.take("listing", dict)
         fields.take("description", dict, {})
         holds, advice = f"{part} has other settings than {first}", "and make this part again"
-        refuse_differences(path, document["settings"], stored["settings"], holds, advice)
+        kind.refuse_differences(path, document["settings"], stored["settings"], holds, advice)
         both = {name: stored[name] for name in ("kind", "shards", "listing", "max_skipped")}
-        refuse_differences(path, document, both, holds, advice)
+        kind.refuse_differences(path, document, both, holds, advice)
         if "description" in document and "description" in stored:
-            refuse_differences(path, document["description"], stored["description"], holds, advice)
+            kind.refuse_differences(path, document["description"], stored["description"], holds, advice)
     total = record(kind.report, stored["listing"], f"{first.path(output)}: listing", DataError)
     missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
     shards, blocks = [], 0
@@ -489,52 +469,7 @@ class _ShardMaker(Generic[PortionT, ReportT]):
         return report
 
 
-def refuse_differences(
-    path: Path,
-    stored: Mapping[str, object],
-    wanted: Mapping[str, object],
-    holds: str = "a data set with other settings or input",
-    advice: str = "choose another --output, or remove the directory",
-) -> None:
-    """Raise DataError naming each setting of `wanted` that `found`, from the file `path`, has otherwise."""
-    differences = [
-        _difference(name, stored.get(name), value) for name, value in wanted.items() if stored.get(name) != value
-    ]
-    if differences:
-        raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
-
-
 def _difference(name: str, stored: object, asked: object) -> str:
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (stored, asked)):
         return _DIGEST_OF.get(name, f"another {name}")
     return f"{name} {quote(stored)} there, {quote(asked)} asked for"
-
-
-def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
-    """Refuse what was skipped if it is too much, else warn of it.
-
-    Args:
-        items: "documents", "images".
-        used: how many were not skipped.
-        report: what was skipped, and where.
-        reasons: what each reason means.
-        max_skipped: largest share that may be skipped.
-
-    Raises:
-        DataError: more were skipped than `max_skipped` allows.
-    """
-    count = sum(report.skipped.values())
-    total = used + count
-    # Reasons come from files, too.
-    named = "; ".join(
-        f"{number} {shorten(reason)} ({reasons.get(reason, 'not a reason known here')})"
-        for reason, number in sorted(report.skipped.items())
-    )
-    if count > max_skipped * total:
-        first = "\n".join(f"  {sample} ({why})" for why, sample in report.skipped_places[:MOST_SHOWN])
-        raise DataError(
-            f"{count} of {total} {items} were skipped, more than --max_skipped {max_skipped} allows: "
-            f"{named}. The first ones:\n{first}"
-        )
-    if count:
-        log.warning("%d of %d %s were skipped: %s", count, total, items, named)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from trp_scale.config.settings import setting
 from trp_scale.data.index import index_path, read_fields, read_index, write_json
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import DataError, shorten
@@ -51,6 +52,33 @@ class SpreadSettings:
             DataError: there is no such part.
         """
         return find_part(self.shard_index, self.num_shards)
+
+
+@dataclass(kw_only=True)
+class ShardingSettings(SpreadSettings):
+    """Settings that every kind of data set has."""
+
+    output: Path
+    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
+    refused."""
+    processes: int = setting(0, at_least=0, at_most=4096)
+    """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
+    depend on it."""
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
+    """Largest share of documents or images that may be skipped."""
+    patience: float = 0.0
+    """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
+    a while on shared storage."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+
+
+def sharding_settings(settings: Any, output: Path) -> ShardingSettings:
+    """Return the settings of a job for a command with fields of its own for the directory."""
+    names = [entry.name for entry in fields(SpreadSettings)]
+    shared = {name: getattr(settings, name) for name in (*names, "processes", "max_skipped")}
+    return ShardingSettings(**shared, output=output)
 
 
 @dataclass(frozen=True, order=True)

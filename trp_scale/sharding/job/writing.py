@@ -4,10 +4,13 @@ data set."""
 from __future__ import annotations
 
 import io
+import logging
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -16,8 +19,13 @@ from trp_scale.data.images.maps import OWN_TAR, second_directories
 from trp_scale.data.index import Block, ShardIndex, StoredMember, write_index, write_json
 from trp_scale.data.samples import write_binary_index
 from trp_scale.data.text.dataset import SUFFIXES
-from trp_scale.errors import DataError
+from trp_scale.errors import DataError, escape_name, shorten
 from trp_scale.storage.files import atomic_write
+
+MAX_LISTED = 1000
+"""Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
+
+log = logging.getLogger(__name__)
 
 
 class ShardWriter:
@@ -98,3 +106,72 @@ def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Pa
     for name, maps in second_directories(directory / "dataset.json", document).items():
         written.append(write_binary_index(directory / name, shards, (maps.suffix,), rows_per_block))
     return written
+
+
+MOST_SHOWN = 10
+"""Skipped things that a message shows."""
+
+
+@dataclass(kw_only=True)
+class PortionReport:
+    """Counts of a portion. Each kind of data set adds its own; dataset.json stores the sums.
+
+    Attributes:
+        skipped: how many could not be used, by reason.
+        skipped_places: (reason, or what is known of it, and place) of the first of them.
+    """
+
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: list[tuple[str, str]] = field(default_factory=list)
+
+    def skip(self, reason: str, sample: str, why: str = "") -> None:
+        """Count what cannot be used, and list it while there is room."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        if len(self.skipped_places) < MAX_LISTED:
+            self.skipped_places.append((why or reason, escape_name(sample)))
+
+    def add(self, other: PortionReport) -> None:
+        """Add the counts of another portion."""
+        for name, theirs in vars(other).items():
+            ours = getattr(self, name)
+            if name == "skipped_places":
+                total: object = (ours + theirs)[:MAX_LISTED]
+            elif isinstance(ours, dict):
+                total = dict(Counter(ours) + Counter(theirs))
+            elif isinstance(ours, list):
+                total = [a + b for a, b in zip(ours, theirs, strict=True)]
+            elif isinstance(ours, int):
+                total = ours + theirs
+            else:  # said of one portion alone
+                continue
+            setattr(self, name, total)
+
+
+def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
+    """Refuse what was skipped if it is too much, else warn of it.
+
+    Args:
+        items: "documents", "images".
+        used: how many were not skipped.
+        report: what was skipped, and where.
+        reasons: what each reason means.
+        max_skipped: largest share that may be skipped.
+
+    Raises:
+        DataError: more were skipped than `max_skipped` allows.
+    """
+    count = sum(report.skipped.values())
+    total = used + count
+    # Reasons come from files, too.
+    named = "; ".join(
+        f"{number} {shorten(reason)} ({reasons.get(reason, 'not a reason known here')})"
+        for reason, number in sorted(report.skipped.items())
+    )
+    if count > max_skipped * total:
+        first = "\n".join(f"  {sample} ({why})" for why, sample in report.skipped_places[:MOST_SHOWN])
+        raise DataError(
+            f"{count} of {total} {items} were skipped, more than --max_skipped {max_skipped} allows: "
+            f"{named}. The first ones:\n{first}"
+        )
+    if count:
+        log.warning("%d of %d %s were skipped: %s", count, total, items, named)

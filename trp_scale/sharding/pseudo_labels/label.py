@@ -1,35 +1,61 @@
 """Pseudo-labels: depth and segmentation maps of a data set's images, predicted by models.
 
-DATASET/
-  dataset.json                  "modalities" names the new directories, once all their shards are there
-  shards/image-000000.tar       the images, which stay as they are
-  depth/image-000000.tar        one sample for each image, the same keys in the same order: KEY.depth.png
-  semseg/image-000000.tar       KEY.semseg.png
-
-Every shard is made on its own, so a stopped run goes on where it was, and parts of a job array share nothing but
-dataset.json.
+The images of one shard become a shard of labels for each model. Threads that work ahead of the models decode the images
+and bring them into the models' form.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-from collections.abc import Sequence
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
-from trp_scale.data.images.dataset import FORMAT
+from trp_scale.data.images.dataset import FORMAT, decode_image
+from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import OWN_TAR
-from trp_scale.data.index import read_fields, read_index_document
+from trp_scale.data.index import index_path, read_fields, read_index, read_index_document
 from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.samples import SampleTable, read_samples
+from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, quote
+from trp_scale.pretraining.modalities.base import Size
+from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
-from trp_scale.sharding.job.workers import Progressed, run_portions
-from trp_scale.sharding.pseudo_labels.directory import LabelDirectory, complete, turn
-from trp_scale.sharding.pseudo_labels.models import FoundModel, Precision, find_model
-from trp_scale.sharding.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
+from trp_scale.sharding.job.job import ShardingJob
+from trp_scale.sharding.job.parts import sharding_settings
+from trp_scale.sharding.job.workers import Advance, Progressed, process_number, run_portions
+from trp_scale.sharding.job.writing import OpenShard, new_tar, report_path
+from trp_scale.sharding.pseudo_labels.directory import (
+    UNREADABLE,
+    LabelReport,
+    digest_of_images,
+    finished_labels,
+    label_kind,
+    refuse_present,
+)
+from trp_scale.sharding.pseudo_labels.models import (
+    FoundModel,
+    InFlight,
+    Labeller,
+    Precision,
+    find_model,
+    load_model,
+    load_processor,
+)
 from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig, label_kinds
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
@@ -52,31 +78,38 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
     document = _read_dataset(config.data / "dataset.json")
     devices = _devices(config)
     precision = _precision(config, devices)
-    tasks = tuple(_task(config, precision, find_model(*named)) for named in config.models().items())
-    with turn(config.data) as current:
-        for task in tasks:
-            task.directory.check(current)
-        for task in tasks:
-            task.directory.begin(current)
-    mine = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
-    mine = mine[config.shard_index :: config.num_shards]
-    missing = {
-        portion.number: [task for task in tasks if not task.directory.is_finished(portion.shard)] for portion in mine
-    }
-    portions = [portion for portion in mine if missing[portion.number]]
-    if len(portions) < len(mine):
-        log.info("%d of %d shards are labelled already", len(mine) - len(portions), len(mine))
-    labels = sum(_images(config.data, portion.shard) * len(missing[portion.number]) for portion in portions)
-    _run(config, document, tasks, portions, labels, devices, precision)
-    completed = [complete(task.directory, document, alone=config.num_shards == 1) for task in tasks]
-    return all(completed)
+    tasks, jobs, descriptions = [], [], []
+    for modality, name in config.models().items():
+        model, settings = find_model(modality, name), config.labelling()[modality]
+        identity, description = label_kinds()[modality].describe(model.flag, model.details, settings)
+        kind, output = label_kind(config.data, document, modality), config.data / config.directory(modality)
+        identity = {"model": model.fingerprint, "precision": precision, **identity}
+        tasks.append(LabelTask(model=model, output=output, settings=settings))
+        jobs.append(ShardingJob(sharding_settings(config, output), kind, identity))
+        if not kind.is_stored(output, identity):
+            refuse_present(config.data, document, modality, f"{kind.flag} {output.name}", replace=config.replace)
+        descriptions.append({"model": model.name, "replace": config.replace, **description})
+    portions = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
+    with ExitStack() as stack:
+        for job in jobs:
+            stack.enter_context(job.only_run())
+            job.begin("", portions)
+        mine = jobs[0].mine(portions)
+        missing = {portion: sum(not task.is_finished(portion.shard) for task in tasks) for portion in mine}
+        labels = sum(_images(config.data, portion.shard) * count for portion, count in missing.items())
+        unfinished = [portion for portion, count in missing.items() if count]
+        if len(unfinished) < len(mine):
+            log.info("%d of %d shards are labelled already", len(mine) - len(unfinished), len(mine))
+        _run(config, document, tuple(tasks), unfinished, labels, devices, precision)
+        finished = [job.finish(description) for job, description in zip(jobs, descriptions, strict=True)]
+    return None not in finished
 
 
 def _read_dataset(path: Path) -> dict[str, Any]:
     fields = read_fields(path, "give --data a data set that trp-scale shard-images made")
-    for field, expected in (("format", FORMAT), ("kind", "image")):
-        if (stored := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quote(stored)} found, {expected!r} expected")
+    for name, expected in (("format", FORMAT), ("kind", "image")):
+        if (stored := fields.document.get(name)) != expected:
+            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
     fields.file_names("shards")
     fields.texts("suffixes")
     fields.whole("rows")
@@ -105,23 +138,6 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
             "--precision auto: this machine has no GPU that tells what those of the cluster can; give bf16 or fp32"
         )
     return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-
-def _task(config: PseudoLabelConfig, precision: Precision, model: FoundModel) -> LabelTask:
-    labels = label_kinds()[model.modality]
-    settings = config.labelling()[model.modality]
-    identity, description = labels.describe(model.flag, model.details, settings)
-    directory = LabelDirectory(
-        dataset=config.data,
-        name=config.directory(model.modality),
-        modality=model.modality,
-        identity={"model": model.fingerprint, "precision": precision, **identity},
-        description={"model": model.name, **description},
-        flag=f"--{model.modality}.directory",
-        max_skipped=config.max_skipped,
-        replace=config.replace,
-    )
-    return LabelTask(model=model, directory=directory, settings=settings)
 
 
 def _run(
@@ -160,3 +176,320 @@ def _run(
         gpus=gpus,
         progressed=Progressed(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
     )
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """An image as the models take it.
+
+    Attributes:
+        size: (H, W) of the image.
+        inputs: float [3, h, w] by modality.
+        flaws: by modality without input, why there is none.
+    """
+
+    size: Size
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    flaws: dict[str, str] = field(default_factory=dict)
+
+
+class ImagePreparer:
+    """Reads, decodes and prepares images of one shard. Many threads may call it at once.
+
+    Args:
+        table: of the shard; its first column is the image.
+        labellers: whose inputs are prepared, by modality.
+    """
+
+    def __init__(self, table: SampleTable, labellers: Mapping[str, Labeller]) -> None:
+        self._table = table
+        self._labellers = labellers
+        self._local = threading.local()  # a reader for each thread: they keep files open
+
+    def __call__(self, image: int) -> Prepared:
+        """Prepare the image at a place of the shard.
+
+        Raises:
+            DataError: the shard cannot be read at all (a damaged image is no error: it has flaws).
+        """
+        if not hasattr(self._local, "reader"):
+            self._local.reader = SampleReader(self._table, verify=False)
+        content = bytearray()
+        try:
+            (content,) = self._local.reader.members(image)
+            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # a wrong label would be there for good
+                raise DataError("checksum differs from the index")
+            pixels = decode_image(content)
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):  # of the storage, not of the image
+                raise
+            return Prepared(size=_stated_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
+        prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
+        for modality, labeller in self._labellers.items():
+            values = labeller.prepare(pixels)
+            if isinstance(values, str):
+                prepared.flaws[modality] = values
+            else:
+                prepared.inputs[modality] = values
+        return prepared
+
+
+def _stated_size(content: bytearray) -> Size:
+    """(H, W) as the header of a damaged image says, or 1 x 1."""
+    try:
+        width, height = Image.open(io.BytesIO(content), formats=("JPEG",)).size
+    except Exception:  # decoders raise whatever a broken file leads them to; any size will do for an empty label
+        return 1, 1
+    return height, width
+
+
+def prepared_ahead(
+    pool: ThreadPoolExecutor, preparer: ImagePreparer, images: int, window: int
+) -> Iterator[tuple[range, list[Prepared]]]:
+    """All images in order, a window at a time, while the pool prepares the next one."""
+    waiting = deque(range(start, min(start + window, images)) for start in range(0, images, window))
+    begun: deque[tuple[range, list[Future[Prepared]]]] = deque()
+    while waiting or begun:
+        while waiting and len(begun) < 2:
+            places = waiting.popleft()
+            begun.append((places, [pool.submit(preparer, position) for position in places]))
+        places, futures = begun.popleft()
+        yield places, [future.result() for future in futures]
+
+
+def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
+    """Places of inputs in batches of at most `batch`, each of one shape; by shape in the order of first appearance."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for position, values in enumerate(inputs):
+        if values is not None:
+            by_shape.setdefault(tuple(values.shape), []).append(position)
+    return [same[start : start + batch] for same in by_shape.values() for start in range(0, len(same), batch)]
+
+
+WINDOW = 4
+"""Batches that are prepared together: images of several shapes are sorted by shape within a window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelTask:
+    """One model, the directory of its labels, and the settings of its modality's labels."""
+
+    model: FoundModel
+    output: Path
+    settings: LabelSettings
+
+    def is_finished(self, shard: str) -> bool:
+        """Whether nothing is left to do for a shard."""
+        return finished_labels(self.output.parent, self.model.modality, self.output, shard) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPortion:
+    """One shard of images, and its place in the data set."""
+
+    number: int
+    shard: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelWork:
+    """Work that every process receives.
+
+    Attributes:
+        tasks: one for each modality.
+        suffixes: members of an image's sample.
+        batch: images that a model sees at once.
+        devices: of the processes, in turn.
+        precision: of the models.
+        threads: that read, prepare and encode images in a process.
+        model_threads: of torch in a process, 0 = as it is.
+    """
+
+    tasks: tuple[LabelTask, ...]
+    suffixes: tuple[str, ...]
+    batch: int
+    devices: tuple[str, ...]
+    precision: Precision
+    threads: int
+    model_threads: int
+
+
+class LabelWorker:
+    """Make the missing labels of a shard when called with it.
+
+    Args:
+        work: what is to be done.
+        advance: called with (1,) for each label.
+    """
+
+    def __init__(self, work: LabelWork, advance: Advance) -> None:
+        self._device = torch.device(work.devices[process_number() % len(work.devices)])
+        self._work = work
+        self._advance = advance
+        self._labellers: dict[str, Labeller] = {}
+        if self._device.type == "cuda":  # else pinned memory would cost the first GPU something for each process
+            torch.cuda.set_device(self._device)
+        if work.model_threads:
+            torch.set_num_threads(work.model_threads)
+
+    def __call__(self, portion: LabelPortion) -> None:
+        with ExitStack() as stack:
+            shards: dict[str, OpenShard] = {}
+            for task in self._work.tasks:
+                if not task.is_finished(portion.shard):
+                    tar = task.output / portion.shard
+                    index_path(tar).unlink(missing_ok=True)  # of other images, or of a tar that was cut
+                    shards[task.model.modality] = stack.enter_context(new_tar(tar, report_path(task.output, tar.stem)))
+            if shards:
+                self._label(portion.shard, shards)
+
+    def _labeller(self, task: LabelTask) -> Labeller:
+        """The loaded model of a task; loaded with its first shard, so that its errors are a shard's errors."""
+        model = task.model
+        if model.modality not in self._labellers:
+            processor = load_processor(model.flag, model.directory)
+            labels = label_kinds()[model.modality]
+            self._labellers[model.modality] = Labeller(
+                model,
+                load_model(model, self._device),
+                processor,
+                labels.interpret(processor, model.details, task.settings),
+                device=self._device,
+                precision=self._work.precision,
+            )
+        return self._labellers[model.modality]
+
+    def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
+        dataset = self._work.tasks[0].output.parent
+        path = dataset / OWN_TAR / shard
+        table, _ = read_samples(
+            path.parent, [shard], self._work.suffixes, rows_per_block=1, opened=("jpg",), use_index=False
+        )
+        keys = [block.key for block in read_index(path).blocks]
+        digest = digest_of_images(dataset, shard)
+        labellers = {
+            task.model.modality: self._labeller(task) for task in self._work.tasks if task.model.modality in shards
+        }
+        with ThreadPoolExecutor(self._work.threads) as pool:
+            streams = [
+                LabelStream(
+                    labeller,
+                    shards[modality],
+                    keys=keys,
+                    name=path.stem,
+                    digest=digest,
+                    pool=pool,
+                    batch=self._work.batch,
+                )
+                for modality, labeller in labellers.items()
+            ]
+            ahead = prepared_ahead(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
+            begun: deque[list[WindowOfLabels]] = deque()
+            for places, prepared in ahead:
+                begun.append([stream.start(places, prepared) for stream in streams])
+                if len(begun) > 1:  # the device is at the next window while this one is encoded
+                    self._finish(streams, begun.popleft())
+            while begun:
+                self._finish(streams, begun.popleft())
+        for stream in streams:
+            stream.close()
+
+    def _finish(self, streams: list[LabelStream], windows: list[WindowOfLabels]) -> None:
+        for stream, window in zip(streams, windows, strict=True):
+            stream.finish(window)
+            self._advance(len(window.places))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOfLabels:
+    """Consecutive images whose maps are on their way.
+
+    Attributes:
+        places: of the images in their shard.
+        prepared: sizes and flaws; the inputs are gone.
+        batches: places in the window, and their maps.
+    """
+
+    places: range
+    prepared: list[Prepared]
+    batches: list[tuple[list[int], InFlight]]
+
+
+class LabelStream:
+    """Labels the images of a shard with one model.
+
+    Args:
+        labeller: the model.
+        opened: the new shard.
+        keys: of the images.
+        name: of the images' shard, for the list of what is empty.
+        digest: of the images' index.
+        pool: threads that encode.
+        batch: images that the model sees at once.
+    """
+
+    def __init__(
+        self,
+        labeller: Labeller,
+        opened: OpenShard,
+        *,
+        keys: Sequence[str],
+        name: str,
+        digest: str,
+        pool: ThreadPoolExecutor,
+        batch: int,
+    ) -> None:
+        self._labeller = labeller
+        self._opened = opened
+        self._keys = keys
+        self._name = name
+        self._pool = pool
+        self._batch = batch
+        self._modality = labeller.modality
+        self._report = LabelReport(digest=digest)
+
+    def start(self, places: range, prepared: Sequence[Prepared]) -> WindowOfLabels:
+        """Give the images of a window to the model, without waiting for it."""
+        inputs = [image.inputs.get(self._modality) for image in prepared]
+        batches = []
+        for batch in batches_of_one_shape(inputs, self._batch):
+            values = [values for position in batch if (values := inputs[position]) is not None]
+            batches.append((batch, self._labeller.start(values, [prepared[position].size for position in batch])))
+        kept = [Prepared(size=image.size, flaws=image.flaws) for image in prepared]
+        return WindowOfLabels(places=places, prepared=kept, batches=batches)
+
+    def finish(self, window: WindowOfLabels) -> None:
+        """Wait for the maps of a window and write them."""
+        maps_of_row: dict[int, tuple[Map, int]] = {}
+        for batch, flight in window.batches:
+            maps_of_row.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
+        form = self._labeller.format
+        maps = []
+        for number, (position, image) in enumerate(zip(window.places, window.prepared, strict=True)):
+            flaw = image.flaws.get(self._modality, "")
+            numbers, clipped = maps_of_row.get(number) or (
+                np.full(image.size, form.empty, dtype=self._labeller.dtype),
+                0,
+            )
+            missing = int((numbers == form.empty).sum())
+            if not flaw and missing == numbers.size:
+                flaw = "the model's output has no value that can be stored"
+            self._count(position, flaw, missing, clipped)
+            maps.append(numbers)
+        level = label_kinds()[self._modality].png_level
+        contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
+        for position, content in zip(window.places, contents, strict=True):
+            self._opened.writer.add(self._keys[position], 1, {form.suffix: content})
+
+    def _count(self, position: int, flaw: str, missing: int, clipped: int) -> None:
+        report = self._report
+        if flaw:
+            report.skip(UNREADABLE, f"{self._name}/{self._keys[position]}", flaw)
+        else:
+            report.images += 1
+            report.missing += missing
+            report.clipped += clipped
+
+    def close(self) -> None:
+        """Hand over the report, which is written with the shard."""
+        self._opened.report = dict(vars(self._report))

@@ -28,9 +28,10 @@ from trp_scale.data.text.tokenizer import (
     vocabulary_size,
 )
 from trp_scale.errors import DataError, shorten
-from trp_scale.sharding.job.job import DataKind, PortionReport, ShardingJob, ShardingSettings, shard_stem
+from trp_scale.sharding.job.job import DataKind, ShardingJob, shard_stem
+from trp_scale.sharding.job.parts import ShardingSettings
 from trp_scale.sharding.job.workers import Advance, Progressed
-from trp_scale.sharding.job.writing import ShardWriter
+from trp_scale.sharding.job.writing import PortionReport, ShardWriter
 from trp_scale.sharding.text.annotate import (
     ANOTHER_LANGUAGE,
     Annotated,

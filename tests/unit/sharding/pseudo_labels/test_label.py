@@ -18,10 +18,8 @@ from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.depth import StoredDepth
 from trp_scale.sharding.merge import merge
-from trp_scale.sharding.pseudo_labels import label as labelling
-from trp_scale.sharding.pseudo_labels.portion import LabelStream
+from trp_scale.sharding.pseudo_labels.label import LabelStream
 from trp_scale.sharding.verify import verify_dataset
-from trp_scale.storage.files import only_run
 
 DIRECTORIES = ("depth", "semseg")
 
@@ -72,28 +70,13 @@ def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Pat
     for directory in DIRECTORIES:
         (data / directory / "image-000001.tar").write_bytes(b"cut short by a full disk")
     assert not label(data, models, shard_index=0, num_shards=2)
-    assert (data / "dataset.json").read_bytes() == before
-    assert label(data, models, shard_index=1, num_shards=2)
-    assert files(data) == files(whole)
-
-
-def test_merge_names_the_labels_that_are_missing_and_adds_those_that_are_there(
-    tmp_path: Path, whole: Path, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = nine_images(tmp_path / "data")
-    before = (data / "dataset.json").read_bytes()
-    label(data, models, shard_index=1, num_shards=2)
-    with pytest.raises(DataError, match=r"depth.*2 of 3.*image-000000\.tar, image-000002"):
+    with pytest.raises(DataError, match=r"depth.*1 of 2 parts.*image-000001\.tar"):
         merge(data)
     assert (data / "dataset.json").read_bytes() == before
-    with monkeypatch.context() as context:  # the last part ends before it could add them
-        context.setattr("trp_scale.sharding.pseudo_labels.label.complete", lambda *_, **__: False)
-        label(data, models, shard_index=0, num_shards=2)
-    assert (data / "dataset.json").read_bytes() == before
-    merge(data)
-    assert files(data) == files(whole)
-    merge(data)
-    assert files(data) == files(whole)
+    assert not label(data, models, shard_index=1, num_shards=2)
+    for _ in range(2):
+        merge(data)
+        assert files(data) == files(whole)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tar that was dropped
@@ -122,11 +105,11 @@ def test_a_run_stopped_before_its_last_word_says_it_later(
 ) -> None:
     data = nine_images(tmp_path / "data")
     with monkeypatch.context() as context:
-        context.setattr("trp_scale.sharding.pseudo_labels.directory._write", lambda *_: 1 / 0)
+        context.setattr("trp_scale.sharding.pseudo_labels.directory.write_binary_index", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             label(data, models)
     assert "modalities" not in read_json(data / "dataset.json")
-    monkeypatch.setattr("trp_scale.sharding.pseudo_labels.portion.load_model", lambda *_: 1 / 0)  # needs no model
+    monkeypatch.setattr("trp_scale.sharding.pseudo_labels.label.load_model", lambda *_: 1 / 0)  # needs no model
     assert label(data, models)
     assert files(data) == files(whole)
     assert label(data, models)
@@ -142,9 +125,13 @@ def test_a_finished_directory_gets_back_what_it_lost(tmp_path: Path, whole: Path
     assert files(data) == files(whole)
 
 
-def test_labels_of_other_images_are_made_again(tmp_path: Path, models: Models) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tar that was dropped
+def test_labels_of_other_images_are_made_again(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     data = nine_images(tmp_path / "data")
-    assert not label(data, models, num_shards=2)
+    with monkeypatch.context() as context:
+        stop_after(context, 3)  # the first shard, and one model's labels of the second
+        with pytest.raises(KeyboardInterrupt):
+            label(data, models)
     before = maps(data, "depth", "depth.png")["n00000"]
     other = [sample(number, 40, 60, jpg=jpeg(photograph(40, 60, 77))) for number in range(5)]
     write_tar(data / "shards" / "image-000000.tar", other)
@@ -155,16 +142,6 @@ def test_labels_of_other_images_are_made_again(tmp_path: Path, models: Models) -
     assert keys(data, "depth") != keys(data, "shards")
     assert label(data, models)
     verify_dataset(data)
-
-
-def test_a_shard_that_another_run_is_at_is_left_to_it(tmp_path: Path, whole: Path, models: Models) -> None:
-    data = nine_images(tmp_path / "data")
-    with only_run(data / "depth", "image-000001.tar.lock"):
-        assert not label(data, models)
-    assert not (data / "depth" / "image-000001.tar").exists()
-    assert list(read_json(data / "dataset.json")["modalities"]) == ["semseg"]
-    assert label(data, models)
-    assert files(data) == files(whole)
 
 
 def test_images_that_cannot_be_labelled_get_empty_labels(
@@ -261,7 +238,7 @@ def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: 
 def test_another_making_is_refused_half_way_too(tmp_path: Path, models: Models) -> None:
     data = nine_images(tmp_path / "data")
     label(data, models, num_shards=3, semseg={"model": ""})
-    with pytest.raises(DataError, match=r"settings\.json: .*larger_is 'nearer'"):
+    with pytest.raises(DataError, match=r"part-00000-of-00003\.json: .*larger_is 'nearer'.*--depth\.directory"):
         label(data, models, depth={"larger_is": "farther"}, semseg={"model": ""})
     (data / "semseg").mkdir()
     (data / "semseg" / "image-000000.tar").write_bytes(b"")
@@ -287,22 +264,4 @@ def test_a_model_that_was_refused_leaves_the_directory_to_another(tmp_path: Path
     (bad / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(DataError, match=r"--depth\.model"):
         label(data, models._replace(depth=bad), semseg={"model": ""})
-    with (
-        only_run(data / "depth", "image-000001.tar.lock"),
-        pytest.raises(DataError, match="another model"),
-    ):
-        label(data, models, semseg={"model": ""})
     assert label(data, models, semseg={"model": ""})
-
-
-def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, run = nine_images(tmp_path / "data"), labelling._run
-
-    def after_another_began(*given: object) -> None:
-        write_json(data / "depth" / "progress" / "settings.json", {"settings": {"model": "another"}})
-        run(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(labelling, "_run", after_another_began)
-    with pytest.raises(DataError, match="another model"):
-        label(data, models, semseg={"model": ""})
-    assert not list((data / "depth").glob("*.tar"))
