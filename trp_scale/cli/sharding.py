@@ -13,17 +13,15 @@ import tyro
 
 from trp_scale.config.flags import TakesModules, read
 from trp_scale.errors import RefusedError
-from trp_scale.sharding.job.parts import SpreadSettings
 
 
 def shard_text(argv: Sequence[str]) -> int:
     """`trp-scale shard-text`."""
     from trp_scale.sharding.text.shard import ShardTextConfig
+    from trp_scale.sharding.text.shard import shard_text as shard
 
     first = ("inputs", "output", "embedded", "length", "tokenizer", "vocab_size", "rows_per_block", "processes")
     settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=(*first, "executor"))
-    from trp_scale.sharding.text.shard import shard_text as shard
-
     return _run_or_submit("shard-text", argv, settings, settings.output, shard)
 
 
@@ -55,21 +53,15 @@ def _run_or_submit(
     """Check the settings, then do the work here, or submit the command to SLURM."""
     _log_progress()
     settings.check()
-    if not _submit(command, argv, settings, directory):
+    if settings.executor == "slurm-array":
+        from trp_scale.sharding.job.clusters import submit_array
+
+        submit_array(command, argv, settings, directory)
+    elif settings.sbatch:
+        raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
+    else:
         work(settings)
     return 0
-
-
-def _submit(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
-    """Submit a command with checked settings if it is for SLURM; return whether it is."""
-    if settings.executor != "slurm-array":
-        if settings.sbatch:
-            raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
-        return False
-    from trp_scale.sharding.job.clusters import submit_array
-
-    submit_array(command, argv, settings, directory)
-    return True
 
 
 def index(argv: Sequence[str]) -> int:
@@ -170,7 +162,7 @@ def _show_text(shard: Path, rows: int, block: str | None) -> None:
 
 
 def _show_images(shard: Path, rows: int, block: str | None, output: Path | None) -> None:
-    """One line each, and their contact sheet."""
+    """Print a line for each image, and write their contact sheet."""
     from rich.console import Console
 
     from trp_scale.sharding.inspect import contact_sheet, stored_images

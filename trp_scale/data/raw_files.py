@@ -106,9 +106,6 @@ _KINDS = {"text": "text that is not sharded", "image": "images that are not shar
 _OF_A_RUN = ("metrics.jsonl", "stop.json")
 """Either is in the directory of each run that made a step or was refused one."""
 
-_RECORD, _NAME_BYTES = 512, 100
-"""Bytes of a tar's records, and of a name at the beginning of a member's first."""
-
 
 def require_dataset(directory: Path, source: str = "") -> None:
     """Refuse a directory that is no data set.
@@ -261,9 +258,6 @@ def _explain_missing_dataset(place: Path) -> str:
     first = min(file for file in files if file_kind(file) == kind)
     example = first.relative_to(place) if place.is_dir() else first.name
     contents = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
-    if kind == "tar" and not _holds_images(first):
-        command = _sharding_command("text", Path("FOLDER"))
-        return f"{contents}; tars are read if they hold images: unpack these, then {command}"
     if kind in ("text", "image"):
         return (
             f"{contents}; {_sharding_command(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
@@ -271,7 +265,8 @@ def _explain_missing_dataset(place: Path) -> str:
     if kind == "tar":
         tars = first.parent if place.is_dir() else place
         output = "" if tars == place and place.is_dir() else " --output DIR"
-        return f"{contents}; tars of images are read where they lie, after: trp-scale index {_word(tars)}{output}"
+        command = f"trp-scale index {_word(tars)}{output}"
+        return f"{contents}; tars of images are read where they lie, after: {command}; unpack others"
     return f"{contents}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
 
 
@@ -282,15 +277,3 @@ def _sharding_command(kind: str, path: Path) -> str:
 
 def _word(path: Path | str) -> str:
     return shlex.quote(str(path))
-
-
-def _holds_images(tar: Path) -> bool:
-    """Return whether the first member of a tar is named like an image."""
-    try:
-        with tar.open("rb") as stream:
-            records = [stream.read(_RECORD) for _ in range(4)]
-    except OSError:
-        return True
-    names_of_members = [record[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "replace") for record in records]
-    kinds = [kind for kind in map(file_kind, map(Path, names_of_members)) if kind in _KINDS]
-    return kinds[:1] != ["text"]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -209,15 +209,8 @@ def write_binary_index(
     return directory / NAME
 
 
-class _Digest(Protocol):
-    """Hash of the JSON indexes of all tars, and the blocks that they give."""
-
-    def add(self, tar: TarColumns) -> None: ...
-    def hexdigest(self) -> str: ...
-    def blocks(self) -> OrderBlocks: ...
-
-
-def _digest(shards: list[str], suffixes: tuple[str, ...], rows_per_block: int | None) -> _Digest:
+def _digest(shards: list[str], suffixes: tuple[str, ...], rows_per_block: int | None) -> _TextDigest | _ImageDigest:
+    """Return the hash of the JSON indexes of all tars, which also gives their blocks."""
     return _TextDigest(shards, suffixes) if rows_per_block is None else _ImageDigest(shards, suffixes, rows_per_block)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -214,7 +214,7 @@ class ValidationSource:
 
 
 class Sources:
-    """The sources of one run, by name: sources["train"], sources["validation"].
+    """The sources of one run: `train`, `validation`.
 
     Attributes:
         meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
@@ -237,16 +237,6 @@ class Sources:
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
         self._digest = rows.digest()
-
-    @overload
-    def __getitem__(self, name: Literal["train"]) -> TrainSource: ...
-    @overload
-    def __getitem__(self, name: Literal["validation"]) -> ValidationSource: ...
-    def __getitem__(self, name: str) -> TrainSource | ValidationSource:
-        sources: dict[str, TrainSource | ValidationSource] = {"train": self.train, "validation": self.validation}
-        if name not in sources:
-            raise KeyError(f"no source {name!r}; there are {', '.join(sources)}")
-        return sources[name]
 
     def digest(self) -> str:
         """Return the digest of the rows (rows.Rows.digest): ranks compare it at start."""

@@ -7,8 +7,6 @@ SIGBUS, and torch's DataLoader reports the worker. Shorter files are found befor
 
 from __future__ import annotations
 
-import io
-import math
 import mmap
 import os
 import zlib
@@ -18,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.lib.format as npy
 import numpy.typing as npt
 
 from trp_scale.data.binary_index import OrderBlocks
+from trp_scale.data.images.formats import npy_header
 from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.data.samples import SampleTable
 from trp_scale.data.stores.tars import StoredPart
@@ -29,8 +27,6 @@ from trp_scale.errors import DataError, RefusedError
 
 OPEN_IN_CACHE = 32
 """Tars kept open at most where the cache cannot hold all: one that is open keeps its room on the disk."""
-
-_LONGEST_HEADER = 4096
 
 Opened = TypeVar("Opened")
 Content = TypeVar("Content")
@@ -256,17 +252,10 @@ def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:
     Raises:
         DataError: not a .npy file, another version, type or order, or fewer bytes than its header says.
     """
-    header = io.BytesIO(bytes(content[:_LONGEST_HEADER]))
     try:
-        version = npy.read_magic(header)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-        shape, fortran_order, dtype = read(header)
-    except Exception as error:  # numpy reads the header as Python: a damaged one raises what its tokens lead to
-        raise DataError(f"{where}: bad npy header ({type(error).__name__}: {error})") from error
-    if dtype.kind not in "uif" or not dtype.isnative or fortran_order:
+        shape, dtype, fortran_order, start = npy_header(content)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not dtype.isnative or fortran_order:
         raise DataError(f"{where}: {dtype.str} in {'column' if fortran_order else 'row'} order; plain numbers expected")
-    count = math.prod(shape)
-    available = len(content) - header.tell()
-    if min(shape, default=0) < 0 or count * dtype.itemsize != available:
-        raise DataError(f"{where}: {count * dtype.itemsize} bytes for shape {shape} expected, {available} found")
-    return np.frombuffer(content, dtype=dtype, count=count, offset=header.tell()).reshape(shape)
+    return np.frombuffer(content, dtype=dtype, offset=start).reshape(shape)

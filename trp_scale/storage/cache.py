@@ -82,15 +82,12 @@ class Cache:
     """The tars below one root.
 
     Attributes:
-        found, fetched: files that this process opened: those that were there, and those that it fetched.
-        fetched_bytes: of the latter.
-        ahead, ahead_bytes: files that this process fetched before they were opened, and their bytes.
+        used: what this process did since `take_use`.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.found = self.fetched = self.fetched_bytes = self.ahead = self.ahead_bytes = 0
-        self._told = CacheUse()
+        self.used = CacheUse()
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         return shared_cache, (self.root,)
@@ -118,7 +115,21 @@ class Cache:
             RemoteError: no room; or another process fetches the file and does not get on.
         """
         with self._on_this_disk(path):
-            return self._open_or_fetch(path, size, fetch)
+            while True:
+                with suppress(FileNotFoundError):
+                    descriptor = os.open(path, os.O_RDONLY)
+                    os.utime(descriptor)
+                    status = os.fstat(descriptor)
+                    if status.st_size == size:
+                        self.used = self.used.plus(CacheUse(found=1))
+                        return descriptor
+                    self.drop(path, status.st_ino)
+                    os.close(descriptor)
+                descriptor = self._claim(path)
+                if self._fill(path, descriptor, size, fetch):
+                    self.used = self.used.plus(CacheUse(fetched=1, fetched_bytes=size))
+                    return descriptor
+                os.close(descriptor)
 
     @contextmanager
     def _on_this_disk(self, path: Path) -> Iterator[None]:
@@ -129,24 +140,6 @@ class Cache:
             raise RemoteError(
                 f"{path}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
             ) from error
-
-    def _open_or_fetch(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
-        while True:
-            with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY)
-                os.utime(descriptor)
-                status = os.fstat(descriptor)
-                if status.st_size == size:
-                    self.found += 1
-                    return descriptor
-                self.drop(path, status.st_ino)
-                os.close(descriptor)
-            descriptor = self._claim(path)
-            if self._fill(path, descriptor, size, fetch):
-                self.fetched += 1
-                self.fetched_bytes += size
-                return descriptor
-            os.close(descriptor)
 
     def drop(self, path: Path, inode: int) -> None:
         """Remove a file whose content is wrong, unless another process has replaced it.
@@ -178,26 +171,20 @@ class Cache:
             RemoteError: no room.
         """
         with self._on_this_disk(path):
-            self._fetched_ahead(path, size, fetch)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(_part(path), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if not try_lock(descriptor) or not has_name(_part(path), descriptor):
+                    return
+                if self._fill(path, os.dup(descriptor), size, fetch, close=True):
+                    self.used = self.used.plus(CacheUse(ahead=1, ahead_bytes=size))
+            finally:
+                os.close(descriptor)
 
-    def _fetched_ahead(self, path: Path, size: int, fetch: Callable[[int], None]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(_part(path), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if not try_lock(descriptor):
-                return
-            if has_name(_part(path), descriptor) and self._fill(path, os.dup(descriptor), size, fetch, close=True):
-                self.ahead += 1
-                self.ahead_bytes += size
-        finally:
-            os.close(descriptor)
-
-    def use(self) -> CacheUse:
+    def take_use(self) -> CacheUse:
         """Return the statistics of this process since the last call."""
-        now = CacheUse(self.found, self.fetched, self.fetched_bytes, self.ahead, self.ahead_bytes)
-        since = CacheUse(*(here - before for here, before in zip(now, self._told, strict=True)))
-        self._told = now
-        return since
+        use, self.used = self.used, CacheUse()
+        return use
 
     def _fill(self, path: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False) -> bool:
         """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
@@ -311,7 +298,7 @@ def shared_cache(root: Path) -> Cache:
 
 def use_of_caches() -> CacheUse | None:
     """Return the cache statistics of this process since the last call; `None` without caches."""
-    uses = [cache.use() for cache in list(_shared.values())]
+    uses = [cache.take_use() for cache in list(_shared.values())]
     return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
 
 

@@ -43,8 +43,6 @@ def test_shapes_and_types(dataset: Path) -> None:
             assert (batch[name].dtype, tuple(batch[name].shape)) == (dtype, (3, *shape)), name
             assert batch[name].is_contiguous()
     assert sources.meta.length == 24 and sources.limit == 4
-    with pytest.raises(KeyError, match="train, validation"):
-        sources["test"]  # type: ignore[call-overload]
 
 
 def test_rows_without_padding_have_no_mask(tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ def test_validation_covers_the_held_out_rows_once(dataset: Path, world: int, wor
     config = config_for(dataset, data={"validation_fraction": 0.3, "workers": workers})
     config.batch.micro_size, config.batch.global_size = 4, 24
     ranks = [open_sources(config, rank=rank, world=world) for rank in range(world)]
-    passes = [[list(sources["validation"].windows()) for sources in ranks] for _ in range(2)]
+    passes = [[list(sources.validation.windows()) for sources in ranks] for _ in range(2)]
     assert len({len(batches) for batches in passes[0]}) == 1
     first, second = (joined(batches) for batches in passes)
     assert_same([first], [second])  # every pass is the same

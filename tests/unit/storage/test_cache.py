@@ -43,7 +43,7 @@ def test_a_file_is_fetched_once(files: Cache) -> None:
         descriptor = files.open(files.root / "a.tar", SIZE, fill)
         assert os.pread(descriptor, 2 * SIZE, 0) == b"x" * SIZE
         os.close(descriptor)
-    assert (files.found, files.fetched, files.fetched_bytes) == (2, 1, SIZE)
+    assert files.used == (2, 1, SIZE, 0, 0)
     assert held(files) == ["a.tar"]
 
 
@@ -61,9 +61,9 @@ def test_files_opened_longest_ago_go_first(files: Cache) -> None:
 def test_a_file_fetched_ahead_is_found_when_it_is_opened(files: Cache) -> None:
     for _ in range(2):
         files.fetch_ahead(files.root / "s3" / "a.tar", SIZE, fill)
-    assert (files.found, files.fetched, files.ahead, files.ahead_bytes) == (0, 0, 1, SIZE)
+    assert files.used == (0, 0, 0, 1, SIZE)
     take(files, "a.tar")
-    assert (files.found, files.fetched) == (1, 0)
+    assert files.used[:2] == (1, 0)
     assert files.use() == CacheUse(1, 0, 0, 1, SIZE) and files.use() == CacheUse()
 
 
@@ -81,10 +81,10 @@ def test_what_another_process_fetches_is_not_fetched_ahead(files: Cache) -> None
     begun.wait()
     other = Cache(files.root)
     other.fetch_ahead(place, SIZE, fill)  # returns at once
-    assert other.ahead == 0 and not end.is_set()
+    assert other.used.ahead == 0 and not end.is_set()
     end.set()
     thread.join()
-    assert files.fetched == 1
+    assert files.used.fetched == 1
 
 
 @pytest.mark.parametrize("method", ["fetch_ahead", "open"])
@@ -97,7 +97,7 @@ def test_a_fetch_that_fails_leaves_nothing(files: Cache, method: str, error: Exc
 
     with pytest.raises(RemoteError, match=str(error.args[-1])):
         getattr(files, method)(files.root / "s3" / "a.tar", SIZE, fail)
-    assert held(files) == [] and files.ahead == 0
+    assert held(files) == [] and files.used.ahead == 0
     assert files._used_bytes() == 0, "what was not fetched takes no room"
     take(files, "a.tar")
 

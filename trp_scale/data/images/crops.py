@@ -131,12 +131,8 @@ class Cropper:
             size: side of the result.
         """
         top, left, height, width = crops.boxes[row, 0].tolist()
-        centres = 2 * np.arange(size) + 1
-        lines, columns = top + centres * height // (2 * size), left + centres * width // (2 * size)
-        if crops.flips[row, 0]:
-            columns = columns[::-1]
-        picked: Map = map_.take(lines, axis=0).take(columns, axis=1)
-        return picked
+        picked = pick_centres(map_[top : top + height, left : left + width], size, size)
+        return np.ascontiguousarray(picked[:, ::-1]) if crops.flips[row, 0] else picked
 
     def _resize(self, image: Tensor, box: list[int], size: int) -> Tensor:
         """A box of the image as [3, size, size]; neighbours outside the box do not enter."""

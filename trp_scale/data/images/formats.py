@@ -150,6 +150,7 @@ def write_png(numbers: Map, level: int = 6) -> bytes:
 
 
 NPY_SIGNATURE = b"\x93NUMPY"
+_LONGEST_NPY_HEADER = 4096
 
 
 class NpyHeader(NamedTuple):
@@ -166,18 +167,18 @@ def is_npy(content: bytes | bytearray) -> bool:
     return content[: len(NPY_SIGNATURE)] == NPY_SIGNATURE
 
 
-def npy_header(content: bytes | bytearray) -> NpyHeader:
+def npy_header(content: bytes | bytearray | memoryview) -> NpyHeader:
     """The header of a .npy file.
 
     Raises:
         DataError: not one of numbers, or of another length than it says.
     """
-    stream = io.BytesIO(content)
+    stream = io.BytesIO(bytes(content[:_LONGEST_NPY_HEADER]))
     try:
         version = np.lib.format.read_magic(stream)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(stream)
-    except Exception as error:  # whatever a broken header leads to
+    except Exception as error:  # numpy reads the header as Python: a broken one raises what its tokens lead to
         raise DataError(f"a .npy file whose header cannot be read ({error_text(error)})") from error
     start = stream.tell()
     if dtype.kind not in "uif" or dtype.itemsize > 8:

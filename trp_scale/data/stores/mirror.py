@@ -90,7 +90,7 @@ class _Update:
         if listed is None and (not path.exists() or path.read_bytes() != content):
             before = {}  # all may be others now, also at the next start if this one comes to no end
             (self._directory / MARKER).unlink(missing_ok=True)
-        self._save("dataset.json", content)
+        self._write("dataset.json", lambda file: file.write(content))
         document = read_json(path)
         tars = _tars(self._url, document)
         self._remove([name for name in tars if not self._is_current(name, listed, before)])
@@ -129,9 +129,11 @@ class _Update:
         def fetch(name: str) -> None:
             try:
                 if listed is None:
-                    self._save(name, self._remote.read(name))
-                else:
-                    self._copy(name, listed[name].size)
+                    content = self._remote.read(name)
+                    self._write(name, lambda file: file.write(content))
+                else:  # a file of any size: an index of 400 M images has 10 GB
+                    size = listed[name].size
+                    self._write(name, lambda file: self._remote.read_into(file.fileno(), name, size))
             except KeyError as error:
                 raise NotThereError(f"{self._url}/{name}: not found") from error
             except NotThereError:
@@ -141,17 +143,6 @@ class _Update:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for _ in pool.map(fetch, wanted):
                 pass
-
-    def _copy(self, name: str, size: int) -> None:
-        """A file of any size: an index of 400 M images has 10 GB."""
-
-        def fill(file: IO[bytes]) -> None:
-            self._remote.read_into(file.fileno(), name, size)
-
-        self._write(name, fill)
-
-    def _save(self, name: str, content: bytes) -> None:
-        self._write(name, lambda file: file.write(content))
 
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
         path = self._directory / name

@@ -51,7 +51,14 @@ class SpreadSettings:
         Raises:
             DataError: there is no such part.
         """
-        return find_part(self.shard_index, self.num_shards)
+        if not 1 <= self.num_shards <= MOST_PARTS:
+            raise DataError(f"--num_shards {self.num_shards}: 1 to {MOST_PARTS} is allowed")
+        if not 0 <= self.shard_index < self.num_shards:
+            raise DataError(
+                f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with --num_shards "
+                f"{self.num_shards}"
+            )
+        return Part(count=self.num_shards, index=self.shard_index)
 
 
 @dataclass(kw_only=True)
@@ -114,19 +121,6 @@ class Part:
         """Say what the part is asked for, or what it has made."""
         self.path(directory).parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path(directory), document)
-
-
-def find_part(shard_index: int, num_shards: int) -> Part:
-    """The part that the flags name.
-
-    Raises:
-        DataError: there is no such part.
-    """
-    if not 1 <= num_shards <= MOST_PARTS:
-        raise DataError(f"--num_shards {num_shards}: 1 to {MOST_PARTS} is allowed")
-    if not 0 <= shard_index < num_shards:
-        raise DataError(f"--shard_index {shard_index}: 0 to {num_shards - 1} is allowed with --num_shards {num_shards}")
-    return Part(count=num_shards, index=shard_index)
 
 
 def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:

@@ -40,7 +40,7 @@ def test_counts_are_of_what_the_loss_is_taken_over(config: Config, reduction: st
     """The loader counts valid pixels on its way; here they are counted again in the very maps that are predicted."""
     config.objective.reduction = reduction  # type: ignore[assignment]
     found = upstream(config)
-    for batch in found.sources["train"].next_window():
+    for batch in found.sources.train.next_window():
         losses = found.objective(found.model(), batch)
         assert losses.counts.tolist() == found.objective.count(batch).tolist() == recount(config, batch)
         losses.sums.sum().backward()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.job.parts import begun_parts, find_part
+from trp_scale.sharding.job.parts import Part, begun_parts
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import shard_text
 from trp_scale.storage.files import only_run
@@ -137,7 +137,7 @@ def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None
     assert content(output) == before
     text_part(text, output, 1)
     text_part(text, output, 2)
-    path = find_part(2, 3).path(output)
+    path = Part(index=2, count=3).path(output)
     document = read_json(path)
     for changed in ({"settings": {**document["settings"], "length": 32}}, {"max_skipped": 0.5}, {"shards": 2}):
         path.write_text(json.dumps({**document, **changed}))
@@ -151,7 +151,7 @@ def test_parts_that_begin_together_with_other_settings_are_not_both_made(
 ) -> None:
     """The other part writes its settings after this one has looked for them."""
     output = tmp_path / "data"
-    part = find_part(1, 3)
+    part = Part(index=1, count=3)
     theirs = {"kind": "text", "settings": {"length": 9}, "shards": 3, "max_skipped": 0.1}
     write = type(part).write
 
@@ -169,7 +169,7 @@ def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path)
     output = tmp_path / "data"
     for index in range(2):
         text_part(text, output, index, 2)
-    with only_run(output, find_part(1, 2).lock):
+    with only_run(output, Part(index=1, count=2).lock):
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             text_part(text, output, 1, 2)
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):

@@ -70,7 +70,7 @@ def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Pat
     for directory in DIRECTORIES:
         (data / directory / "image-000001.tar").write_bytes(b"cut short by a full disk")
     assert not label(data, models, shard_index=0, num_shards=2)
-    with pytest.raises(DataError, match=r"depth.*1 of 2 parts.*image-000001\.tar"):
+    with pytest.raises(DataError, match=r"(?s)depth.*1 of 2 parts.*image-000001\.tar"):
         merge(data)
     assert (data / "dataset.json").read_bytes() == before
     assert not label(data, models, shard_index=1, num_shards=2)
