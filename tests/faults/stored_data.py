@@ -39,7 +39,7 @@ from trp_scale.pretraining.base import open_sources
 from trp_scale.sharding.images.index_tars import index_settings, index_tars
 from trp_scale.sharding.images.settings import IndexConfig, ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.inspect import stored_images
+from trp_scale.sharding.display import stored_images
 from trp_scale.sharding.job.parts import Part
 from trp_scale.sharding.job.writing import PortionReport, report_path, write_dataset_index
 from trp_scale.sharding.merge import merge

@@ -128,7 +128,7 @@ def inspect(argv: Sequence[str]) -> int:
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
     from trp_scale.data.index import index_path, read_index
     from trp_scale.errors import DataError
-    from trp_scale.sharding.inspect import is_image_shard
+    from trp_scale.sharding.display import is_image_shard
     from trp_scale.sharding.job.parts import first_shard, refuse_unfinished
 
     shard = arguments.shard.absolute()
@@ -152,7 +152,7 @@ def inspect(argv: Sequence[str]) -> int:
 def _show_text(shard: Path, rows: int, block: str | None) -> None:
     from rich.console import Console
 
-    from trp_scale.sharding.inspect import legend, row_texts
+    from trp_scale.sharding.display import legend, row_texts
 
     console = Console()
     console.print(legend())
@@ -165,7 +165,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
     """Print a line for each image, and write their contact sheet."""
     from rich.console import Console
 
-    from trp_scale.sharding.inspect import contact_sheet, stored_images
+    from trp_scale.sharding.display import contact_sheet, stored_images
 
     console = Console()
     images = list(stored_images(shard, rows, block))

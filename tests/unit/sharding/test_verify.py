@@ -24,7 +24,7 @@ from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import Block, StoredMember, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.inspect import read_block, stored_images
+from trp_scale.sharding.display import read_block, stored_images
 from trp_scale.sharding.verify import verify_dataset
 
 SIZE = 32

@@ -15,7 +15,6 @@ from tests.unit.data.images.foreign_tars import encoded, of_format
 from tests.unit.data.images.stored import photograph
 from tests.unit.sharding.text.test_documents import read, skipped, texts
 from trp_scale.cli.main import main
-from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json
 from trp_scale.data.raw_files import all_files, files_fingerprint, require_dataset
 from trp_scale.errors import DataError
@@ -171,18 +170,6 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     os.mkfifo(tmp_path / "images" / "a.jpg")
     assert shard_images(tmp_path / "images", tmp_path / "shards") == 2
-
-
-def test_verify_counts_blocks_as_runs_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "images").mkdir()
-    for number in range(6):
-        (tmp_path / "images" / f"{number}.jpg").write_bytes(of_format(number, "jpg"))
-    words = ["shard-images", "--inputs", str(tmp_path / "images"), "--output", str(tmp_path / "data"), "--no-progress"]
-    assert main([*words, "--processes", "1", "--rows_per_block", "4"]) == 0
-    assert len(open_image_dataset(tmp_path / "data").blocks.rows) == 2
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "data")]) == 0
-    assert ": 2 shards, 2 blocks, 6 rows, " in capsys.readouterr().out
 
 
 def test_advice_is_what_a_command_accepts(tmp_path: Path) -> None:

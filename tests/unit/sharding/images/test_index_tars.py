@@ -162,15 +162,6 @@ def test_what_was_stopped_goes_on(tars: list[Path], tmp_path: Path, monkeypatch:
     assert read == ["train-000000.tar", "train-000001.tar", "train-000001.tar", "train-000002.tar"]
 
 
-@pytest.mark.exhaustive
-def test_several_processes_write_the_same(tars: list[Path], tmp_path: Path) -> None:
-    index(tmp_path / "far", tmp_path / "one")
-    assert main(["index", str(tmp_path / "far"), "--output", str(tmp_path / "two"), "--processes", "2"]) == 0
-    for path in (tmp_path / "one").rglob("*"):
-        if path.is_file():
-            assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), path
-
-
 def test_parts_in_any_order_are_the_same_data_set(
     tars: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,12 +303,6 @@ def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert ["too_many_pixels", f"{tmp_path}/far/a.tar: large (200 x 300)"] in document["skipped_places"]
     assert "6 of 15" in caplog.text
     assert verify_dataset(tmp_path / "data").rows == 9
-
-
-def test_too_much_left_out_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_foreign(tmp_path / "a.tar", [{"__key__": "a", "jpg": of_format(0, "jpg")}, {"__key__": "b", "txt": b"x"}])
-    message = refused(capsys, tmp_path / "a.tar", tmp_path / "data")
-    assert "1 of 2" in message and "--max_skipped 0.01" in message and f"{tmp_path}/a.tar: b" in message
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

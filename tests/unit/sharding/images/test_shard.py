@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +20,6 @@ from trp_scale.data.index import read_index, read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.files import Sample, cut_into_portions
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
-from trp_scale.sharding.merge import merge
-from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -93,25 +85,6 @@ def test_images_of_no_use_are_told(
     assert all(line.startswith("1 of 2 images ") and line.endswith(f"b.png ({width} x {height})") for line in warned)
 
 
-def test_images_of_no_use_are_told_when_the_parts_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "in").mkdir()
-    for name, side in (("a", 16), ("b", 3), ("c", 16), ("d", 5)):
-        (tmp_path / f"in/{name}.png").write_bytes(png(np.full((side, side, 3), 9, np.uint8)))
-    for part in range(2):
-        shard_images(
-            folder_config(
-                *(tmp_path / "in", tmp_path / "out"),
-                samples_per_shard=1,
-                rows_per_block=1,
-                shard_index=part,
-                num_shards=2,
-            )
-        )
-    assert "little can be learned" not in caplog.text
-    merge(tmp_path / "out")
-    assert "2 of 4 images have a side below 8 pixels" in caplog.text
-
-
 @pytest.mark.exhaustive
 def test_processes_agree_on_files_too(tmp_path: Path) -> None:
     folder = class_folder(tmp_path / "images")
@@ -149,20 +122,6 @@ def test_the_index_gives_every_member_as_tarfile_does(made: Path) -> None:
         assert all(block.rows == 1 and set(block.members) == set(dataset["suffixes"]) for block in blocks)
         samples += len(blocks)
     assert samples == dataset["rows"] == len(found) == 96
-
-
-def test_the_webdataset_library_reads_the_shards(made: Path) -> None:
-    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
-    dataset = read_json(made / "dataset.json")
-    found = stored(made)
-    for name in dataset["shards"]:
-        shard = made / "shards" / name
-        samples: Iterator[dict[str, bytes]] = iter(webdataset.WebDataset(str(shard), shardshuffle=False))
-        for block in read_index(shard).blocks:
-            sample = next(samples)
-            assert sample["__key__"] == block.key
-            assert {suffix: sample[suffix] for suffix in dataset["suffixes"]} == found[block.key]
-        assert next(samples, None) is None
 
 
 def test_samples_lie_in_the_order_of_their_keys_hashes(made: Path) -> None:
@@ -273,43 +232,3 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str
     with pytest.raises(DataError, match=message):
         shard_images(config_of(tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
-@pytest.mark.parametrize("processes", [3])
-def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:
-    shard_images(config_of(tmp_path / "more", processes=processes))
-    assert content(tmp_path / "more") == content(made)
-
-
-def test_two_runs_at_once_are_refused(made: Path, tmp_path: Path) -> None:
-    with only_run(tmp_path / "data"), pytest.raises(DataError, match="another run is making this data set"):
-        shard_images(config_of(tmp_path / "data"))
-    shard_images(config_of(tmp_path / "data"))
-    assert content(tmp_path / "data") == content(made)
-
-
-@pytest.mark.exhaustive
-def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
-    output = tmp_path / "killed"
-    command = [sys.executable, "-m", "trp_scale", "shard-images", "--embedded", "--count", "96", "--size", "32"]
-    command += ["--rows_per_block", "8", "--samples_per_shard", "32", "--processes", "2", "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    shards = output / "shards"
-    deadline = time.monotonic() + 180
-    while not list(shards.glob("*.index.json")) and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.communicate()
-    finished = sorted(shards.glob("*.index.json"))
-    assert len(finished) > 0 and not (output / "dataset.json").exists()
-    for path in shards.glob("image-*.tar"):
-        assert path.read_bytes() == (made / "shards" / path.name).read_bytes(), "nothing half-written has its name"
-    tar = finished[0].with_name(finished[0].name.replace(".index.json", ".tar"))
-    kept = tar.stat().st_mtime_ns
-    shard_images(config_of(output))
-    assert content(output) == content(made)
-    assert tar.stat().st_mtime_ns == kept

@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,7 @@ from tests.fixtures import small_text_config, small_text_dataset
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
-from trp_scale.sharding.inspect import read_block
+from trp_scale.sharding.display import read_block
 from trp_scale.sharding.text import annotate
 from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 from trp_scale.sharding.text.shard import RowPacker, ShardTextConfig, fill_rows, pad_sentence_ends, shard_text
@@ -59,29 +56,6 @@ def content(directory: Path) -> dict[str, bytes]:
 def test_two_processes_write_the_same_bytes_as_one(made: Path, tmp_path: Path) -> None:
     shard_text(config_of(made, tmp_path / "two", processes=2))
     assert content(tmp_path / "two") == content(made)
-
-
-def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
-    output = tmp_path / "killed"
-    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(made.with_name("data.jsonl"))]
-    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
-    command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    first = output / "shards" / "text-000000.index.json"
-    deadline = time.monotonic() + 60
-    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.communicate()
-    assert first.exists()
-    assert not (output / "dataset.json").exists()
-    kept = first.with_name("text-000000.tar").stat().st_mtime_ns
-    shard_text(config_of(made, output))
-    assert content(output) == content(made)
-    assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
 
 
 def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, tmp_path: Path) -> None:

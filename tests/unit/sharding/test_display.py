@@ -18,7 +18,7 @@ from tests.unit.sharding.test_verify import SIZE, replace_sample
 from trp_scale.cli import main as cli
 from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.inspect import contact_sheet, is_image_shard, row_texts, stored_images
+from trp_scale.sharding.display import contact_sheet, is_image_shard, row_texts, stored_images
 
 
 @pytest.fixture(scope="module")
