@@ -39,7 +39,7 @@ from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert import batch as text_batch
 from trp_scale.pretraining.pos_bert import masking
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
-from trp_scale.sharding.job.writing import new_tar, report_path
+from trp_scale.sharding.job.parts import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

@@ -36,12 +36,11 @@ from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
+from trp_scale.sharding.display import stored_images
 from trp_scale.sharding.images.index_tars import index_settings, index_tars
 from trp_scale.sharding.images.settings import IndexConfig, ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.display import stored_images
-from trp_scale.sharding.job.parts import Part
-from trp_scale.sharding.job.writing import PortionReport, report_path, write_dataset_index
+from trp_scale.sharding.job.parts import Part, PortionReport, report_path, write_dataset_index
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.pseudo_labels.directory import LabelReport, digest_of_images
 from trp_scale.sharding.verify import verify_dataset

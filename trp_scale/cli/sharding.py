@@ -38,7 +38,7 @@ def shard_images(argv: Sequence[str]) -> int:
 
 def pseudo_label(argv: Sequence[str]) -> int:
     """`trp-scale pseudo-label`."""
-    from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig
+    from trp_scale.sharding.pseudo_labels.directory import PseudoLabelConfig
 
     first = ("data", "device", "batch", "executor", "shard_index", "num_shards")
     settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
@@ -72,7 +72,7 @@ def index(argv: Sequence[str]) -> int:
     settings = read(IndexConfig, argv, prog="trp-scale index", first=first)
     from trp_scale.data.index import read_json
     from trp_scale.sharding.images.index_tars import index_settings, index_tars, is_indexed
-    from trp_scale.sharding.job.writing import write_dataset_index
+    from trp_scale.sharding.job.parts import write_dataset_index
 
     dataset = Path(settings.tars)
     if settings.output is None and is_indexed(dataset):

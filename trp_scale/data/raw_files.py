@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from trp_scale.config.json_files import read_object
 from trp_scale.config.registry import names
-from trp_scale.config.schema import is_plain_name
+from trp_scale.config.schema import Fields, is_plain_name
 from trp_scale.data.index import read_fields
 from trp_scale.errors import DataError, error_text, escape_name, quote, shorten
 
@@ -118,6 +118,29 @@ def require_dataset(directory: Path, source: str = "") -> None:
     """
     if not (directory / "dataset.json").is_file():
         raise DataError(f"{source or directory}: {_explain_missing_dataset(directory)}")
+
+
+DATASET_FORMAT = 1
+"""Of dataset.json."""
+
+
+def read_dataset(directory: Path, kind: str, advice: str, source: str = "") -> Fields:
+    """Read dataset.json of a data set of one kind.
+
+    Args:
+        kind: "text" or "image".
+        advice: what to do about a wrong field, for messages.
+        source: as of `require_dataset`.
+
+    Raises:
+        DataError: there is none, or it is of another format or kind.
+    """
+    require_dataset(directory, source)
+    fields = read_fields(directory / "dataset.json", advice)
+    for name, expected in (("format", DATASET_FORMAT), ("kind", kind)):
+        if (stored := fields.document.get(name)) != expected:
+            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
+    return fields
 
 
 def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[str, int]]:

@@ -44,10 +44,10 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
             stack.enter_context(only_run(output, "merge.lock"))
             for part in parts:
                 stack.enter_context(only_run(output, part.lock))
-            shards = len(finish_dataset(output, kind, max_skipped).shards)
+            shards, _ = finish_dataset(output, kind, max_skipped)
         with suppress(OSError):
             (output / "progress").rmdir()
-        log.info("%s: %d parts are one data set of %d shards", output, len(parts), shards)
+        log.info("%s: %d parts are one data set of %d shards", output, len(parts), len(shards))
 
 
 def _kind(directory: Path, output: Path, part: Part, document: dict[str, Any]) -> DataKind[Any]:

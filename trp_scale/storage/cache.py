@@ -8,7 +8,6 @@ those open reads on: it is gone when the last one has closed it, and takes its r
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import stat
 import time
@@ -17,9 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trp_scale.errors import RefusedError
 from trp_scale.storage.files import has_name, lock_file, private_directory, try_lock
-from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience
+from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience, read_positive
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
 """Environment variables: where, and how much."""
@@ -46,22 +44,6 @@ def cache_root() -> Path:
         root.mkdir(parents=True, exist_ok=True)
         return root
     return private_directory("trp_scale_cache", DIRECTORY)
-
-
-def given_bound() -> int | None:
-    """TRP_SCALE_CACHE_GB in bytes; None if it is not set.
-
-    Raises:
-        RefusedError: not a number above 0.
-    """
-    text = os.environ.get(GIGABYTES, "")
-    try:
-        gigabytes = float(text) if text else None
-    except ValueError:
-        gigabytes = math.nan
-    if gigabytes is not None and not 0 < gigabytes < math.inf:
-        raise RefusedError(f"{GIGABYTES}: {text!r} found, a number of gigabytes above 0 allowed")
-    return None if gigabytes is None else int(gigabytes * 1e9)
 
 
 class CacheUse(NamedTuple):
@@ -94,9 +76,9 @@ class Cache:
 
     def bound(self) -> int:
         """Bytes that the files may take."""
-        bound = given_bound()
-        if bound is not None:
-            return bound
+        gigabytes = read_positive(GIGABYTES, "gigabytes")
+        if gigabytes is not None:
+            return int(gigabytes * 1e9)
         try:
             disk = os.statvfs(self.root)
         except OSError as error:

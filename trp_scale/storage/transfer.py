@@ -147,20 +147,25 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def patience() -> float:
-    """Seconds that a file may not get on.
+def read_positive(variable: str, unit: str) -> float | None:
+    """Return the number in an environment variable; `None` if it is not set.
 
     Raises:
-        RefusedError: the environment variable is not a number above 0.
+        RefusedError: not a number above 0.
     """
-    text = os.environ.get(SECONDS, "")
+    text = os.environ.get(variable, "")
     try:
-        seconds = float(text) if text else DEFAULT_SECONDS
+        number = float(text) if text else None
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise RefusedError(f"{SECONDS}: {text!r} found, a number of seconds above 0 allowed")
-    return seconds
+        number = math.nan
+    if number is not None and not 0 < number < math.inf:
+        raise RefusedError(f"{variable}: {text!r} found, a number of {unit} above 0 allowed")
+    return number
+
+
+def patience() -> float:
+    """Seconds that a file may not get on."""
+    return read_positive(SECONDS, "seconds") or DEFAULT_SECONDS
 
 
 class Remote:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.errors import RefusedError
-from trp_scale.storage.cache import Cache, CacheUse, cache_root, given_bound
+from trp_scale.storage.cache import Cache, CacheUse, cache_root
 from trp_scale.storage.transfer import RemoteError
 
 SIZE = 1000
@@ -200,9 +200,8 @@ def test_bounds_and_places_that_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     for wrong in ("much", "0", "-1", "inf"):
         monkeypatch.setenv("TRP_SCALE_CACHE_GB", wrong)
         with pytest.raises(RefusedError, match=f"TRP_SCALE_CACHE_GB: '{wrong}'"):
-            given_bound()
+            Cache(tmp_path).bound()
     monkeypatch.delenv("TRP_SCALE_CACHE_GB")
-    assert given_bound() is None
     disk = os.statvfs(tmp_path)
     assert 0 <= Cache(tmp_path).bound() < disk.f_frsize * disk.f_blocks
     monkeypatch.delenv("TRP_SCALE_CACHE")

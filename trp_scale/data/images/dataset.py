@@ -49,15 +49,13 @@ from trp_scale.data.images.maps import (
     require_maps,
     stored_maps,
 )
-from trp_scale.data.index import failure_reason, read_fields, read_index
+from trp_scale.data.index import failure_reason, read_index
 from trp_scale.data.plan import Addresses
-from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError, error_text, quote, shorten
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +131,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         RefusedError: the data set has not all modalities that are used.
     """
     path = directory / "dataset.json"
-    require_dataset(directory)
-    fields = read_fields(path, "shard the images again")
+    fields = read_dataset(directory, "image", "shard the images again")
     meta, rows_per_block = _read_meta(path, fields)
     maps = require_maps(directory, stored_maps(path, fields.document), used)
     shards = fields.file_names("shards")
@@ -225,9 +222,6 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
 
 def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
     """Read the metadata of dataset.json, and the images per block."""
-    for name, expected in (("format", FORMAT), ("kind", "image")):
-        if (stored := fields.document.get(name)) != expected:
-            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
     suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:

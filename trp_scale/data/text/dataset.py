@@ -15,8 +15,8 @@ import numpy.typing as npt
 from trp_scale.config.schema import Fields, Whole
 from trp_scale.data.binary_index import OrderBlocks
 from trp_scale.data.hashing import Integers
-from trp_scale.data.index import failure_reason, read_fields
-from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.index import failure_reason
+from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.data.tar_reader import ArrayReader
@@ -63,7 +63,6 @@ def penn_group(penn_tag: str) -> int:
     return PENN_TO_GROUP.get(penn_tag, OTHER)
 
 
-FORMAT = 1
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
 """Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16."""
 
@@ -132,16 +131,10 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     Raises:
         DataError: something is missing or of another format, or the tars differ from their indexes.
     """
-    require_dataset(directory)
-    fields = read_fields(directory / "dataset.json", "shard the data again")
+    fields = read_dataset(directory, "text", "shard the data again")
     meta = _read_meta(directory, fields)
     samples, blocks = read_samples(directory / "shards", fields.file_names("shards"), SUFFIXES, None)
-    return TextDataset(
-        name=name,
-        meta=meta,
-        samples=samples,
-        blocks=blocks,
-    )
+    return TextDataset(name=name, meta=meta, samples=samples, blocks=blocks)
 
 
 def agree(datasets: list[TextDataset]) -> TextMeta:
@@ -178,9 +171,6 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
 
 
 def _read_meta(directory: Path, fields: Fields) -> TextMeta:
-    for field, expected in (("format", FORMAT), ("kind", "text")):
-        if (stored := fields.document.get(field)) != expected:
-            raise fields.refusal(f"{field} {quote(stored)} found, {expected!r} expected")
     length, row_length = fields.whole("length"), fields.whole("row_length")
     if row_length != length - 3 or row_length < 1:
         raise fields.refusal(f"row_length {row_length} found, length - 3 = {length - 3} expected")

@@ -115,7 +115,8 @@ def open_given(directory: Path, *, flag: str) -> Any:
         raise DataError(
             f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies. Names on a hub are not loaded"
         )
-    _check_files(directory)
+    for path in sorted(directory.glob("*.json")):  # under our limits, before a library reads them
+        read_object(path, DataError, largest=LARGEST)
     try:
         # Left to itself, transformers asks on the terminal whether such code is to run, and takes a pipe's "y".
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -125,16 +126,6 @@ def open_given(directory: Path, *, flag: str) -> Any:
             f"{directory}: transformers cannot load a tokenizer from it ({error_text(error)}); give {flag} DIR, one "
             "that needs no code of its own: such code is never run"
         ) from error
-
-
-def _check_files(directory: Path) -> None:
-    """Read the JSON files of a tokenizer under our limits, before a library reads them.
-
-    Raises:
-        DataError: one is damaged.
-    """
-    for path in sorted(directory.glob("*.json")):
-        read_object(path, DataError, largest=LARGEST)
 
 
 def _pass_on(error: BaseException) -> None:

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 from trp_scale.config.json_files import parse_json
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.binary_index import NAME
-from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import CLASS, IMAGE, OWN_TAR, read_names
 from trp_scale.data.index import (
     INDEX_FORMAT,
@@ -32,6 +31,7 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
+from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, plain_key
@@ -39,9 +39,8 @@ from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
-from trp_scale.sharding.job.parts import Part, begun_parts, sharding_settings
+from trp_scale.sharding.job.parts import MAX_LISTED, Part, PortionReport, begun_parts, sharding_settings
 from trp_scale.sharding.job.workers import Advance, Progressed, begun
-from trp_scale.sharding.job.writing import MAX_LISTED, PortionReport
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
 
@@ -345,7 +344,7 @@ def index_tars(config: IndexConfig) -> Path:
         job.run(tars, _Indexer, (output, kind.choice), _progress_bar(config, job.mine(tars)))
         finished = job.finish({})
     if finished is not None:
-        log.info("%s: %d images of %d tars", output, finished.total.images, len(finished.shards))
+        log.info("%s: %d images of %d tars", output, finished[1].images, len(finished[0]))
     return output
 
 
@@ -411,7 +410,7 @@ class TarKind(DataKind[TarReport]):
         if total.ignored:
             log.info("members that are not read: %s", list_members(total.ignored))
         return {
-            "format": FORMAT,
+            "format": DATASET_FORMAT,
             "kind": "image",
             "shards": shards,
             "blocks": blocks,

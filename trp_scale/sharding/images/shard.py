@@ -34,8 +34,8 @@ from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_s
 from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.job.job import DataKind, ShardingJob
+from trp_scale.sharding.job.parts import PortionReport, ShardWriter
 from trp_scale.sharding.job.workers import Advance, Progressed, begun
-from trp_scale.sharding.job.writing import PortionReport, ShardWriter
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 
@@ -63,11 +63,17 @@ def shard_images(config: ShardImagesConfig) -> Path:
             skipped.skip(reason, sample)
         if not job.begin(listing.fingerprint, portions, skipped):
             return config.output
-        arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
+        settings = EncodeSettings(
+            short_side=config.short_side,
+            quality=config.quality,
+            max_pixels=config.max_pixels,
+            maps={files.format.suffix: files for files in listing.maps.values()},
+        )
+        arguments = (listing.source, listing.suffixes, listing.classes, settings)
         job.make(portions, _ImageWriter, arguments, _progress_bar(config, job.mine(portions)))
         finished = job.finish(_description(config, listing))
     if finished is not None:
-        total, shards = finished.total, len(finished.shards)
+        shards, total = len(finished[0]), finished[1]
         classes = _listed_classes(listing.classes)
         log.info(
             "%s: %d images, %d stored unchanged, %d shards%s",
@@ -95,15 +101,6 @@ def _listed_classes(classes: Sequence[str] | None) -> str:
         )
     first = ", ".join(map(shorten, classes[:4]))
     return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
-
-
-def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSettings:
-    return EncodeSettings(
-        short_side=config.short_side,
-        quality=config.quality,
-        max_pixels=config.max_pixels,
-        maps={files.format.suffix: files for files in listing.maps.values()},
-    )
 
 
 def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -> Progressed:

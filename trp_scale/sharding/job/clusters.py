@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,34 +80,25 @@ def _slots(ray: Any, needs: Mapping[str, int]) -> int:
     return max(1, min(int(has.get(name, 0) / count) for name, count in needs.items() if count))
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Work that the processes of the cluster receive.
+class _Worker:
+    """A worker, and what it has counted since it was last asked.
 
-    Attributes:
-        name: of the run: a process makes a worker for each once.
+    Args:
+        make, arguments: as of `run_on_ray`.
+        counters: numbers that it counts up.
         directory: that paths start from.
         modules: of --module.
     """
 
-    name: str
-    make: Callable[..., Callable[[Any], Any]]
-    arguments: tuple[Any, ...]
-    counters: int
-    directory: str
-    modules: list[str]
-
-
-class _Worker:
-    """A worker, and what it has counted since it was last asked."""
-
-    def __init__(self, work: _Work) -> None:
-        self._counts = [0] * work.counters
-        if Path(work.directory).is_dir():
-            os.chdir(work.directory)
-        for module in work.modules:
+    def __init__(
+        self, make: Callable[..., Any], arguments: tuple[Any, ...], counters: int, directory: str, modules: list[str]
+    ) -> None:
+        self._counts = [0] * counters
+        if Path(directory).is_dir():
+            os.chdir(directory)
+        for module in modules:
             load_module(module)
-        self._worker = work.make(*work.arguments, self._advance)
+        self._worker = make(*arguments, self._advance)
 
     def _advance(self, *steps: int) -> None:
         for number, step in enumerate(steps):
@@ -122,12 +112,12 @@ class _Worker:
 _workers: dict[str, _Worker] = {}
 
 
-def _portion(work: _Work, portion: Any) -> tuple[Any, list[int]]:
-    """Run one portion in a process of the cluster."""
-    if work.name not in _workers:
+def _portion(run: str, work: tuple[Any, ...], portion: Any) -> tuple[Any, list[int]]:
+    """Run one portion in a process of the cluster, which makes a worker for each run once."""
+    if run not in _workers:
         _workers.clear()
-        _workers[work.name] = _Worker(work)
-    return _workers[work.name](portion)
+        _workers[run] = _Worker(*work)
+    return _workers[run](portion)
 
 
 def run_on_ray(
@@ -158,16 +148,7 @@ def run_on_ray(
         has = ray.cluster_resources()
         if lacking := [f"{has.get(name, 0):g} {name}s" for name, count in needs.items() if has.get(name, 0) < count]:
             raise DataError(f"--executor ray: the cluster has {', '.join(lacking)}; {needs} are needed: add a node")
-        work = ray.put(
-            _Work(
-                name=os.urandom(8).hex(),
-                make=make,
-                arguments=arguments,
-                counters=counters,
-                directory=str(Path.cwd()),
-                modules=own_modules(),
-            )
-        )
+        run, work = os.urandom(8).hex(), ray.put((make, arguments, counters, str(Path.cwd()), own_modules()))
         task = ray.remote(_portion).options(
             num_cpus=needs["CPU"],
             num_gpus=gpus,
@@ -182,7 +163,7 @@ def run_on_ray(
             while waiting or running:
                 while waiting and len(running) < (processes or _AHEAD * _slots(ray, needs)):
                     portion = waiting.pop()
-                    running[task.remote(work, portion)] = portion.number
+                    running[task.remote(run, work, portion)] = portion.number
                 (done, *_), _ = ray.wait(list(running))
                 report, counted = ray.get(done)
                 reports[running.pop(done)] = report

@@ -24,21 +24,25 @@ from typing import Any, Generic, TypeVar
 
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
+from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.errors import MOST_PROBLEMS, DataError, quote
-from trp_scale.sharding.job.parts import Part, ShardingSettings, all_parts, begun_parts, missing_parts, unfinished_line
-from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
-from trp_scale.sharding.job.writing import (
+from trp_scale.sharding.job.parts import (
     MAX_LISTED,
+    Part,
     PortionReport,
+    ShardingSettings,
     ShardWriter,
+    all_parts,
+    begun_parts,
     check_skipped,
+    missing_parts,
     new_tar,
     report_path,
+    unfinished_line,
     write_dataset_index,
 )
+from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.storage.files import only_run, remove_leftovers
-
-DATASET_FORMAT = 1
 
 FAILED = "failed"
 """Field of a part's file: all was made, and too much had to be skipped. The same command goes on; one with other
@@ -186,14 +190,6 @@ class DataKind(Generic[ReportT]):
         for directory in (output, output / "shards"):
             remove_leftovers(directory)
         shutil.rmtree(output / "progress", ignore_errors=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished(Generic[ReportT]):
-    """A data set that is whole: the names of the shards that hold rows, and the sum of all reports."""
-
-    shards: list[str]
-    total: ReportT
 
 
 class ShardingJob(Generic[ReportT]):
@@ -364,8 +360,9 @@ class ShardingJob(Generic[ReportT]):
             executor=self._settings.executor,
         )
 
-    def finish(self, description: Mapping[str, object]) -> Finished[ReportT] | None:
-        """Finish the data set; a run that makes a part of it only says that this one is made, and returns None.
+    def finish(self, description: Mapping[str, object]) -> tuple[list[str], ReportT] | None:
+        """Finish the data set, and return what `finish_dataset` does; a run that makes a part of it only says that this
+        one is made, and returns None.
 
         Args:
             description: what dataset.json says of this kind of data, without counts.
@@ -385,12 +382,17 @@ class ShardingJob(Generic[ReportT]):
             raise
 
 
-def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | None = None) -> Finished[ReportT]:
+def finish_dataset(
+    output: Path, kind: DataKind[ReportT], max_skipped: float | None = None
+) -> tuple[list[str], ReportT]:
     """Store what all parts have made as a finished data set, and clear what only an unfinished one needs.
     Shards without any row are taken away.
 
     Args:
         max_skipped: largest share of items that may be skipped; None: as the parts were told.
+
+    Returns:
+        the shards that hold rows, and the sum of all reports.
 
     Raises:
         DataError: a part or a shard is missing, parts differ, too much had to be skipped (finished shards stay), or
@@ -409,7 +411,7 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
     kind.store(output, document)
     kind.clear(output)
     kind.warn(total)
-    return Finished(shards=shards, total=total)
+    return shards, total
 
 
 def _join_parts(

@@ -24,27 +24,28 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trp_scale.data.images.dataset import FORMAT, decode_image
+from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import OWN_TAR
-from trp_scale.data.index import index_path, read_fields, read_index, read_index_document
-from trp_scale.data.raw_files import require_dataset
+from trp_scale.data.index import index_path, read_index, read_index_document
+from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.tar_reader import SampleReader
-from trp_scale.errors import DataError, quote
+from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Size
 from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job.job import ShardingJob
-from trp_scale.sharding.job.parts import sharding_settings
+from trp_scale.sharding.job.parts import OpenShard, new_tar, report_path, sharding_settings
 from trp_scale.sharding.job.workers import Advance, Progressed, process_number, run_portions
-from trp_scale.sharding.job.writing import OpenShard, new_tar, report_path
 from trp_scale.sharding.pseudo_labels.directory import (
     UNREADABLE,
     LabelReport,
+    PseudoLabelConfig,
     digest_of_images,
     finished_labels,
     label_kind,
+    label_kinds,
     refuse_present,
 )
 from trp_scale.sharding.pseudo_labels.models import (
@@ -56,7 +57,6 @@ from trp_scale.sharding.pseudo_labels.models import (
     load_model,
     load_processor,
 )
-from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig, label_kinds
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
@@ -74,8 +74,11 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
             many images could not be labelled.
     """
     config.check()
-    require_dataset(config.data, f"--data {config.data}")
-    document = _read_dataset(config.data / "dataset.json")
+    advice = "give --data a data set that trp-scale shard-images made"
+    fields = read_dataset(config.data, "image", advice, f"--data {config.data}")
+    fields.texts("suffixes")
+    fields.whole("rows")
+    document = dict(fields.document)
     devices = _devices(config)
     precision = _precision(config, devices)
     tasks, jobs, descriptions = [], [], []
@@ -96,28 +99,16 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
             job.begin("", portions)
         mine = jobs[0].mine(portions)
         missing = {portion: sum(not task.is_finished(portion.shard) for task in tasks) for portion in mine}
-        labels = sum(_images(config.data, portion.shard) * count for portion, count in missing.items())
+        labels = sum(
+            len(read_index_document(config.data / OWN_TAR / portion.shard).blocks) * count
+            for portion, count in missing.items()
+        )
         unfinished = [portion for portion, count in missing.items() if count]
         if len(unfinished) < len(mine):
             log.info("%d of %d shards are labelled already", len(mine) - len(unfinished), len(mine))
         _run(config, document, tuple(tasks), unfinished, labels, devices, precision)
         finished = [job.finish(description) for job, description in zip(jobs, descriptions, strict=True)]
     return None not in finished
-
-
-def _read_dataset(path: Path) -> dict[str, Any]:
-    fields = read_fields(path, "give --data a data set that trp-scale shard-images made")
-    for name, expected in (("format", FORMAT), ("kind", "image")):
-        if (stored := fields.document.get(name)) != expected:
-            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
-    fields.file_names("shards")
-    fields.texts("suffixes")
-    fields.whole("rows")
-    return dict(fields.document)
-
-
-def _images(dataset: Path, shard: str) -> int:
-    return len(read_index_document(dataset / OWN_TAR / shard).blocks)
 
 
 def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from trp_scale.data.images.maps import MapFormat, map_formats
 from trp_scale.data.raw_files import files_fingerprint
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Interpret, PseudoLabels, Size
-from trp_scale.sharding.pseudo_labels.settings import label_kinds
+from trp_scale.sharding.pseudo_labels.directory import label_kinds
 
 CONFIGURATION = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")

@@ -208,7 +208,7 @@ def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[
         yield Span(str(path), kind, 0, size), size
         return
     if kind in ("dataset", "parquet"):
-        starts = _parquet_starts(str(path)) if kind == "parquet" else [0, dataset_rows(str(path), split)]
+        starts = _parquet_starts(str(path)) if kind == "parquet" else [0, len(load_dataset(str(path), split))]
         rows = starts[-1]
         cuts = [rows * part // parts for part in range(parts + 1)]
         if len(starts) > parts:  # a row group is then read by one portion alone
@@ -245,11 +245,6 @@ def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
     except OSError:  # reported as unreadable when the portion is read
         return size
     return size
-
-
-def dataset_rows(path: str, split: str) -> int:
-    """Rows of a dataset directory."""
-    return len(load_dataset(path, split))
 
 
 def _parquet_starts(path: str) -> list[int]:

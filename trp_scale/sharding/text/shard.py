@@ -29,9 +29,8 @@ from trp_scale.data.text.tokenizer import (
 )
 from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job.job import DataKind, ShardingJob, shard_stem
-from trp_scale.sharding.job.parts import ShardingSettings
+from trp_scale.sharding.job.parts import PortionReport, ShardingSettings, ShardWriter
 from trp_scale.sharding.job.workers import Advance, Progressed
-from trp_scale.sharding.job.writing import PortionReport, ShardWriter
 from trp_scale.sharding.text.annotate import (
     ANOTHER_LANGUAGE,
     Annotated,
@@ -393,7 +392,7 @@ def shard_text(config: ShardTextConfig) -> Path:
         job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), progressed)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
-        total, shards = finished.total, len(finished.shards)
+        shards, total = len(finished[0]), finished[1]
         log.info(
             "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, shards
         )

@@ -14,7 +14,7 @@ from trp_scale.config.registry import component, preparation_sections
 from trp_scale.config.settings import Section, setting
 from trp_scale.pretraining.modalities.base import Modality
 from trp_scale.sharding.images.settings import ShardImagesConfig
-from trp_scale.sharding.pseudo_labels.settings import PseudoLabelConfig
+from trp_scale.sharding.pseudo_labels.directory import PseudoLabelConfig
 
 
 @dataclass(kw_only=True)
