@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fixtures import small_text_config, small_text_dataset
+from tests.fixtures import small_text_config
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -31,22 +26,10 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_text_dataset(tmp_path_factory.mktemp("made") / "data")
-
-
 def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
     """Make a part with the settings that `text` was made with."""
     config = small_text_config(text.with_suffix(".jsonl"), output)
     shard_text(replace(config, shard_index=index, num_shards=count, **changes))
-
-
-def text_command(text: Path, output: Path) -> list[str]:
-    """The command that makes what `text_part` makes."""
-    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_suffix(".jsonl"))]
-    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
-    return [*command, "--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
 
 
 def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None:
@@ -63,46 +46,6 @@ def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None
         num_shards=parts,
     )
     shard_images(replace(config, **changes))
-
-
-def test_text_in_parts_in_any_order_is_the_same_data_set(text: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data"
-    for index in (2, 0, 1):
-        text_part(text, output, index)
-        assert not (output / "dataset.json").exists()
-    merge(output)
-    assert content(output) == content(text)
-    merge(output)
-    text_part(text, output, 1)  # of a finished data set nothing is left to do
-    assert content(output) == content(text)
-
-
-def test_images_in_parts_are_the_same_data_set(tmp_path: Path) -> None:
-    image_part(tmp_path / "one", 0, 1)
-    for index in (1, 2, 0):
-        image_part(tmp_path / "parts", index)
-    merge(tmp_path / "parts")
-    assert content(tmp_path / "parts") == content(tmp_path / "one")
-
-
-def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: Path) -> None:
-    folder = tmp_path / "images"
-    image_part(tmp_path / "made", 0, 1, count=24, coco=True)
-    folder.mkdir()
-    for image in (tmp_path / "made" / "images").iterdir():
-        image.rename(folder / image.name)
-    for name, stored in (("empty.jpg", b""), ("broken.jpg", b"no image"), ("scene-00000000.jpg", b"a second name")):
-        (folder / name).write_bytes(stored)
-    of_scenes = {name: getattr(ShardImagesConfig, name) for name in ("count", "size", "seed")}
-    changes = {"embedded": False, "inputs": [str(folder)], "max_skipped": 0.5, **of_scenes}
-    image_part(tmp_path / "one", 0, 1, **changes)
-    for index in range(3):
-        image_part(tmp_path / "parts", index, **changes)
-    with pytest.raises(DataError, match=r"--max_skipped 0\.01"):
-        merge(tmp_path / "parts", max_skipped=0.01)
-    merge(tmp_path / "parts")
-    assert content(tmp_path / "parts") == content(tmp_path / "one")
-    assert sum(read_json(tmp_path / "parts" / "dataset.json")["skipped"].values()) == 4
 
 
 def test_missing_parts_are_named(text: Path, tmp_path: Path) -> None:
@@ -187,30 +130,3 @@ def test_parts_that_there_are_not_are_refused(tmp_path: Path, index: int, count:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
         merge(tmp_path / "empty")
-
-
-def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data"
-    command = [*text_command(text, output), "--shard_index", "0", "--num_shards", "2"]
-    running = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    first = output / "shards" / "text-000000.index.json"
-    deadline = time.monotonic() + 120
-    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
-    (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
-    kept = first.with_name("text-000000.tar").stat().st_mtime_ns
-    text_part(text, output, 1, 2)
-    with pytest.raises(DataError, match=r"1 of 2 parts are missing.*\n  --shard_index 0 --num_shards 2 \(unfinished"):
-        merge(output)
-    text_part(text, output, 0, 2)
-    assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
-    merge(output)
-    assert content(output) == content(text)
