@@ -38,9 +38,10 @@ def field_of(batch: Batch, name: str) -> torch.Tensor:
 
 
 def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
-    """All rows of the windows of all ranks, in order."""
+    """All rows of the windows of all ranks, in order, of text or of images."""
     batches = [batch for window in windows for batch in window]
-    fields = {name: torch.cat([field_of(batch, name) for batch in batches]) for name in FIELDS}
+    names = FIELDS if "tokens" in batches[0].fields else batches[0].fields
+    fields = {name: torch.cat([field_of(batch, name) for batch in batches]) for name in names}
     return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
 
 

@@ -7,16 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from tests.settings import changed, of_upstream
 from tests.unit.data import stored
 from trp_scale.config import Config
-from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import write_json
-from trp_scale.pretraining.base import open_sources
 
 CLASSES = ["ant", "bee", "cat"]
 
@@ -90,24 +87,6 @@ def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     config.vision.patch_size, config.masking.ratio, config.masking.maskings = 8, 0.75, 0
     config.crops.count, config.crops.size, config.crops.view_size = 2, 32, 48
     return changed(config, **sections)  # type: ignore[no-any-return]
-
-
-def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
-    """All rows of the windows of all ranks, in order."""
-    batches = [batch for window in windows for batch in window]
-    fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0].fields}
-    return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
-
-
-def steps(config: Config, world: int, count: int, cursor: int = 0) -> list[dict[str, torch.Tensor]]:
-    """The global batch of each step, put together from all ranks."""
-    ranks = [open_sources(config, rank=rank, world=world) for rank in range(world)]
-    for sources in ranks:
-        sources.train.seek(cursor)
-    result = [joined([sources.train.next_window() for sources in ranks]) for _ in range(count)]
-    for sources in ranks:
-        sources.close()
-    return result
 
 
 def sample_of_key(dataset: Path) -> dict[int, int]:

@@ -14,17 +14,8 @@ from torch.nn.functional import avg_pool2d
 
 from tests.unit.data.images.multimodal import DESCRIBED, SECOND, multimodal_config, nine_beside, rewrite_maps
 from tests.unit.data.images.source_images import class_map, png
-from tests.unit.data.images.stored import (
-    CLASSES,
-    config_for,
-    jpeg,
-    photograph,
-    sample,
-    small_images,
-    steps,
-    write_images,
-)
-from tests.unit.data.loaded import assert_same
+from tests.unit.data.images.stored import CLASSES, config_for, jpeg, photograph, sample, small_images, write_images
+from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for as text_config_for
 from tests.unit.data.stored import write_dataset
 from trp_scale.config import Config, CropsConfig, RefusedError

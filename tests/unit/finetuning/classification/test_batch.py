@@ -16,7 +16,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, rand_augment_
 from torch import Tensor
 from torchvision import transforms
 
-from tests.unit.data.images.stored import CLASSES, joined, jpeg, photograph, sample, sample_of_key, write_images
+from tests.unit.data.images.stored import CLASSES, jpeg, photograph, sample, sample_of_key, write_images
+from tests.unit.data.loaded import joined
 from tests.unit.models.encoder_peers import finetune_config
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix_integer

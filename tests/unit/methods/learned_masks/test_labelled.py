@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.grids import always
-from tests.unit.data.images.stored import CLASSES, config_for, joined, sample, sample_of_key, write_images
+from tests.unit.data.images.stored import CLASSES, config_for, sample, sample_of_key, write_images
+from tests.unit.data.loaded import joined
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset

@@ -14,15 +14,14 @@ from PIL import Image
 from tests.grids import always, grid
 from tests.unit.data.images.stored import (
     config_for,
-    joined,
     jpeg,
     photograph,
     sample,
     sample_of_key,
     small_images,
-    steps,
     write_images,
 )
+from tests.unit.data.loaded import joined, steps
 from trp_scale.config import Config, PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words

@@ -22,8 +22,9 @@ from tests.unit.data.images.multimodal import (
     write_multimodal,
 )
 from tests.unit.data.images.source_images import png
-from tests.unit.data.images.stored import config_for, jpeg, steps, write_images
+from tests.unit.data.images.stored import config_for, jpeg, write_images
 from tests.unit.data.images.stored import sample as image_sample
+from tests.unit.data.loaded import steps
 from trp_scale.config import Config, CropsConfig
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import Cropper, Crops

@@ -18,7 +18,8 @@ import webdataset
 from PIL import Image
 
 from tests.unit.data.images.foreign_tars import encoded, of_format, three_tars, write_foreign
-from tests.unit.data.images.stored import config_for, joined, photograph, steps
+from tests.unit.data.images.stored import config_for, photograph
+from tests.unit.data.loaded import joined, steps
 from trp_scale.cli.main import main
 from trp_scale.data.images import dataset as images
 from trp_scale.data.images.dataset import decode_image, open_image_dataset
