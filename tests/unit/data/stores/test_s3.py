@@ -89,9 +89,8 @@ def test_tars_of_others_in_a_bucket_are_indexed_and_read_there(signed: Faults, t
     assert not cache.exists() and not list((tmp_path / "ours").rglob("*.tar"))
     assert open_image_dataset(tmp_path / "ours").digest() == open_image_dataset(tmp_path / "near").digest()
     signed.of, signed.asked = {"train-000000.tar": ["500", "short"]}, []
-    found = images.steps(images.config_for(tmp_path / "ours"), world=2, count=2)
-    for one, other in zip(found, images.steps(images.config_for(tmp_path / "near"), world=1, count=2), strict=True):
-        assert all((one[name] == other[name]).all() for name in one)
+    found = steps(images.config_for(tmp_path / "ours"), world=2, count=2)
+    assert_same(found, steps(images.config_for(tmp_path / "near"), world=1, count=2))
     assert signed.gets("train-000002.tar") == 1, "from the cache from then on"
     assert verify_dataset(tmp_path / "ours").bytes == sum(tar.stat().st_size for tar in tars)
     assert main(["index", "s3://foreign/books", "--output", str(tmp_path / "folder"), *flags]) == 0
@@ -119,10 +118,9 @@ def test_an_indexed_data_set_may_lie_in_a_bucket_itself(signed: Faults, tmp_path
     flags = ["--rows_per_block", "4", "--processes", "1", "--no-progress"]
     assert main(["index", "s3://tars/books", "--output", str(tmp_path / "data"), *flags]) == 0
     upload(tmp_path / "data", "indexed")
-    ours = images.steps(images.config_for("s3://indexed/books", data={"workers": 0}), world=1, count=2)
-    theirs = images.steps(images.config_for(tmp_path / "data"), world=1, count=2)
-    for one, other in zip(ours, theirs, strict=True):
-        assert all((one[name] == other[name]).all() for name in one)
+    ours = steps(images.config_for("s3://indexed/books", data={"workers": 0}), world=1, count=2)
+    theirs = steps(images.config_for(tmp_path / "data"), world=1, count=2)
+    assert_same(ours, theirs)
 
 
 def test_without_credentials_the_error_says_what_to_set(signed: Faults, monkeypatch: pytest.MonkeyPatch) -> None:

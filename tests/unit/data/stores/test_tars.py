@@ -61,9 +61,8 @@ def test_rows_of_images_are_the_same(
     if binary:
         assert main(["index", str(pictures)]) == 0
     monkeypatch.setenv("TRP_SCALE_CACHE_GB", share_of(pictures, 0.6))
-    ours = images.steps(images.config_for(f"file://{pictures}", data={"verify": True}), world=2, count=5)
-    for one, other in zip(ours, images.steps(images.config_for(pictures), world=1, count=5), strict=True):
-        assert all((one[name] == other[name]).all() for name in one)
+    ours = steps(images.config_for(f"file://{pictures}", data={"verify": True}), world=2, count=5)
+    assert_same(ours, steps(images.config_for(pictures), world=1, count=5))
     assert held(cache) and all(PART_MARK in path.name for path in held(cache))
 
 

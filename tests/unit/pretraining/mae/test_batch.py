@@ -21,7 +21,7 @@ from tests.unit.data.images.stored import (
     small_images,
     write_images,
 )
-from tests.unit.data.loaded import joined, steps
+from tests.unit.data.loaded import assert_same, joined, steps
 from trp_scale.config import Config, PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
@@ -47,9 +47,7 @@ def reference(images: Path) -> list[dict[str, torch.Tensor]]:
 
 def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
     assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for name, value in one.items():
-            assert torch.equal(value, other[name]), name
+    assert_same(ours, theirs)
 
 
 def test_shapes_and_types(images: Path) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.unit.data.images.foreign_tars import encoded, of_format, three_tars, write_foreign
 from tests.unit.data.images.stored import config_for, photograph
-from tests.unit.data.loaded import joined, steps
+from tests.unit.data.loaded import assert_same, joined, steps
 from trp_scale.cli.main import main
 from trp_scale.data.images import dataset as images
 from trp_scale.data.images.dataset import decode_image, open_image_dataset
@@ -79,8 +79,7 @@ def test_rows_are_those_of_the_sharded_data_set(tars: list[Path], tmp_path: Path
     for workers in (0, 1):
         found = steps(config_for(ours, data={"workers": workers}), world=2, count=3)
         expected = steps(config_for(inside, data={"workers": workers}), world=1, count=3)
-        for one, other in zip(found, expected, strict=True):
-            assert all((one[name] == other[name]).all() for name in one)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "jpeg", "png", "webp"])
