@@ -45,11 +45,6 @@ def reference(images: Path) -> list[dict[str, torch.Tensor]]:
     return steps(config_for(images), 1, 6)
 
 
-def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
-    assert len(ours) == len(theirs)
-    assert_same(ours, theirs)
-
-
 def test_shapes_and_types(images: Path) -> None:
     sources = open_sources(config_for(images), rank=0, world=1)
     window = sources.train.next_window()
