@@ -284,7 +284,7 @@ def test_rows_of_parquet_that_share_a_long_text_are_not_held_together(tmp_path: 
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `datasets` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "shared.parquet"
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 400, pyarrow.int32()), ["x" * 1_000_000])
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 120, pyarrow.int32()), ["x" * 1_000_000])
     parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd")
     assert path.stat().st_size < 1000
     settings = ReadSettings(text_field="text", split="", one_document_per_file=True, max_line_bytes=8_000_000)
