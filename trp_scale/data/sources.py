@@ -28,8 +28,8 @@ from trp_scale.distributed.launchers import ranks_of_node
 from trp_scale.storage.cache import CacheUse
 
 if TYPE_CHECKING:
-    from trp_scale.data.images.dataset import ImageMeta
-    from trp_scale.data.text.dataset import TextMeta
+    from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+    from trp_scale.data.text.dataset import TextDataset, TextMeta
 
 Run = TypeVar("Run", bound=Config)
 
@@ -43,16 +43,6 @@ KINDS = ("text", "image")
 
 Chosen = npt.NDArray[np.bool_]
 """[n] which blocks of a data set a source takes."""
-
-
-class OpenedDataset(StoredTars, Protocol):
-    """A data set of text or of images."""
-
-    @property
-    def blocks(self) -> Blocks: ...
-    def digest(self) -> str:
-        """Return the digest of everything that determines the rows."""
-        ...
 
 
 class LimitedBuilder(BatchBuilder, Protocol):
@@ -88,7 +78,7 @@ class Rows:
     @classmethod
     def from_datasets(
         cls,
-        datasets: Sequence[OpenedDataset],
+        datasets: Sequence[TextDataset | ImageDataset],
         meta: TextMeta | ImageMeta,
         builder: LimitedBuilder,
         labels: list[Integers] | None = None,

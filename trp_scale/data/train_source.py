@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
@@ -205,12 +204,6 @@ class TrainSource:
             cursor += self._global_size
 
 
-class EndlessSource(Protocol):
-    """An endless source."""
-
-    def next_window(self) -> list[Batch]: ...
-
-
 class JoinedWindows:
     """This rank's micro-batches of the next global batch of one source, and after them those of another, which are
     marked as joined. Both sources keep their own cursors.
@@ -222,7 +215,7 @@ class JoinedWindows:
         joined: the other.
     """
 
-    def __init__(self, own: EndlessSource, joined: EndlessSource) -> None:
+    def __init__(self, own: TrainSource, joined: TrainSource) -> None:
         self.own, self.joined = own, joined
 
     def next_window(self) -> list[Batch]:

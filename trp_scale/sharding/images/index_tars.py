@@ -31,7 +31,6 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
-from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, plain_key
@@ -39,7 +38,7 @@ from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
-from trp_scale.sharding.job.parts import MAX_LISTED, Part, PortionReport, begun_parts, sharding_settings
+from trp_scale.sharding.job.parts import Part, PortionReport, begun_parts, sharding_settings
 from trp_scale.sharding.job.workers import Advance, Progressed, begun
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
@@ -410,10 +409,8 @@ class TarKind(DataKind[TarReport]):
         if total.ignored:
             log.info("members that are not read: %s", list_members(total.ignored))
         return {
-            "format": DATASET_FORMAT,
+            **super().document(part, shards, blocks, total),
             "kind": "image",
-            "shards": shards,
-            "blocks": blocks,
             "rows": total.images,
             "rows_per_block": self.config.rows_per_block,
             "suffixes": list(self.choice.suffixes),
@@ -421,9 +418,7 @@ class TarKind(DataKind[TarReport]):
             "modalities": {},
             "synthetic": False,
             "counts": {name: getattr(total, name) for name in ("images", "bytes", "pixels", "per_class")},
-            "skipped": total.skipped,
             "skipped_places": total.skipped_places,
-            "skipped_places_limit": MAX_LISTED,
             "ignored": total.ignored,
             "settings": self.config.identity(),
         }
