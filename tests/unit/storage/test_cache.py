@@ -64,7 +64,7 @@ def test_a_file_fetched_ahead_is_found_when_it_is_opened(files: Cache) -> None:
     assert files.used == (0, 0, 0, 1, SIZE)
     take(files, "a.tar")
     assert files.used[:2] == (1, 0)
-    assert files.use() == CacheUse(1, 0, 0, 1, SIZE) and files.use() == CacheUse()
+    assert files.take_use() == CacheUse(1, 0, 0, 1, SIZE) and files.take_use() == CacheUse()
 
 
 def test_what_another_process_fetches_is_not_fetched_ahead(files: Cache) -> None:
