@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.faults.mutations import tar_repaired
 from tests.faults.readers import Case, Reader, Target, repaired, whole
 from tests.faults.run_files import _tensor_header, _with_tensor_header
-from tests.unit.data.images.index_tarss import encoded, three_tars
+from tests.unit.data.images.foreign_tars import encoded, three_tars
 from tests.unit.data.images.source_images import class_map, depth_map, jpeg, pixels, png
 from tests.unit.finetuning.detection.small_sets import coco_document, write_coco, write_voc
 from trp_scale.checkpoint.initial_weights import give_weights
