@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import RelativeInputs, interpolate, relative_inputs, sine_cosine
-from trp_scale.models.vit import TransformerBlock
+from trp_scale.models.vit import stack_blocks
 
 CHANNELS = 3
 
@@ -60,7 +60,7 @@ class ImageEncoder(nn.Module):
         model, vision, downstream = config.model, config.vision, config.downstream
         self.patch_size = vision.patch_size
         self.grid = config.crops.size // vision.patch_size
-        width, blocks = model.hidden_size, model.layers
+        width = model.hidden_size
         self.index = vision.index
         self.relative = vision.positions == "relative"
         self.head_size = width // model.heads
@@ -71,17 +71,14 @@ class ImageEncoder(nn.Module):
             self.register_buffer("fixed_positions", None, persistent=False)
         else:
             self.register_buffer("fixed_positions", sine_cosine_positions(config), persistent=False)
-        rates = torch.linspace(0.0, downstream.drop_path, blocks).tolist()
-        self.blocks = nn.ModuleList(
-            TransformerBlock(
-                width,
-                model.heads,
-                model.intermediate_size,
-                eps=model.layer_norm_eps,
-                relative=self.relative,
-                drop_path=rate,
-            )
-            for rate in rates
+        self.blocks = stack_blocks(
+            model.layers,
+            width,
+            model.heads,
+            model.intermediate_size,
+            eps=model.layer_norm_eps,
+            relative=self.relative,
+            drop_path=downstream.drop_path,
         )
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
 

@@ -106,6 +106,16 @@ class TransformerBlock(Block):  # type: ignore[misc]
         return (tokens, self.cut.join_features(hidden.detach())) if feed_forward_input else tokens
 
 
+def stack_blocks(
+    count: int, width: int, heads: int, intermediate: int, *, eps: float, relative: bool = False, drop_path: float = 0.0
+) -> nn.ModuleList:
+    """Blocks of one size; the probability to leave a branch out grows linearly over them, from 0 to `drop_path`."""
+    rates = torch.linspace(0.0, drop_path, count).tolist()
+    return nn.ModuleList(
+        TransformerBlock(width, heads, intermediate, eps=eps, relative=relative, drop_path=rate) for rate in rates
+    )
+
+
 def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     """timm's feed-forward layer [..., T, D] -> [..., T, D], and what entered its second matrix, [..., T, intermediate].
 

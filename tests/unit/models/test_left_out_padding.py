@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model, without
+from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
@@ -89,21 +89,6 @@ def test_what_stands_in_padded_places_changes_nothing() -> None:
     other = torch.where(batch["attention_mask"], batch["tokens"], (batch["tokens"] + 1) % 90)
     assert not torch.equal(other, batch["tokens"])
     assert torch.equal(task_sums(model, changed(batch, tokens=other)), task_sums(model, batch))
-
-
-def test_dropout_follows_the_seed() -> None:
-    model, batch = small_model(dropout=0.3).train(), keeping(masked_rows(ROWS))
-
-    def sums(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return task_sums(model, batch)
-
-    assert torch.equal(sums(1), sums(1)) and not torch.allclose(sums(1), sums(2))
-
-
-def test_places_without_a_mask_are_refused() -> None:
-    with pytest.raises(AssertionError, match="a mask says so"):
-        task_sums(small_model(), without(keeping(masked_rows(ROWS)), "attention_mask"))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 8), (3, 24), (32, 128), (5, 77)])

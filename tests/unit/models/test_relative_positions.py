@@ -382,8 +382,3 @@ def test_flex_attention_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, 
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
         assert other.any()
-
-
-def test_a_table_starts_at_zero_and_gives_no_bias() -> None:
-    module = RelativePositions(8)
-    assert module.table.shape == (50, 8) and not module.table.any()

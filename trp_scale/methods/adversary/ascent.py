@@ -8,7 +8,6 @@ withheld on the device. Nothing here waits for the device: the step count of Ada
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -98,8 +97,12 @@ State: TypeAlias = dict[str, Tensor]
 """What a rule remembers, on the device; part of the checkpoint."""
 
 
-class Ascent(ABC):
-    """One rule.
+class Ascent:
+    """The rule that `adversary.ascent` names.
+
+    adamw: AdamW uphill without decay, at the weights' learning rate, or at its own on the weights' schedule. sgd:
+    a + lr g (AdPE 4.1.1), and sign: a + lr sign(g), at the adversary's own rate. linear: the linearised loss's maximum
+    over the ball, one step from zero, whose gradient it needs (AdPE, footnote 2).
 
     Args:
         settings: of the adversary.
@@ -114,15 +117,20 @@ class Ascent(ABC):
 
     def start(self, vector: Tensor) -> State:
         """State before the first step; nothing where the rule remembers nothing."""
-        return {}
+        if self.settings.ascent != "adamw":
+            return {}
+        return {
+            "steps": torch.zeros((), dtype=torch.int64, device=vector.device),
+            "exp_avg": torch.zeros_like(vector),
+            "exp_avg_sq": torch.zeros_like(vector),
+        }
 
     def origin(self, vector: Tensor) -> Tensor:
-        """[numel] where the gradient is taken in a pass of its own: at the present perturbation."""
-        return vector
+        """[numel] where the gradient is taken in a pass of its own: at the present perturbation, or zero for linear."""
+        return torch.zeros_like(vector) if self.settings.ascent == "linear" else vector
 
-    @abstractmethod
     def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
-        """The next vector [numel], not yet projected, and the next state.
+        """Return the next vector [numel], not yet projected, and the next state.
 
         Args:
             vector: [numel] fp32 present perturbation.
@@ -130,19 +138,17 @@ class Ascent(ABC):
             state: as `start` or the last `step` gave it; not changed.
             lr: the weights' learning rate of this step.
         """
+        match self.settings.ascent:
+            case "adamw":
+                return self._adamw_step(vector, gradient, state, lr)
+            case "sgd":
+                return vector + self.settings.lr * gradient, state
+            case "sign":
+                return vector + self.settings.lr * gradient.sign(), state
+            case "linear":
+                return self.balls.steepest(gradient), state
 
-
-class AdamW(Ascent):
-    """AdamW uphill without decay, at the weights' learning rate, or at its own on the weights' schedule."""
-
-    def start(self, vector: Tensor) -> State:
-        return {
-            "steps": torch.zeros((), dtype=torch.int64, device=vector.device),
-            "exp_avg": torch.zeros_like(vector),
-            "exp_avg_sq": torch.zeros_like(vector),
-        }
-
-    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+    def _adamw_step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
         beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
         steps = state["steps"] + 1
         mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
@@ -154,33 +160,6 @@ class AdamW(Ascent):
             lr = self.settings.lr * lr / self.optimizer.lr
         climbed = vector + lr / mean_share * (mean / root)
         return climbed, {"steps": steps, "exp_avg": mean, "exp_avg_sq": square}
-
-
-class Sgd(Ascent):
-    """a + lr g (AdPE 4.1.1), at the adversary's own rate."""
-
-    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
-        return vector + self.settings.lr * gradient, state
-
-
-class Sign(Ascent):
-    """a + lr sign(g), at the adversary's own rate."""
-
-    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
-        return vector + self.settings.lr * gradient.sign(), state
-
-
-class Linear(Ascent):
-    """The linearised loss's maximum over the ball: one step from zero, whose gradient it needs (AdPE, footnote 2)."""
-
-    def origin(self, vector: Tensor) -> Tensor:
-        return torch.zeros_like(vector)
-
-    def step(self, vector: Tensor, gradient: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
-        return self.balls.steepest(gradient), state
-
-
-ASCENTS: dict[str, type[Ascent]] = {"adamw": AdamW, "sgd": Sgd, "sign": Sign, "linear": Linear}
 
 
 def run_own_pass(ctx: StepContext) -> None:

@@ -13,7 +13,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.adversary.ascent import ASCENTS, NEGLIGIBLE, Balls, EffectWatch, State, log_line, run_own_pass
+from trp_scale.methods.adversary.ascent import NEGLIGIBLE, Ascent, Balls, EffectWatch, State, log_line, run_own_pass
 from trp_scale.methods.adversary.settings import (
     NoAdversarySettings,
     PositionAdversarySettings,
@@ -44,7 +44,7 @@ class PositionAdversary(Hook):
         self.settings = settings
         self.shape = shape
         self.balls = Balls(shape, settings.norm, settings.eps)
-        self.ascent = ASCENTS[settings.ascent](settings, run.config.optimizer, self.balls)
+        self.ascent = Ascent(settings, run.config.optimizer, self.balls)
         self.saturation: Saturation | None = None
         if isinstance(settings, RelativeCoordinateSettings):  # the other kinds cannot saturate
             config = run.config
@@ -116,12 +116,18 @@ class PositionAdversary(Hook):
         return log_line(self.settings, self.effect, sizes=sizes, sensitivity=sensitivity, **shares)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return copies of the tensors on the host, and what must be equal for them to be reused."""
         tensors = {"vector": self.vector, "idle": self.effect.idle, **self.state}
-        return described(self.settings, self.shape, tensors)
+        return {
+            "kind": self.settings.kind,
+            "ascent": self.settings.ascent,
+            "encoder": list(self.shape.encoder),
+            "decoder": list(self.shape.decoder) if self.shape.decoder is not None else None,
+            "tensors": {name: tensor.detach().clone().cpu() for name, tensor in tensors.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        expected = {"vector": self.vector, "idle": self.effect.idle, **self.state}
-        tensors = load_tensors(state, self.settings, self.shape, expected)
+        tensors = load_tensors(state, self.state_dict(), self.vector.device)
         with torch.no_grad():
             self.vector.copy_(tensors.pop("vector"))
         self.effect.idle = tensors.pop("idle")
@@ -162,12 +168,6 @@ class SequentialPositionAdversary(PositionAdversary):
         self.state = {name: ctx.commit(value, state[name]) for name, value in self.state.items()}
 
 
-POSITIONS: dict[str, type[PositionAdversary]] = {
-    "parallel": PositionAdversary,
-    "sequential": SequentialPositionAdversary,
-}
-
-
 def position_adversary(
     settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape | None = None
 ) -> PositionAdversary:
@@ -180,62 +180,44 @@ def position_adversary(
         assert isinstance(run.config, ImagePretrainConfig)
         shape = perturbation_shape(run.config.model, run.config.vision, settings)
     assert shape is not None, f"adversary.kind {settings.kind} has a perturbation of some shape"
-    return POSITIONS[settings.update](settings, run, shape)
+    hook = SequentialPositionAdversary if settings.update == "sequential" else PositionAdversary
+    return hook(settings, run, shape)
 
 
 def no_adversary(settings: NoAdversarySettings, run: RunContext) -> None:
     """A method that is off leaves no hook at all."""
 
 
-def _description(settings: PositionAdversarySettings, shape: PerturbationShape) -> dict[str, Any]:
-    """Return the properties that must be equal for the tensors to be reused, by the setting that decides each."""
-    return {
-        "kind": settings.kind,
-        "ascent": settings.ascent,
-        "encoder": list(shape.encoder),
-        "decoder": list(shape.decoder) if shape.decoder is not None else None,
-    }
-
-
-SETTINGS = {
+DECIDING_SETTINGS = {
     "kind": "--adversary.kind",
     "ascent": "--adversary.ascent",
     "encoder": "the encoder's part of the perturbation (--adversary.scope, --model.layers, --model.hidden_size)",
     "decoder": "the decoder's part of the perturbation (--adversary.where, --vision.decoder_layers)",
 }
+"""What decides each part of a checkpoint's state that must be equal."""
 
 
-def described(
-    settings: PositionAdversarySettings, shape: PerturbationShape, tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """State for the checkpoint: copies of the tensors on the host, and their description."""
-    copies = {name: tensor.detach().clone().cpu() for name, tensor in tensors.items()}
-    return {**_description(settings, shape), "tensors": copies}
+def load_tensors(state: Mapping[str, Any], expected: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The stored tensors, on the device.
 
-
-def load_tensors(
-    state: Mapping[str, Any],
-    settings: PositionAdversarySettings,
-    shape: PerturbationShape,
-    expected: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """The stored tensors, each on the device of the expected one.
+    Args:
+        state: of the checkpoint.
+        expected: of this run.
 
     Raises:
         RefusedError: the checkpoint's adversary is another one; names each setting that differs.
     """
     differing = [
-        f"{SETTINGS[name]}: checkpoint {state.get(name)}, now {value}"
-        for name, value in _description(settings, shape).items()
-        if state.get(name) != value
+        f"{setting}: checkpoint {state.get(name)}, now {expected[name]}"
+        for name, setting in DECIDING_SETTINGS.items()
+        if state.get(name) != expected[name]
     ]
     if differing:
         listed = "; ".join(differing)
         raise RefusedError(
             f"the checkpoint's adversary does not fit: {listed}. Set these back, or start a new run (--run_dir)"
         )
-    stored: Mapping[str, Tensor] = state["tensors"]
-    return {name: torch.clone(stored[name]).to(tensor.device) for name, tensor in expected.items()}
+    return {name: torch.clone(state["tensors"][name]).to(device) for name in expected["tensors"]}
 
 
 FINGERPRINT_BITS = 62

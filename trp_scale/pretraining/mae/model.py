@@ -7,6 +7,7 @@ patches is a slice at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -26,7 +27,7 @@ from trp_scale.models.positions import (
     sine_cosine,
 )
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
-from trp_scale.models.vit import TransformerBlock, block_plan
+from trp_scale.models.vit import TransformerBlock, block_plan, stack_blocks
 from trp_scale.pretraining.mae.settings import MaeConfig
 
 CHANNELS = 3
@@ -69,14 +70,7 @@ class MaskedAutoencoder(nn.Module):
         self.shape = perturbation_shape(model, vision, config.adversary)
         self.grid = config.crops.size // vision.patch_size
         values = vision.patch_size**2 * CHANNELS
-        relative = vision.positions == "relative"
-
-        def blocks(count: int, width: int, heads: int, intermediate: int) -> nn.ModuleList:
-            eps = model.layer_norm_eps
-            return nn.ModuleList(
-                TransformerBlock(width, heads, intermediate, eps=eps, relative=relative) for _ in range(count)
-            )
-
+        blocks = partial(stack_blocks, eps=model.layer_norm_eps, relative=vision.positions == "relative")
         width = last_width = model.hidden_size
         self.patch_embed = nn.Linear(values, width)
         self.cls_token = nn.Parameter(torch.empty(width))

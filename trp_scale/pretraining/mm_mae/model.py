@@ -16,7 +16,7 @@ from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
-from trp_scale.models.vit import TransformerBlock, attend, block_plan, feed_forward
+from trp_scale.models.vit import attend, block_plan, feed_forward, stack_blocks
 from trp_scale.pretraining.mm_mae.batch import RunModalities, visible_slots
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -77,10 +77,7 @@ class TaskDecoder(nn.Module):
         self.cross_attention = CrossAttention(width, vision.decoder_heads)
         self.norm = nn.LayerNorm(width, eps=eps)
         self.mlp = Mlp(width, 4 * width)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(width, vision.decoder_heads, 4 * width, eps=eps, relative=False)
-            for _ in range(vision.decoder_layers)
-        )
+        self.blocks = stack_blocks(vision.decoder_layers, width, vision.decoder_heads, 4 * width, eps=eps)
         self.prediction = nn.Linear(width, values)
 
     def forward(self, tokens: Tensor, visible: Tensor, slots: Tensor) -> Tensor:
@@ -160,10 +157,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(width))
         positions = sine_cosine(self.grid, width, vision.position_order)
         self.register_buffer("positions", positions.float(), persistent=False)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(width, model.heads, model.intermediate_size, eps=model.layer_norm_eps, relative=False)
-            for _ in range(model.layers)
-        )
+        self.blocks = stack_blocks(model.layers, width, model.heads, model.intermediate_size, eps=model.layer_norm_eps)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if config.modalities.encoder_norm else nn.Identity()
         self.decoders = nn.ModuleDict(
             {

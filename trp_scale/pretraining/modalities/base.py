@@ -68,8 +68,8 @@ class MapFiles:
         """
         return numbers
 
-    def refuse(self, content: bytes | bytearray, place: str) -> None:
-        """Raises DataError if files like the one at `place` need a setting that was not given; names it."""
+    def refuse(self, content: bytes | bytearray, path: str) -> None:
+        """Raises DataError if files like the one at `path` need a setting that was not given; names it."""
 
     def check(self, numbers: Map) -> None:
         """Raises DataError if a map has a number that its data set cannot have."""
@@ -112,12 +112,12 @@ class PseudoLabels(ABC):
         """Raises DataError if the model's image processor cannot do what is needed of it."""
 
     @abstractmethod
-    def describe(self, where: str, said: Any, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
+    def describe(self, where: str, facts: Any, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
         """Settings that the labels' values depend on, and what dataset.json says of them.
 
         Args:
             where: how the model was given, for messages.
-            said: by its configuration (`read_model`).
+            facts: of its configuration (`read_model`).
             settings: of its labels, `LabelSettings` of the modality.
 
         Raises:
@@ -125,7 +125,7 @@ class PseudoLabels(ABC):
         """
 
     @abstractmethod
-    def interpret(self, processor: Any, said: Any, settings: Any) -> Interpret:
+    def interpret(self, processor: Any, facts: Any, settings: Any) -> Interpret:
         """Return the function from the model's output to maps, on its device and without waiting for it."""
 
 

@@ -114,8 +114,8 @@ class DepthLabels(PseudoLabels):
             return bool(estimation_type == "metric")
         return True if config.model_type in METRIC_KINDS else None
 
-    def describe(self, where: str, said: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
-        scale, larger_is = settings.scale, self._larger_is(where, said, settings)
+    def describe(self, where: str, facts: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
+        scale, larger_is = settings.scale, self._larger_is(where, facts, settings)
         relative = "none: 1 to 65535 is the range of each image's own estimates"
         unit = relative if scale is None else f"{scale:g} metre"
         identity = {"scale": scale, "larger_is": larger_is}
@@ -142,7 +142,7 @@ class DepthLabels(PseudoLabels):
             )
         return "farther"
 
-    def interpret(self, processor: Any, said: bool | None, settings: Any) -> Interpret:
+    def interpret(self, processor: Any, facts: bool | None, settings: Any) -> Interpret:
         return depth_maps(processor, settings.scale)
 
 
@@ -186,14 +186,14 @@ class DepthFiles(MapFiles):
             )
         return numbers.astype(np.uint16)
 
-    def refuse(self, content: bytes | bytearray, place: str) -> None:
+    def refuse(self, content: bytes | bytearray, path: str) -> None:
         if self.relative:
             return
         dtype = npy_header(content).dtype if _has_header(content) else None
         if dtype == np.uint8 or png_format(content) == (8, GREY):
-            raise DataError(f"--modality depth, the map of {place}: {EIGHT_BITS}")
+            raise DataError(f"--modality depth, the map of {path}: {EIGHT_BITS}")
         if self.scale is None and dtype is not None and dtype.kind == "f":
-            raise DataError(f"--modality depth, the map of {place}: {FLOATS}")
+            raise DataError(f"--modality depth, the map of {path}: {FLOATS}")
 
 
 EIGHT_BITS = (

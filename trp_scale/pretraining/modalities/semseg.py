@@ -123,11 +123,13 @@ class SegmentationLabels(PseudoLabels):
                 f"choose a model whose processor has"
             )
 
-    def describe(self, where: str, said: tuple[str, ...], settings: Any) -> tuple[dict[str, object], dict[str, object]]:
-        return {}, {"classes": list(said)}
+    def describe(
+        self, where: str, facts: tuple[str, ...], settings: Any
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        return {}, {"classes": list(facts)}
 
-    def interpret(self, processor: Any, said: tuple[str, ...], settings: Any) -> Interpret:
-        return class_maps(processor, len(said))
+    def interpret(self, processor: Any, facts: tuple[str, ...], settings: Any) -> Interpret:
+        return class_maps(processor, len(facts))
 
 
 class Semseg(Modality):

@@ -76,19 +76,6 @@ def test_a_task_without_two_means_takes_the_mean_ratio_and_an_interval_without_i
     assert weights[6] == pytest.approx(from_ratios([1.0, 0.5, 1.0]), rel=1e-14)
 
 
-def test_an_absent_task_has_no_weight_and_total_one_divides_by_the_others() -> None:
-    _, paper = run([*HISTORY, {0: 1.0, 2: 1.0}])
-    _, one = run([*HISTORY, {0: 1.0, 2: 1.0}], total="1")
-    full = from_ratios([1 / 3, 2.0, 1.0])
-    assert paper[4] == pytest.approx([full[0], 0.0, full[2]], rel=1e-14)
-    assert one[4] == pytest.approx([full[0] / (full[0] + full[2]), 0.0, full[2] / (full[0] + full[2])], rel=1e-14)
-
-
-def test_the_temperature_flattens() -> None:
-    _, weights = run([*HISTORY, {0: 1.0, 1: 1.0, 2: 1.0}], temperature=0.5)
-    assert weights[4] == pytest.approx(from_ratios([1 / 3, 2.0, 1.0], 0.5), rel=1e-14)
-
-
 @pytest.mark.parametrize("reference", [3.0, 1.0, 2.9])
 def test_a_loss_at_or_below_its_reference_leaves_a_ratio_above_zero(reference: float) -> None:
     """a goes from 3 to 1: below or at the reference in one interval or both."""

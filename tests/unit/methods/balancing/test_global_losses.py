@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -175,14 +176,6 @@ def test_lagged_and_hard_is_uniform_until_the_loss_of_a_balanced_task_is_known()
     assert rest[1] == [0.25, 0.0, 1.0, 0.0]
 
 
-def test_lagged_and_hard_goes_on_from_a_checkpoint() -> None:
-    before, after = (balancer(FOUR, estimate="lagged", alpha_schedule="hard") for _ in range(2))
-    window = [batch({0: [1.0], 1: [2.0], 2: [1.5]})]
-    take_step(before, FOUR, given, window)
-    after.load_state_dict(before.state_dict())
-    assert take_step(after, FOUR, given, window, step=1).weights == [0.0, 1.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("scale", ["initial", "reference"])
 def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_the_mean_score(scale: str) -> None:
     reference = {"a": 0.5, "b": 2.5, "c": 9.0} if scale == "reference" else {}
@@ -273,3 +266,52 @@ def test_a_loss_that_is_not_a_number_reaches_the_total() -> None:
     for estimate in ("exact", "lagged", "micro"):
         window = [batch({0: [1.0], 1: [math.nan]}), batch({0: [2.0], 2: [1.0]})]
         assert math.isnan(sum(take_step(balancer(FOUR, estimate=estimate), FOUR, given, window).totals))
+
+
+THREE = ToyObjective(tasks=("a", "b", "c"))
+
+
+def test_effective_elements_is_one_over_the_sum_of_squared_weights_per_element() -> None:
+    objective = ToyObjective(tasks=("a", "b", "c", "far"), outside={3: 1.0})
+    weigher = balancer(objective)
+    assert weigher.metrics().get("effective_elements") is None  # before any step
+    elements = {0: [1.0] * 40, 1: [2.0] * 5, 3: [9.0] * 1000}
+    step = take_step(weigher, objective, given, [batch(elements)])
+    a, b = step.weights[:2]
+    assert weigher.metrics()["effective_elements"] == pytest.approx(1 / (a * a / 40 + b * b / 5), rel=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "proportional"])
+def test_effective_elements_of_fixed_weights(kind: str) -> None:
+    weigher = balancer(THREE, kind)
+    take_step(weigher, THREE, given, [batch({0: [1.0] * 30, 1: [1.0] * 10})])
+    expected = {"uniform": 1 / (0.25 / 30 + 0.25 / 10), "proportional": 40.0}[kind]
+    assert weigher.metrics()["effective_elements"] == pytest.approx(expected, rel=1e-13)
+    assert weigher.metrics()["kind"] == kind
+
+
+def test_the_interjections_of_a_usual_batch_leave_seven_effective_elements(caplog: pytest.LogCaptureFixture) -> None:
+    """Two interjections among 256 x 128 pieces, at alpha = 1 and 5.5 nats against 3.3 of the others."""
+    objective = ToyObjective(tasks=tuple("abcdefghi"))
+    counts = [900, 1000, 350, 500, 300, 400, 600, 150]
+    elements = {task: [3.3] * count for task, count in enumerate(counts)} | {8: [5.5, 5.5]}
+    weigher = balancer(objective)
+    take_step(weigher, objective, given, [batch(elements)])
+    with caplog.at_level(logging.WARNING):
+        found = weigher.metrics()["effective_elements"]
+    interjections = math.exp(5.5) / (math.exp(5.5) + 8 * math.exp(3.3))  # 0.53 of the weight
+    assert found == pytest.approx(2 / interjections**2, rel=0.01) == pytest.approx(7.1, abs=0.1)
+    assert f"{found:.1f} effective elements" in caplog.text and "--balancer.min_count" in caplog.text
+
+
+def test_the_warning_comes_only_when_few_elements_count_and_not_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    weigher = balancer(THREE)
+    with caplog.at_level(logging.WARNING):
+        take_step(weigher, THREE, given, [batch({0: [1.0] * 50, 1: [1.0] * 50})])
+        weigher.metrics()
+        assert not caplog.records
+        few = [batch({0: [1.0] * 50, 1: [9.0]})]
+        for step in (1, 2, 900, 1001, 1500):
+            take_step(weigher, THREE, given, few, step=step)
+            weigher.metrics()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 2", "step 1002"]

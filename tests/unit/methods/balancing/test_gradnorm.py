@@ -75,21 +75,6 @@ def test_a_weight_is_kept_above_zero_and_all_of_them_sum_to_their_number() -> No
             assert weights.min() < 2 * SMALLEST_WEIGHT
 
 
-def test_an_absent_task_keeps_its_weight_and_its_moments() -> None:
-    weigher, model = gradnorm(), Branching(3)
-    step_of(weigher, model)
-    before = weigher.state_dict()
-    parts = window(elements(1, {1: (1,)}, 3), 3)
-    taken = take_step(weigher, THREE, model, parts, step=1)
-    after, found = weigher.state_dict(), weigher.metrics()
-    assert taken.weights[1] == 0.0
-    assert after["task_weights"][1] == before["task_weights"][1] != 1.0
-    assert after["adam"]["second_moments"][1] == before["adam"]["second_moments"][1] != 0.0
-    assert after["adam"]["steps"].tolist() == [2, 1, 2]
-    assert float(after["task_weights"].sum()) == pytest.approx(3.0, rel=1e-12)
-    assert (found["gradient_norms"]["b"], found["targets"]["b"]) == (0.0, 0.0)
-
-
 def test_a_norm_that_is_not_finite_moves_nothing() -> None:
     """In half precision a task's own product may overflow where the whole gradient does not."""
     weigher, model = gradnorm(), Branching(3)

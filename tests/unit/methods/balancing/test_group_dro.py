@@ -37,12 +37,6 @@ def shares(powers: dict[int, float]) -> list[float]:
     return [math.exp(powers[t]) / total if t in powers else 0.0 for t in range(3)]
 
 
-def test_a_batch_is_weighed_by_the_shares_that_its_own_losses_have_raised() -> None:
-    first, second = weights_of(dro(), {0: 1.0, 1: 2.0, 2: 4.0}, {0: 3.0, 1: 1.0, 2: 1.0})
-    assert first == pytest.approx(shares({0: 0.5, 1: 1.0, 2: 2.0}), rel=1e-14)
-    assert second == pytest.approx(shares({0: 2.0, 1: 1.5, 2: 2.5}), rel=1e-14)
-
-
 def test_lagged_weighs_a_batch_by_what_was_known_before_it_and_needs_no_pass_of_its_own() -> None:
     history = [{0: 1.0, 1: 2.0, 2: 4.0}, {0: 3.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
     lagged = weights_of(dro(estimate="lagged"), *history)

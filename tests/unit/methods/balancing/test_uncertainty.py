@@ -36,32 +36,6 @@ def test_s_settles_where_the_derivative_is_zero(form: str, optimum: Any) -> None
     assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_at_the_optimum_every_weighted_loss_is_one() -> None:
-    weigher = settled()
-    step = take_step(weigher, OBJECTIVE, given, [batch({0: [3.0], 1: [0.2], 2: [1.7], 3: [5.0]})], step=400)
-    assert [w * LOSSES[t] for t, w in enumerate(step.weights[:3])] == pytest.approx([1.0] * 3, rel=2e-3)
-    assert step.weights[3] == 0.4
-
-
-def test_the_first_weights_are_those_of_s_at_zero() -> None:
-    window = [batch({0: [9.0], 1: [0.1]})]
-    for form, expected in (("multimae", [1.0, 1.0, 0.0, 0.4]), ("kendall", [1.0, 0.5, 0.0, 0.4])):
-        weigher = balancer(OBJECTIVE, "uncertainty", form=form)  # no fixed sum, and no setting that gives one
-        assert take_step(weigher, OBJECTIVE, given, window).weights == expected
-
-
-def test_an_absent_task_s_s_and_moments_stand_still() -> None:
-    weigher = settled(steps=5)
-    before = weigher.state_dict()
-    take_step(weigher, OBJECTIVE, given, [batch({0: [3.0], 1: [0.2]})], step=5)
-    after = weigher.state_dict()
-    for name in ("steps", "first_moments", "second_moments"):
-        assert after["adam"][name][2] == before["adam"][name][2] != 0
-        assert (after["adam"][name][:2] != before["adam"][name][:2]).all()
-    assert after["log_variances"][2] == before["log_variances"][2] != 0
-    assert (after["log_variances"][3], after["adam"]["steps"][3]) == (0, 0)  # the task outside has none
-
-
 def test_the_regulariser_is_reported_and_is_no_part_of_the_loss() -> None:
     for form, share in (("multimae", 1.0), ("kendall", 0.5)):
         weigher = settled(steps=10, form=form)

@@ -22,8 +22,7 @@ from tests.unit.data.images.multimodal import (
     write_multimodal,
 )
 from tests.unit.data.images.source_images import png
-from tests.unit.data.images.stored import config_for, jpeg, write_images
-from tests.unit.data.images.stored import sample as image_sample
+from tests.unit.data.images.stored import config_for, jpeg
 from tests.unit.data.loaded import steps
 from trp_scale.config import Config, CropsConfig
 from trp_scale.data.hashing import mix
@@ -332,10 +331,6 @@ def test_modalities_and_rows_are_independent() -> None:
         assert abs((one * other).sum() / expected - 1) < 0.03
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    assert (masks().draw(WORDS[5:7]) == masks().draw(WORDS[:10])[5:7]).all()
-
-
 @pytest.mark.parametrize(("visible", "modalities"), [(300, 3), (588, 3), (587, 3), (392, 2), (196, 1), (1, 3)])
 def test_no_modality_shows_more_patches_than_it_has(visible: int, modalities: int) -> None:
     drawn = masks(visible=visible, modalities=modalities).draw(WORDS[:2000])
@@ -398,23 +393,3 @@ def test_a_concentration_near_zero_gives_one_modality_everything() -> None:
 def test_more_visible_patches_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="589 visible of 3 x 196 patches"):
         masks(visible=589)
-
-
-def bytes_a_row(config: Config) -> dict[str, int]:
-    """Of each field of a batch that a worker has made."""
-    config.data.workers = 1
-    sources = open_sources(config, rank=0, world=1)
-    batch = sources.train.next_window()[0]
-    sources.close()
-    return {name: value.nbytes // batch.rows for name, value in batch.fields.items()}
-
-
-@pytest.mark.exhaustive  # maps below are made beside pixels
-def test_pixels_travel_as_bytes(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", [[image_sample(number, 40, 40) for number in range(24)]])
-    assert bytes_a_row(config_for(data))["images"] == 2 * 3 * 32 * 32, "two crops of 32"
-
-
-def test_maps_travel_in_their_stored_types(tmp_path: Path) -> None:
-    found = bytes_a_row(multimodal_config(write_multimodal(tmp_path / "data", [samples(24)])))
-    assert (found["images"], found["depth"], found["semseg"]) == (3 * 32 * 32, 2 * 32 * 32, 8 * 8)

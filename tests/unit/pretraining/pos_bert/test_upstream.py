@@ -1,22 +1,31 @@
-"""The word prediction may start at how often each piece occurs."""
+"""PoS-BERT's objective against a loop over single positions in float64; the word prediction may start at how often each
+piece occurs."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.runs import flags, image_flags
 from tests.unit.data.loaded import table_of
+from tests.unit.methods.balancing.toy import balancer, take_step
+from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part, slots, small_model
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.split import held_out
 from trp_scale.data.tar_reader import ArrayReader
+from trp_scale.data.text.dataset import GROUPS, OTHER
 from trp_scale.distributed.environment import Environment
-from trp_scale.pretraining.pos_bert.upstream import TextUpstream, piece_counts
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling, TextUpstream, piece_counts
 
 BIAS = "cls.predictions.bias"
 
@@ -68,3 +77,217 @@ def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monke
 def test_images_have_none(image_dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"output_bias.*pos_bert.*run's"):
         parse(image_flags("adpe_tiny", image_dataset, tmp_path, objective__output_bias="frequency"))
+
+
+TASKS = (*GROUPS, "next_sentence")
+NEXT_SENTENCE = len(GROUPS)
+NINE = range(len(GROUPS) - 1)
+ADVERB = GROUPS.index("adverb")
+OTHERS = ["outside", "exclude", "unmasked", "task"]
+NEXT_SENTENCES = ["outside", "inside", "off"]
+
+
+def objective_of(**settings: Any) -> PosMaskedLanguageModelling:
+    return PosMaskedLanguageModelling(PosBertObjectiveConfig(**settings), GROUPS, hidden_size=8)
+
+
+def surprise(logits: Tensor, label: Tensor) -> float:
+    """-log softmax(logits)[label] in float64."""
+    values: list[float] = logits.double().tolist()
+    top = max(values)
+    return top + math.log(sum(math.exp(value - top) for value in values)) - values[int(label)]
+
+
+def by_hand(
+    model: BertForMaskedPositions, batch: Batch, next_sentence: str = "outside"
+) -> tuple[list[float], list[int]]:
+    """Sums and counts of all tasks, one position at a time."""
+    with torch.no_grad():
+        out = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+    sums, counts = [0.0] * len(TASKS), [0] * len(TASKS)
+    for r, m in slots(batch):
+        group = int(batch["label_groups"][r, m])
+        sums[group] += surprise(out.prediction_logits[r, m, :VOCABULARY], batch["labels"][r, m])
+        counts[group] += 1
+    if next_sentence != "off":
+        for r in range(batch.rows):
+            if batch["row_weights"][r]:
+                sums[NEXT_SENTENCE] += surprise(out.next_sentence_logits[r], batch["next_sentence"][r])
+                counts[NEXT_SENTENCE] += 1
+    return sums, counts
+
+
+def losses_of(objective: PosMaskedLanguageModelling, model: BertForMaskedPositions, batch: Batch) -> TaskLosses:
+    return objective(model, batch)
+
+
+def with_absent_row(batch: Batch, row: int) -> Batch:
+    """A row that could not be read: it keeps its place and has no elements."""
+    label_weights, row_weights = batch["label_weights"].clone(), batch["row_weights"].clone()
+    label_weights[row] = 0.0
+    row_weights[row] = 0.0
+    return changed(batch, label_weights=label_weights, row_weights=row_weights)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
+def test_sums_and_counts_are_those_of_single_positions(other: str, next_sentence: str) -> None:
+    model = small_model()
+    without = (ADVERB, OTHER) if other == "unmasked" else (ADVERB,)
+    batch = with_absent_row(masked_rows(12, without=without), 7)
+    objective = objective_of(other=other, next_sentence=next_sentence)
+    losses = losses_of(objective, model, batch)
+    sums, counts = by_hand(model, batch, next_sentence)
+    assert objective.tasks == TASKS
+    assert losses.counts.dtype == losses.sums.dtype == torch.float64
+    assert losses.counts.tolist() == objective.count(batch).tolist() == counts
+    assert losses.sums.tolist() == pytest.approx(sums, rel=1e-6, abs=0.0)
+    assert counts[ADVERB] == 0 and len({count for count in counts[:OTHER] if count}) >= 4, "groups must be uneven"
+    assert counts[NEXT_SENTENCE] == (0 if next_sentence == "off" else 11)
+
+
+@pytest.mark.parametrize("next_sentence", ["outside", "off"])
+def test_right_answers_are_counted_where_nothing_is_learned(next_sentence: str) -> None:
+    """Labels are made the model's own answers for the words of even rows, and others' elsewhere."""
+    model, objective = small_model().eval(), objective_of(next_sentence=next_sentence)
+    batch = with_absent_row(masked_rows(12), 7)
+    with torch.no_grad():
+        out = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+    named, even = out.prediction_logits.argmax(-1), torch.arange(12) % 2 == 0
+    pairs = out.next_sentence_logits.argmax(-1)
+    batch = changed(
+        batch,
+        labels=torch.where(even[:, None], named, (named + 1) % VOCABULARY),
+        next_sentence=torch.where(even, pairs, 1 - pairs),
+    )
+    expected = [0] * len(TASKS)
+    for r, m in slots(batch):
+        expected[int(batch["label_groups"][r, m])] += int(even[r])
+    expected[NEXT_SENTENCE] = 0 if next_sentence == "off" else 6
+    hits = losses_of(objective, model, batch).hits
+    assert (
+        hits is not None and hits.tolist() == expected and 0 < sum(expected[:NEXT_SENTENCE]) < len(list(slots(batch)))
+    )
+    assert losses_of(objective, model.train(), batch).hits is None
+
+
+def test_unused_slots_take_no_part() -> None:
+    model, batch, objective = small_model(), masked_rows(8), objective_of()
+    unused = batch["label_weights"] == 0
+    assert unused.any()
+    other = changed(
+        batch,
+        labels=torch.where(unused, 17, batch["labels"]),
+        label_groups=torch.where(unused, 1, batch["label_groups"]),
+        masked_positions=torch.where(unused, 3, batch["masked_positions"]),
+    )
+    found, expected = losses_of(objective, model, other), losses_of(objective, model, batch)
+    assert torch.equal(found.counts, expected.counts)
+    assert found.sums.tolist() == pytest.approx(expected.sums.tolist(), rel=1e-6)
+
+
+def test_a_group_that_is_absent_has_no_count_no_sum_and_gives_no_gradient() -> None:
+    model, objective = small_model(), objective_of()
+    losses = losses_of(objective, model, masked_rows(6, without=(ADVERB,)))
+    assert losses.counts[ADVERB] == 0 and losses.sums[ADVERB] == 0
+    losses.sums[ADVERB].backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_a_micro_batch_without_any_element_has_finite_gradients_of_zero() -> None:
+    model, batch = small_model(), masked_rows(2)
+    empty = with_absent_row(with_absent_row(batch, 0), 1)
+    objective = objective_of()
+    for kind in ("uniform", "proportional", "minimax"):
+        step = take_step(balancer(objective, kind), objective, model, [empty])
+        assert sum(step.totals) == 0.0 and not any(step.ctx.counts)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} must take part: ZeRO-3 keeps the last gradient of one that does not"
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter.grad)), name
+
+
+@pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
+@pytest.mark.parametrize("other", OTHERS)
+def test_every_parameter_takes_part_in_every_micro_batch(other: str, next_sentence: str) -> None:
+    model, objective = small_model(), objective_of(other=other, next_sentence=next_sentence)
+    losses_of(objective, model, masked_rows(2)).sums.sum().backward()  # type: ignore[no-untyped-call]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_next_sentence_off_trains_no_next_sentence_head() -> None:
+    for next_sentence, trained in (("off", False), ("outside", True)):
+        model, objective = small_model(), objective_of(next_sentence=next_sentence)
+        take_step(balancer(objective), objective, model, [masked_rows(4)])
+        gradient = model.cls.seq_relationship.weight.grad
+        assert gradient is not None and bool(gradient.any()) == trained
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
+def test_who_is_in_the_maximum_and_what_the_others_weigh(other: str, next_sentence: str) -> None:
+    objective = objective_of(other=other, next_sentence=next_sentence, next_sentence_weight=0.6)
+    expected = (
+        {*NINE} | ({OTHER} if other == "task" else set()) | ({NEXT_SENTENCE} if next_sentence == "inside" else set())
+    )
+    assert set(objective.balanced) == expected
+    counts = torch.tensor([10.0, 20, 0, 5, 5, 0, 10, 0, 1, 9, 16], dtype=torch.float64)
+    weights = objective.outside_weights(counts).tolist()
+    share = 9 / 60 if other == "outside" else 0.0  # of the masked words, `other` included, sentences not
+    own = 0.6 if next_sentence == "outside" else 0.0
+    assert weights == pytest.approx([0.0] * len(NINE) + [share, own], abs=1e-15)
+
+
+def expected_total(means: dict[int, float], counts: list[int], other: str, next_sentence: str, weight: float) -> float:
+    """Uniform over the balanced tasks that are there, plus what stands outside."""
+    balanced = [task for task in NINE if counts[task]]
+    if other == "task" and counts[OTHER]:
+        balanced.append(OTHER)
+    if next_sentence == "inside":
+        balanced.append(NEXT_SENTENCE)
+    total = sum(means[task] for task in balanced) / len(balanced)
+    if other == "outside":
+        total += counts[OTHER] / sum(counts[:NEXT_SENTENCE]) * means[OTHER]
+    if next_sentence == "outside":
+        total += weight * means[NEXT_SENTENCE]
+    return total
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
+def test_the_total_over_uneven_micro_batches(other: str, next_sentence: str) -> None:
+    model = small_model()
+    without = (ADVERB, OTHER) if other == "unmasked" else (ADVERB,)
+    batch = masked_rows(9, without=without)
+    objective = objective_of(other=other, next_sentence=next_sentence, next_sentence_weight=0.6)
+    window = [part(batch, 0, 2), part(batch, 2, 9)]
+    step = take_step(balancer(objective, "uniform"), objective, model, window)
+    sums, counts = by_hand(model, batch, next_sentence)
+    means = {task: sums[task] / counts[task] for task in range(len(TASKS)) if counts[task]}
+    assert counts[OTHER] > 0 or other == "unmasked"
+    assert sum(step.totals) == pytest.approx(expected_total(means, counts, other, next_sentence, 0.6), rel=1e-6)
+
+
+def gradients(model: BertForMaskedPositions) -> Tensor:
+    return torch.cat([cast(Tensor, p.grad).flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("other", ["exclude", "task"])
+def test_excluded_words_change_neither_total_nor_gradient(other: str) -> None:
+    batch = masked_rows(6)
+    is_other = (batch["label_groups"] == OTHER) & (batch["label_weights"] > 0)
+    assert is_other.any()
+    relabelled = changed(batch, labels=torch.where(is_other, (batch["labels"] + 1) % VOCABULARY, batch["labels"]))
+    results = []
+    for rows in (batch, relabelled):
+        model, objective = small_model(), objective_of(other=other)
+        step = take_step(balancer(objective), objective, model, [rows])
+        results.append((step.totals, gradients(model)))
+    same = results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    assert same == (other == "exclude")
+
+
+def test_counts_need_no_forward_pass_and_no_labels_but_groups_and_weights() -> None:
+    batch = masked_rows(5)
+    needed = {name: batch[name] for name in ("label_groups", "label_weights", "row_weights")}
+    only = Batch(fields=needed, keys=batch.keys, start=0)
+    assert objective_of().count(only).tolist() == objective_of().count(batch).tolist()
