@@ -21,7 +21,7 @@ from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.methods.learned_masks.hook import LearnedMasks
-from trp_scale.methods.learned_masks.joint import JointObjective
+from trp_scale.methods.learned_masks.second_levels import JointObjective
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
 from trp_scale.training.decisions import StepAgreement

@@ -17,7 +17,7 @@ from trp_scale.core.pieces import Shards, foreach_chunks
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import MicroBatchSquares, sum_of_squares
-from trp_scale.methods.learned_masks.fine_tuning import distance_between, move
+from trp_scale.methods.learned_masks.second_levels import distance_between, move
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,7 @@ from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import is_run
 from trp_scale.finetuning.measurement import open_run
-from trp_scale.methods.learned_masks.fine_tuning import FINE_TUNED
+from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.comparison import print_results

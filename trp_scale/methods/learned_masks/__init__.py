@@ -2,5 +2,5 @@
 
 settings.py: the kinds. masks.py: eq. 1, the masks and the outer step (eq. 8). head.py: eq. 2, 3, 7, 11.
 hypergradient.py: eq. 9 after committed steps, and eq. 6 as printed. finite_difference.py: eq. 10 and 12, and the check.
-joint.py: eq. 5. fine_tuning.py: eq. 13. hook.py: Algorithm 1.
+second_levels.py: eq. 5 and 13. hook.py: Algorithm 1.
 """

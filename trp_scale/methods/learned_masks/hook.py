@@ -19,7 +19,6 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
-from trp_scale.methods.learned_masks.fine_tuning import FineTunedValidationLoss
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
 from trp_scale.methods.learned_masks.hypergradient import (
     OuterObjective,
@@ -27,8 +26,8 @@ from trp_scale.methods.learned_masks.hypergradient import (
     UnrolledValidationLoss,
     ValidationLoss,
 )
-from trp_scale.methods.learned_masks.joint import JointValidationLoss
 from trp_scale.methods.learned_masks.masks import NETWORKS, Hypergradient, MaskedWindow, Masker, masked_config
+from trp_scale.methods.learned_masks.second_levels import FineTunedValidationLoss, JointValidationLoss
 from trp_scale.methods.learned_masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
 
 NETWORK = "masking_network"

@@ -89,11 +89,6 @@ class LearnedMasksSettings(MultilevelSettings):
             )
         if self.final_ratio:
             yield from self._final_ratio(config)
-        yield from self._levels(config)
-
-    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        """Yield requirements of this kind's levels."""
-        return iter(())
 
     def _final_ratio(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         vision, crops = config.vision, config.crops
@@ -165,16 +160,14 @@ class LabelledSettings(LearnedMasksSettings):
     def network_eps(self, lr: float) -> float:
         return self.eps * lr
 
-    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        yield from self._batches(config)
-
     def batches(self, config: MaskedAutoencoderConfig, ranks: int = 1) -> tuple[int, int]:
         """Images of a window of D_tr or D_val over all ranks, and of a forward pass on one."""
         size = self.batch_size or config.batch.global_size
         share, rest = divmod(size, ranks)
         return size, self.micro_size or math.gcd(config.batch.micro_rows, 0 if rest else share)
 
-    def _batches(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super().problems(config)
         if not (self.batch_size or self.micro_size):
             return  # those of the weights, which are checked
         if not self.micro_size and config.batch.micro_size == "auto":
@@ -189,11 +182,7 @@ class LabelledSettings(LearnedMasksSettings):
             )
 
 
-@component(
-    "multilevel",
-    "head",
-    "trp_scale.methods.learned_masks.hook:masks_from_a_head",
-)
+@component("multilevel", "head", "trp_scale.methods.learned_masks.hook:masks_from_a_head")
 @dataclass(kw_only=True)
 class HeadSettings(LabelledSettings):
     """Three levels: the head learns on D_tr with the encoder frozen (the paper, eq. 2)."""
@@ -210,8 +199,8 @@ class HeadSettings(LabelledSettings):
     def network_eps(self, lr: float) -> float:
         return super().network_eps((self.look_ahead_lr or lr) if self.mode == "look_ahead" else lr)
 
-    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        yield from super()._levels(config)
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super().problems(config)
         if self.mode == "look_ahead":
             yield from self._ahead(config)
         elif self.derivative == "full":
@@ -251,11 +240,7 @@ class HeadSettings(LabelledSettings):
             yield "--multilevel.derivative full has no effect with --multilevel.unroll 1"
 
 
-@component(
-    "multilevel",
-    "joint",
-    "trp_scale.methods.learned_masks.hook:masks_from_a_joint_step",
-)
+@component("multilevel", "joint", "trp_scale.methods.learned_masks.hook:masks_from_a_joint_step")
 @dataclass(kw_only=True)
 class JointSettings(LabelledSettings):
     """Two levels: encoder, decoder and head learn in one step on D_u and D_tr (BLO-MAE, eq. 5)."""
@@ -265,8 +250,8 @@ class JointSettings(LabelledSettings):
     gamma: float = setting(1.0, at_least=0)
     """Weight of the reconstruction; that of the classification is 1 (eq. 5)."""
 
-    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        yield from super()._levels(config)
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super().problems(config)
         if config.balancer.kind != "uniform":
             yield (
                 f"--balancer.kind is {config.balancer.kind} but --multilevel.kind joint has no tasks to balance: "
@@ -279,11 +264,7 @@ class JointSettings(LabelledSettings):
             )
 
 
-@component(
-    "multilevel",
-    "fine_tuning",
-    "trp_scale.methods.learned_masks.hook:masks_from_fine_tuning",
-)
+@component("multilevel", "fine_tuning", "trp_scale.methods.learned_masks.hook:masks_from_fine_tuning")
 @dataclass(kw_only=True)
 class FineTuningSettings(LabelledSettings):
     """Three levels: a second encoder, held near the first by proximity, learns with the head (eq. 13)."""
@@ -298,8 +279,8 @@ class FineTuningSettings(LabelledSettings):
     def network_eps(self, lr: float) -> float:
         return super().network_eps(lr) * self.pull(lr)
 
-    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        yield from super()._levels(config)
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield from super().problems(config)
         lr = config.optimizer.lr
         if 1.0 <= self.pull(lr) < float("inf"):
             yield (
@@ -309,11 +290,7 @@ class FineTuningSettings(LabelledSettings):
             )
 
 
-@component(
-    "multilevel",
-    "reconstruction",
-    "trp_scale.methods.learned_masks.hook:masks_that_raise_the_loss",
-)
+@component("multilevel", "reconstruction", "trp_scale.methods.learned_masks.hook:masks_that_raise_the_loss")
 @dataclass(kw_only=True)
 class ReconstructionSettings(LearnedMasksSettings):
     """The network raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""

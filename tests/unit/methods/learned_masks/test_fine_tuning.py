@@ -16,7 +16,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.methods.learned_masks.fine_tuning import FINE_TUNED, FineTunedValidationLoss, second_encoder
+from trp_scale.methods.learned_masks.second_levels import FINE_TUNED, FineTunedValidationLoss, second_encoder
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 

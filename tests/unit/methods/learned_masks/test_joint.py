@@ -15,7 +15,7 @@ from tests.synthetic_masks import CLASSES, D_TR, MasksRun, labelled, mask_config
 from tests.unit.methods.learned_masks.test_hypergradient import copies
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.methods.learned_masks.joint import HEAD, STEP, JointObjective, JointValidationLoss
+from trp_scale.methods.learned_masks.second_levels import HEAD, STEP, JointObjective, JointValidationLoss
 from trp_scale.training.loop import validate
 
 ADVERSARIES: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from tests.unit.methods.learned_masks.exact_hypergradient import Rule, Weights
 from tests.unit.methods.learned_masks.exact_second_levels import Found
 from tests.unit.methods.learned_masks.test_hypergradient import Recorder, copies, held_adamw, moments, relative, start
 from trp_scale.core.batch import Batch
-from trp_scale.methods.learned_masks.fine_tuning import FineTunedValidationLoss
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
+from trp_scale.methods.learned_masks.second_levels import FineTunedValidationLoss
 
 CYCLES, UNROLL = 3, 2
 DECODER = ("decoder_", "prediction.", "mask_token")
