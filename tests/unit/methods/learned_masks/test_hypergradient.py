@@ -1,8 +1,9 @@
-"""The hypergradient against automatic differentiation through the unrolled step, in float64 (issue line 1 and 2)."""
+"""The hypergradient against automatic differentiation through the unrolled step, in float64; sign and scale of both
+ways in which the encoder acts on the validation loss, each alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.synthetic import Layout
-from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
-from tests.unit.methods.learned_masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
-from trp_scale.core.batch import Batch
+from tests.synthetic_hypergradients import Path, Update, agreement, exact, flat, update
+from tests.synthetic_masks import MasksRun, mask_config, masks_run
+from tests.unit.methods.learned_masks.exact_hypergradient import Masked, Rule, Weights, joined
 from trp_scale.methods.learned_masks.masks import MaskedWindow
 
 DOUBLE = torch.float64
@@ -76,10 +77,6 @@ def held_adamw(state: dict[str, dict[str, Tensor]], step: int, lr: float, config
     return rule
 
 
-def sides(run: MasksRun) -> Iterator[tuple[str, Tensor]]:
-    yield from run.model.named_parameters()
-
-
 def moments(optimizer: torch.optim.Optimizer, named: Any, key: str) -> dict[str, Tensor]:
     found = {}
     for name, parameter in named:
@@ -94,49 +91,6 @@ def relative(found: Weights, expected: Weights) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **kind: Any) -> tuple[Weights, Weights]:
-    """(ours, exact) hypergradient at the end of the last of some cycles."""
-    run = start(micro_size=micro_size, **settings)
-    assert run.hook is not None
-    engine: Any = run.engine
-    recorder, config, unroll = Recorder(run), run.trainer.config, run.trainer.config.multilevel.unroll
-    for _ in range(cycles * unroll - 1):
-        run.trainer.train_step()
-    head: Any = run.hook.outer.level.head  # type: ignore[attr-defined]
-    weights, named = copies(run.model), list(run.model.named_parameters())
-    before = moments(engine.optimizer, named, "exp_avg")
-    own_head = (head.own.weight.detach().clone(), head.own.bias.detach().clone())
-    head_before = moments(head.optimizer, head._names(), "exp_avg")
-    size = config.batch.global_size
-    first = (cycles - 1) * size
-    run.trainer.train_step()
-    lr = run.trainer.history[-1].lr  # type: ignore[attr-defined]
-    after = moments(engine.optimizer, named, "exp_avg_sq")
-    head_after = moments(head.optimizer, head._names(), "exp_avg_sq")
-    decay = {name: config.optimizer.weight_decay if value.ndim > 1 else 0.0 for name, value in named}
-    head_decay = {"weight": config.multilevel.head_weight_decay, "bias": 0.0}
-    state = {name: {"exp_avg": before[name], "held": after[name]} for name in before}
-    head_state = {name: {"exp_avg": head_before[name], "held": head_after[name]} for name in head_before}
-    exact = hypergradient(
-        run.model,
-        weights,
-        run.networks[0],
-        recorder.own,
-        own_head,
-        lower=[recorder.lower()],
-        train=labelled(range(D_TR + first, D_TR + first + size)),
-        validation=labelled(range(D_VAL + first, D_VAL + first + size)),
-        encoder_rule=held_adamw(state, cycles * unroll, lr, config, decay),
-        head_rule=held_adamw(
-            head_state, cycles, config.multilevel.head_lr * lr / config.optimizer.lr, config, head_decay
-        ),
-        pooling=config.multilevel.pooling,
-        normalise=config.multilevel.weights == "normalised",
-        **kind,
-    )
-    return recorder.gradient, exact
-
-
 @pytest.mark.parametrize("micro_size", [8, 4])
 @pytest.mark.parametrize(
     "settings",
@@ -148,9 +102,73 @@ def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **k
     ],
 )
 def test_committed_steps_against_automatic_differentiation(settings: dict[str, Any], micro_size: int) -> None:
-    ours, exact = committed(settings, micro_size=micro_size)
-    assert relative(ours, exact) < 1e-6
+    changes = {**settings, "multilevel": {**FINE, **settings["multilevel"]}}
+    ours = update(Layout(micro_size=micro_size), changes, dtype=DOUBLE)
+    assert relative(ours.gradient, exact([ours])) < 1e-6
 
 
-def batch_of(*batches: Batch) -> Batch:
-    return joined(list(batches))
+CLOSE = 1e-3
+SHARE = 0.1
+"""Each path is at least this much of the whole, so that one that is wrong shows."""
+SMALL = {"lr": 1e-6}
+"""A learning rate of the encoder at which dL_val / dE is the same before and after a step."""
+
+
+@lru_cache
+def found(path: Path, network: str = "flattened", micro_size: int = 8, unroll: int = 1, **rates: float) -> Update:
+    """Plain, float64."""
+    optimizer = {name: rates.pop(name) for name in ("lr",) if name in rates}
+    multilevel = {name: rates.pop(name) for name in ("head_lr",) if name in rates}
+    changes: dict[str, Any] = {
+        "multilevel": {"network": network, "unroll": unroll, "difference": 1e-4, **multilevel},
+        "optimizer": optimizer,
+    }
+    return update(Layout(micro_size=micro_size), changes, path=path, dtype=torch.float64, **rates)
+
+
+def apart(ours: Weights, theirs: Weights, factor: float) -> float:
+    """How far ours is from factor x theirs, by the length of that."""
+    expected = factor * flat(theirs)
+    return float((flat(ours) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("micro_size", [8, 4])
+@pytest.mark.parametrize("network", ["flattened", "patchwise"])
+@pytest.mark.parametrize("path", ["encoder", "head", "both"])
+def test_each_path_has_the_direction_and_the_size_of_exact_differentiation(
+    path: Path, network: str, micro_size: int, unroll: int
+) -> None:
+    ours = found(path, network, micro_size, unroll)
+    theirs = exact([ours], path)
+    measured = agreement(ours.gradient, theirs)
+    assert measured.cosine == pytest.approx(1.0, abs=CLOSE)
+    assert measured.ratio == pytest.approx(1.0, abs=CLOSE)
+    assert flat(theirs).norm() >= SHARE * flat(exact([ours], "both")).norm()
+
+
+@pytest.mark.parametrize("micro_size", [8, 4])
+def test_the_whole_is_the_sum_of_both_paths(micro_size: int) -> None:
+    """What was measured alone is what the hook adds up."""
+    encoder, head, both = (flat(found(path, micro_size=micro_size).gradient) for path in ("encoder", "head", "both"))
+    assert (encoder + head - both).norm() < 1e-5 * both.norm()
+
+
+@pytest.mark.parametrize("path", ["encoder", "head", "both"])
+def test_half_the_encoder_s_learning_rate_is_half_the_hypergradient(path: Path) -> None:
+    whole, half = found(path, **SMALL), found(path, **SMALL, lr_factor=0.5)
+    assert half.lr == whole.lr / 2
+    assert apart(half.gradient, whole.gradient, 0.5) < CLOSE
+
+
+def test_half_the_head_s_learning_rate_is_half_of_its_path_alone() -> None:
+    rates = {**SMALL, "head_lr": 1e-5}
+    for path, factor in (("head", 0.5), ("encoder", 1.0)):
+        whole, half = found(path, **rates), found(path, **rates, head_lr_factor=0.5)  # type: ignore[arg-type]
+        assert apart(half.gradient, whole.gradient, factor) < CLOSE, path
+
+
+def test_a_head_that_does_not_learn_has_no_path() -> None:
+    ours = found("both", head_lr=1e-12)
+    measured = agreement(ours.gradient, exact([ours], "encoder"))
+    assert measured.cosine == pytest.approx(1.0, abs=1e-6) and measured.ratio == pytest.approx(1.0, abs=1e-6)
