@@ -263,7 +263,8 @@ def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:
     axes.scatter(shifts[:, 1], shifts[:, 0], color="tab:red")
     for block, (row, column) in enumerate(shifts.tolist()):
         axes.annotate(str(block), (column, row), textcoords="offset points", xytext=(4, 4))
-    axes.set(xlabel="column shift in patches", ylabel="row shift in patches", aspect="equal")
+    limits = (-1.2 * eps, 1.2 * eps) if eps else None
+    axes.set(xlabel="column shift in patches", ylabel="row shift in patches", aspect="equal", xlim=limits, ylim=limits)
     axes.set_title(f"shift of each encoder block (eps {eps:g})")
 
 

@@ -54,7 +54,7 @@ WALL, GROUND, FIRST_SOLID = 0, 1, 2
 DEPTH_UNITS_PER_METRE = 1000
 SMALLEST_SHARE = 0.06  # of the image, which the main object covers at least
 HALF_WIDTH = 2.0  # metres from the middle of the image to its sides
-CAMERA_DISTANCE = 9.0  # metres from the camera to z = 0
+CAMERA_DISTANCE = 4.0  # metres from the camera to z = 0
 
 
 @dataclass(frozen=True, kw_only=True)
