@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import pair_ratio
 from benchmarks.steps import StepOptions, endless, trainer_of
-from benchmarks.text_steps import text_workload
+from benchmarks.workloads import text_workload
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig, TextModelConfig

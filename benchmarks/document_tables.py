@@ -20,15 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import PretrainConfig
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.listing import data, summary
-from trp_scale.config.loader import known_recipes, load_recipe
+from trp_scale.config.loader import data, known_recipes, load_recipe, summary
+from trp_scale.console import GIB
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.tables import curve, table
 from trp_scale.pretraining.base import DataFacts
-from trp_scale.table import GIB
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 END = "<!-- end of the tables -->"

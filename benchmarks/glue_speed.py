@@ -37,7 +37,7 @@ from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
-from trp_scale.finetuning.task import DownstreamTask, build_task
+from trp_scale.finetuning.task import build_task
 from trp_scale.training.pretrain import Run
 from trp_scale.training.rundir import Ending, Guard
 
@@ -105,7 +105,7 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
     return Run(arguments, environment, run_dir, "plain", guard, build_glue)
 
 
-def build_glue(config: Config, environment: Environment) -> DownstreamTask:
+def build_glue(config: Config, environment: Environment) -> Any:
     """Return the task of a fine-tuning run."""
     assert isinstance(config, GlueTaskConfig)
     return build_task(config, environment)

@@ -36,13 +36,13 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_images import images, modalities
-from benchmarks.gpu_kernels import kernels
 from benchmarks.gpu_parity import memory, parity, waits
 from benchmarks.gpu_setting import Item, Outcome, Setting, each
 from benchmarks.gpu_speed import minimax, throughput
-from benchmarks.gpu_ways import masks, ways
-from trp_scale.config import RefusedError, nearest
+from benchmarks.gpu_ways import kernels, masks, ways
+from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
+from trp_scale.errors import nearest
 
 SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "parity": parity,

@@ -14,11 +14,11 @@ from typing import Literal
 from benchmarks.gpu_parity import Comparison, waited
 from benchmarks.gpu_setting import Figures, Item, Setting, best_size, shrink, step_of, training, use_of_peak
 from benchmarks.gpu_speed import same_work
-from benchmarks.image_steps import CLASSES, MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import both_sides
 from benchmarks.steps import Precision, Workload, endless, model_flops
+from benchmarks.workloads import CLASSES, MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from trp_scale.config.registry import make_settings
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.rounds import alternate
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
-from benchmarks.text_steps import small_bert, text_workload
+from benchmarks.workloads import small_bert, text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.registry import make_settings
@@ -130,22 +130,24 @@ def shrink(setting: Setting, config: ImagePretrainConfig) -> None:
         vision.decoder_layers, vision.decoder_hidden_size, vision.decoder_heads = 1, 16, 2
 
 
+def deepspeed_document(stage: int) -> dict[str, Any]:
+    """Return the shipped file of a ZeRO stage, or a minimal one where none is shipped."""
+    shipped = ROOT / "ds_configs" / f"zero{stage}.json"
+    return json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
+
+
 def engine_of(setting: Setting, layout: str, work: Workload, device: torch.device | None = None) -> Engine:
     """The engine of a layout on one rank, the model in it."""
     stage = ENGINES[layout]
     if layout != "plain":
         setting.environment.ensure_process_group()
-    document = None
-    if stage is not None:
-        shipped = ROOT / "ds_configs" / f"zero{stage}.json"
-        document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
     return build_engine(
         layout if stage is None else "deepspeed",
         work.module,
         work.config,
         device=device or setting.device,
         data_group=setting.environment.data,
-        ds_document=document,
+        ds_document=None if stage is None else deepspeed_document(stage),
         ds_path=layout,
     )
 

@@ -27,7 +27,7 @@ from benchmarks.method_cost import MINIMAX
 from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import SAME_LOSS, both_sides, relative_gap
 from benchmarks.steps import model_flops, trainer_of
-from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
+from benchmarks.workloads import VOCABULARY, random_batch, text_workload
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.training.loop import Trainer

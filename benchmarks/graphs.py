@@ -30,19 +30,16 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import mae_workload, mm_mae_workload
 from benchmarks.step_counts import CPU
 from benchmarks.steps import Workload, endless, trainer_of
-from benchmarks.text_steps import text_workload
+from benchmarks.workloads import build_workload
+from trp_scale.config import PretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import launches
-from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 ROWS = 4
 MODELS = ("pos_bert_tiny", "mae_plus_tiny", "adpe_tiny", "mm_mae_tiny")
@@ -129,15 +126,10 @@ class ModelAlone(PlainEngine):
 def workload_of(name: str) -> Workload:
     """The recipe's model, objective, balancer and adversary over random rows of its shapes."""
     config = load_recipe(name.replace("mae_plus", "adpe"))
-    endless(config, ROWS)
-    if isinstance(config, PosBertConfig):
-        return text_workload(config)
-    if isinstance(config, MmMaeConfig):
-        return mm_mae_workload(config)
-    assert isinstance(config, MaeConfig)
+    assert isinstance(config, PretrainConfig)
     if name == "mae_plus_tiny":
-        config.adversary = make_settings("adversary", "none")
-    return mae_workload(config)
+        config.adversary = make_settings("adversary", "none")  # type: ignore[attr-defined]
+    return build_workload(endless(config, ROWS))
 
 
 def counted(workload: Workload, how: str) -> Counts:

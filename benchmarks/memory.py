@@ -20,24 +20,23 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
-import torch.multiprocessing as multiprocessing
 import tyro
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.rounds import Answer, on_ranks
 from benchmarks.steps import micro_batches
-from benchmarks.text_steps import LENGTH, text_workload
+from benchmarks.workloads import LENGTH, set_encoder, text_workload
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
@@ -50,7 +49,6 @@ from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 ROWS, STEPS = 2, 3
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}
 """Engine, ranks, bytes of state a parameter."""
-Answer = TypeVar("Answer")
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs" / "zero3.json"
 
 
@@ -74,42 +72,12 @@ def peak_bytes(base: int) -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes() - base
 
 
-def on_ranks(layout: str, measure: Callable[..., Answer], *arguments: object) -> list[Answer]:
+def on_layout(layout: str, measure: Callable[..., Answer], *arguments: object) -> list[Answer]:
     """Return `measure(layout, *arguments)` of each rank of a layout, in fresh processes, since the peak of a resident
-    set never falls.
-
-    Raises:
-        SystemExit: a rank failed.
-    """
+    set never falls."""
     # Read by glibc at the start of the processes: freed tensors go back to the system and leave the resident set.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 17)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [
-        context.Process(target=_start, args=(rank, port, layout, measure, arguments, answers))
-        for rank in range(LAYOUTS[layout][1])
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if failed := [process.exitcode for process in processes if process.exitcode]:
-        raise SystemExit(f"{layout}: a rank ended with {failed}")
-    return [answers.get() for _ in processes]
-
-
-def _start(
-    rank: int, port: int, layout: str, measure: Callable[..., Answer], arguments: tuple[object, ...], answers: Any
-) -> None:
-    """Measure on a rank, whose number is in the environment."""
-    world = LAYOUTS[layout][1]
-    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if world > 1:
-        os.environ.update({name: str(value) for name, value in values.items()})
-    torch.set_num_threads(1)
-    answers.put(measure(layout, *arguments))
+    return on_ranks(LAYOUTS[layout][1], measure, layout, *arguments)
 
 
 @contextmanager
@@ -138,13 +106,7 @@ def engine_on(
 def settings(options: Options, world: int) -> PosBertConfig:
     """Return the settings of a run on `world` ranks."""
     return PosBertConfig(
-        model=TextModelConfig(
-            layers=options.layers,
-            hidden_size=options.hidden_size,
-            heads=options.hidden_size // 64,
-            intermediate_size=4 * options.hidden_size,
-            max_positions=LENGTH,
-        ),
+        model=set_encoder(TextModelConfig(max_positions=LENGTH), options.layers, options.hidden_size),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0),
         balancer=make_settings("balancer", "uniform"),
@@ -188,7 +150,7 @@ def print_start(options: Options) -> None:
     """Print the peak of both ways over the weights."""
     for layout in ("fsdp", "zero3"):
         for way in ("shapes", "whole"):
-            answers = on_ranks(layout, measure_start, options, way)
+            answers = on_layout(layout, measure_start, options, way)
             weights = 4 * answers[0][1]
             print(f"{layout}, {weights / 4e6:,.0f} M, {way}: {max(answers)[0] / weights:.2f}", flush=True)
 
@@ -200,7 +162,7 @@ def main(options: Options) -> None:
     print(f"{'layout':<8} {'ranks':>5} {'peak a rank':>12} {'states alone':>13} {'peak / plain':>13}")
     plain = 0
     for layout, (_, world, state_bytes) in LAYOUTS.items():
-        peak, parameters = max(on_ranks(layout, measure, options))
+        peak, parameters = max(on_layout(layout, measure, options))
         plain = plain or peak
         states = state_bytes * parameters / world
         print(

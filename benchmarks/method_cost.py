@@ -23,10 +23,17 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.steps import StepOptions, Workload, endless, recorded_flops, whole_step
-from benchmarks.text_steps import small_bert, text_workload
+from benchmarks.workloads import (
+    MM_MAE,
+    EncoderSize,
+    image_recipe,
+    mae_workload,
+    mm_mae_workload,
+    small_bert,
+    text_workload,
+)
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -22,11 +22,18 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import ImageStepOptions, image_recipe, resized
-from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
 from benchmarks.rounds import Measured, alternate, print_ratios
 from benchmarks.step_counts import CountsOperations
 from benchmarks.steps import endless, model_flops
+from benchmarks.workloads import (
+    ImageStepOptions,
+    cycle,
+    cycle_steps,
+    image_recipe,
+    masks_trainer,
+    plain_engines,
+    resized,
+)
 from trp_scale.config.registry import make_settings
 from trp_scale.core import pieces
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -22,10 +22,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.memory import LAYOUTS, engine_on, on_ranks, peak_bytes, ranks_environment, resident_bytes
-from benchmarks.mlo_steps import masks_trainer
-from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
-from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from benchmarks.memory import LAYOUTS, engine_on, on_layout, peak_bytes, ranks_environment, resident_bytes
+from benchmarks.workloads import masks_trainer, set_encoder
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig
+from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.engines.build import build_engine, build_second_engine
@@ -68,12 +68,7 @@ class Peak:
 def settings(options: Options, world: int, *, masks: bool) -> MaeConfig:
     """Updates of everything at every step."""
     config = MaeConfig(
-        model=ModelConfig(
-            layers=options.layers,
-            hidden_size=options.hidden_size,
-            heads=options.hidden_size // 64,
-            intermediate_size=4 * options.hidden_size,
-        ),
+        model=set_encoder(ModelConfig(), options.layers, options.hidden_size),
         vision=MaeVisionConfig(decoder_layers=options.decoder_layers),
         crops=CropsConfig(size=options.size),
         masking=MaeMaskingConfig(ratio=0.5),
@@ -126,7 +121,7 @@ def main(options: Options) -> None:
         table.add_column(name, justify="left" if name == "layout" else "right")
     for layout in options.layouts:
         plain, masks = (
-            max(on_ranks(layout, measure, options, learned), key=lambda rank: rank.peak) for learned in (False, True)
+            max(on_layout(layout, measure, options, learned), key=lambda rank: rank.peak) for learned in (False, True)
         )
         table.add_row(*row_of(layout, plain, masks))
     Console(width=120).print(table)

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import mae_objective
-from benchmarks.mlo_steps import Labelled, loop_with_masks, plain_engines
-from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from benchmarks.workloads import Labelled, loop_with_masks, mae_objective, plain_engines
+from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import MakeEngine

@@ -13,7 +13,6 @@ predicts masked ones.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import memory as measured_memory
 from benchmarks import wire
-from benchmarks.gpu_setting import ENGINES
-from benchmarks.text_steps import LENGTH, VOCABULARY
+from benchmarks.gpu_setting import ENGINES, deepspeed_document
+from benchmarks.workloads import LENGTH, VOCABULARY, set_encoder
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
@@ -37,7 +36,6 @@ from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.micro_size import WORKSPACE
 
 Part = Literal["traffic", "memory", "published"]
-SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
 
 
 @dataclass(kw_only=True)
@@ -62,9 +60,7 @@ def layout_of(name: str, counted: Counted, gpus: int) -> Layout:
     if stage is None:
         given = Given(engine=name)
     else:
-        shipped = SHIPPED / f"zero{stage}.json"
-        document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
-        given = Given(engine="deepspeed", document=document, path=str(shipped))
+        given = Given(engine="deepspeed", document=deepspeed_document(stage), path=name)
     return next(layouts(counted, Cluster(gpu=GPUS["h100"], gpus=gpus), given))
 
 
@@ -92,7 +88,7 @@ def traffic_over_counted(layers: int, hidden_size: int, world: int) -> None:
 
 def compare_traffic(options: wire.Options, world: int) -> None:
     """A line for each engine and number of micro-batches."""
-    for name, counts, _ in wire.on_ranks(world, options):
+    for name, (counts, _) in wire.measure_engines(world, options):
         for accumulation, (calls, payload) in zip(wire.ACCUMULATIONS, counts, strict=True):
             number, sent, parameters = predicted(name, options, world, accumulation)
             calls_counted = sum(calls.values())
@@ -107,7 +103,7 @@ def memory_over_measured() -> None:
     options = measured_memory.Options()
     print(f"\nmemory of a rank, BERT {options.layers} x {options.hidden_size}: predicted, measured, in MB")
     for name, (engine, world, _) in measured_memory.LAYOUTS.items():
-        found = measured_memory.on_ranks(name, measured_memory.measure, options)
+        found = measured_memory.on_layout(name, measured_memory.measure, options)
         peak = max(each for each, _ in found) / 2**20
         config = measured_memory.settings(options, world)
         counted = Counted(config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
@@ -174,10 +170,7 @@ def scaling(point: Published) -> tuple[float, float]:
     """Predicted: rows a second and GPU on many over few; and the use of the peak on few."""
     config = load_recipe("pos_bert_large")
     assert isinstance(config, PosBertConfig)
-    layers, width = point.sizes
-    model = config.model
-    model.layers, model.hidden_size, model.heads, model.intermediate_size = layers, width, width // 64, 4 * width
-    model.max_positions = point.length
+    set_encoder(config.model, *point.sizes).max_positions = point.length
     config.data.path, config.training.precision = "(none)", "bf16"
     if point.half:
         config.training.weights = config.training.gradients = "bf16"

@@ -1,16 +1,22 @@
-"""Alternating measurement: A, B, A, B, ... in one process, so that a noisy machine disturbs both alike."""
+"""Alternating measurement: A, B, A, B, ... in one process, so that a noisy machine disturbs both alike; and
+measurement on several ranks."""
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +122,34 @@ def print_ratios(
         cells = (column.get(name, "") for column in columns.values())
         table.add_row(name, f"{candidate.wall * 1e3:.1f}", str(clock), str(processor), *cells)
     Console(width=160).print(table)
+
+
+def on_ranks(world: int, measure: Callable[..., Answer], *arguments: object) -> list[Answer]:
+    """Return `measure(*arguments)` of each rank, in fresh processes of one thread whose ranks are in their environment.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes below start
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    values = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [values | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+    processes = [context.Process(target=_start, args=(rank, measure, arguments, answers)) for rank in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise SystemExit(f"a rank of {world} ended with {failed}")
+    by_rank = dict(answers.get() for _ in processes)
+    return [by_rank[rank] for rank in range(world)]
+
+
+def _start(rank: dict[str, object], measure: Callable[..., Any], arguments: tuple[object, ...], answers: Any) -> None:
+    if rank["WORLD_SIZE"] != 1:
+        os.environ.update({name: str(value) for name, value in rank.items()})
+    torch.set_num_threads(1)
+    answers.put((rank["RANK"], measure(*arguments)))

@@ -9,10 +9,8 @@ sharding round starts with nothing remembered; training the tokenizer and loadin
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.rounds import alternate
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, train_word_piece
 from trp_scale.sharding.job.parts import new_tar
 from trp_scale.sharding.text.annotate import Annotator, make_tagger
@@ -77,12 +76,6 @@ def tagger_alone(kind: str) -> Callable[[list[list[str]]], object]:
     return lambda sentences: [pattern.tag(" ".join(words), tokenize=False) for words in sentences]
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
 def main() -> None:
     options = tyro.cli(Options, description=__doc__, use_underscores=True)
     texts = list(documents(options))
@@ -108,11 +101,8 @@ def main() -> None:
             with new_tar(directory / "text-000000.tar", directory / "report.json") as opened:
                 write_portion(portion, opened.writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
 
-        times: dict[str, list[float]] = {"alone": [], "sharding": []}
-        for _ in range(options.rounds):
-            times["alone"].append(cpu_seconds(lambda: alone(sentences)))
-            times["sharding"].append(cpu_seconds(shard))
-    rates = {kind: total / statistics.median(values) for kind, values in times.items()}
+        sides = {"alone": lambda: alone(sentences), "sharding": shard}
+        rates = {side: total / times.cpu for side, times in alternate(sides, rounds=options.rounds, warmup=0).items()}
     print(f"{options.tagger}: {total:,} words, {options.rounds} alternating rounds, medians, one process, CPU seconds")
     print(f"  tagger alone    {rates['alone']:>10,.0f} words/s")
     print(f"  whole sharding  {rates['sharding']:>10,.0f} words/s")

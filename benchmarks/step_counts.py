@@ -39,17 +39,16 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_setting import text_config
-from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from benchmarks.steps import Precision, Workload, endless, trainer_of
-from benchmarks.text_steps import text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_workload
 from trp_scale.config import TextModelConfig
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.training.decisions import Agreed
 
 CPU = torch.device("cpu")
@@ -246,12 +245,11 @@ def workload_of(model: Model, precision: Precision, rows: int = 0, adversary: st
         assert isinstance(recipe.model, TextModelConfig)
         config = text_config(recipe.model, rows=rows, precision=precision, balancer=recipe.balancer)
         return text_workload(config, model.length, round(0.15 * model.length))
-    if model.recipe == MM_MAE:
-        return mm_mae_workload(endless(image_recipe(model.recipe, MmMaeConfig, model.size), rows, precision=precision))
-    images = endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision)
+    images = endless(image_recipe(model.recipe, ImagePretrainConfig, model.size), rows, precision=precision)
     if adversary:
+        assert isinstance(images, MaeConfig)
         images.adversary, images.vision.index = make_settings("adversary", adversary), "relaxed"
-    return mae_workload(images)
+    return build_workload(images)
 
 
 def counted(

@@ -25,10 +25,9 @@ from transformers import BertForPreTraining, ViTMAEForPreTraining
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import CLASSES, MM_MAE, image_recipe, mae_objective, mae_workload, mm_mae_workload
 from benchmarks.rounds import alternate, pair_ratio, print_ratios
 from benchmarks.steps import Precision, StepOptions, Workload, endless, model_flops, whole_step
-from benchmarks.text_steps import VOCABULARY, small_bert, text_workload
+from benchmarks.workloads import CLASSES, MM_MAE, VOCABULARY, build_workload, image_recipe, mae_objective, small_bert
 from trp_scale.config import Config
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
@@ -172,9 +171,7 @@ def workload(options: Options) -> Workload:
         config.balancer = make_settings("balancer", "uniform")
     endless(config, options.rows, precision=options.precision)
     config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
-    if isinstance(config, PosBertConfig):
-        return text_workload(config)
-    return mae_workload(config) if isinstance(config, MaeConfig) else mm_mae_workload(config)
+    return build_workload(config)
 
 
 def print_share(options: Options, work: Workload, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from trp_scale.config import BatchConfig, Config, PretrainConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.engine import Engine
@@ -27,6 +27,7 @@ from trp_scale.training.observer import Observer
 
 Precision = Literal["bf16", "fp32"]
 Run = TypeVar("Run", bound=Config)
+Model = TypeVar("Model", bound=ModelConfig)
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,6 @@ Timed with --rounds: steps of `rows` on one rank alone alternate with steps of 2
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
@@ -25,8 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import torch
-import torch.multiprocessing as multiprocessing
 import tyro
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
-from benchmarks.image_steps import mae_workload, random_images
+from benchmarks.rounds import on_ranks
 from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
-from benchmarks.text_steps import LENGTH, random_batch, text_workload
+from benchmarks.workloads import LENGTH, mae_workload, random_batch, random_images, set_encoder, text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
@@ -46,7 +43,6 @@ from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
 
-PORT = 29621
 ACCUMULATIONS = (1, 4)
 """Micro-batches of a step."""
 KINDS = {
@@ -122,15 +118,7 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
 
 def bert(options: Options, micro_batches: int, precision: Precision) -> PosBertConfig:
     """Settings of a run whose step has so many micro-batches over all ranks."""
-    width = options.hidden_size
-    model = TextModelConfig(
-        layers=options.layers,
-        hidden_size=width,
-        heads=max(1, width // 64),
-        intermediate_size=4 * width,
-        max_positions=LENGTH,
-        dropout=0.0,
-    )
+    model = set_encoder(TextModelConfig(max_positions=LENGTH, dropout=0.0), options.layers, options.hidden_size)
     return text_config(model, rows=options.rows, accumulation=micro_batches, precision=precision)
 
 
@@ -138,9 +126,8 @@ def autoencoder(options: Options, micro_batches: int, precision: Precision) -> M
     """The same of a masked autoencoder: the small recipe's, without its adversary."""
     config = load_recipe("adpe_tiny")
     assert isinstance(config, MaeConfig)
-    width = options.hidden_size
-    config.model.layers, config.model.hidden_size, config.model.heads = options.layers, width, max(1, width // 64)
-    config.model.intermediate_size, config.adversary = 4 * width, make_settings("adversary", "none")
+    set_encoder(config.model, options.layers, options.hidden_size)
+    config.adversary = make_settings("adversary", "none")
     return endless(config, options.rows, accumulation=micro_batches, precision=precision)
 
 
@@ -195,36 +182,23 @@ def gain(environment: Environment, layout: str, options: Options) -> list[float]
     return found
 
 
-def on_rank(rank: int, world: int, options: Options, answers: Any) -> None:
-    """All engines in turn; rank 0 puts what it found of each."""
-    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-    os.environ.update({name: str(value) for name, value in values.items()})
+Answers = tuple[list[tuple[dict[str, int], dict[str, int]]], list[float]]
+"""Calls and bytes by kind of each number of micro-batches; and what a second rank is worth."""
+
+
+def measure(world: int, layout: str, options: Options) -> Answers:
+    """Count on this rank, and time if asked."""
     with Environment() as environment:
-        torch.set_num_threads(1)
         environment.ensure_process_group()
-        for layout in options.engines:
-            counts = [counted_of(environment, layout, options, world, number) for number in ACCUMULATIONS]
-            gains = gain(environment, layout, options) if options.rounds else []
-            if rank == 0:
-                answers.put((layout, [(dict(each.calls), dict(each.bytes)) for each in counts], gains))
+        counts = [counted_of(environment, layout, options, world, number) for number in ACCUMULATIONS]
+        gains = gain(environment, layout, options) if options.rounds else []
+        return [(dict(count.calls), dict(count.bytes)) for count in counts], gains
 
 
-Found = tuple[str, list[tuple[dict[str, int], dict[str, int]]], list[float]]
-"""An engine; calls and bytes by kind of each number of micro-batches; and what a second rank is worth."""
-
-
-def on_ranks(world: int, options: Options) -> Iterator[Found]:
-    """What processes of their own find, engine by engine."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes below start
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [context.Process(target=on_rank, args=(rank, world, options, answers)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for _ in options.engines:
-        yield answers.get()
-    for process in processes:
-        process.join()
+def measure_engines(world: int, options: Options) -> Iterator[tuple[str, Answers]]:
+    """Yield each engine with the answers of a rank."""
+    for layout in options.engines:
+        yield layout, on_ranks(world, measure, world, layout, options)[0]
 
 
 def main(options: Options) -> None:
@@ -234,7 +208,7 @@ def main(options: Options) -> None:
     columns = [*KINDS.values()]
     print(f"{'engine':<7}{'micro':>6}{'calls':>7}" + "".join(f"{name + ' B/p':>16}" for name in columns), end="")
     print(f"{'on the wire B/p':>17}{'2 ranks / 1':>13}")
-    for layout, counts, gains in on_ranks(2, options):
+    for layout, (counts, gains) in measure_engines(2, options):
         for accumulation, (calls, payload) in zip(ACCUMULATIONS, counts, strict=True):
             each = {name: payload.get(name, 0) / parameters for name in columns}
             wire = sum(each.values()) + each["all-reduce"]

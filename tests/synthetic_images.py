@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
-from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine

@@ -13,15 +13,8 @@ from torch import Tensor
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import by_projection
-from trp_scale.config import (
-    BatchConfig,
-    Config,
-    CropConfig,
-    DecodedVisionConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.images import CropConfig, DecodedVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine

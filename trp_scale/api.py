@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trp_scale.config.listing import summaries
-from trp_scale.config.loader import read_section
+from trp_scale.config import AVERAGE, Weights
+from trp_scale.config.loader import read_section, summaries
 from trp_scale.config.registry import MAIN, find_registration, load_module
 from trp_scale.config.run_flags import Arguments, make_arguments
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import Settings
-from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:

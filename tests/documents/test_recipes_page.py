@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.document_tables import fine_tuning_row, planned_recipes, planned_row, written_tables
 from trp_scale.config import PretrainConfig
-from trp_scale.config.listing import summary
-from trp_scale.config.loader import known_recipes
+from trp_scale.config.loader import known_recipes, summary
 
 PRE_TRAINING = known_recipes(PretrainConfig)
 ALWAYS = ("pos_bert_base",)

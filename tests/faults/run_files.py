@@ -19,8 +19,7 @@ from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import METRICS_FILE, check_settings, cut_metrics, incompleteness, select
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
-from trp_scale.config.listing import summary
-from trp_scale.config.loader import dump, load_recipe, to_dict
+from trp_scale.config.loader import dump, load_recipe, summary, to_dict
 from trp_scale.config.run_flags import require_modules
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import ds_config

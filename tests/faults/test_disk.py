@@ -23,7 +23,7 @@ from trp_scale.checkpoint import writer
 from trp_scale.checkpoint.document import ChecksumWriter
 from trp_scale.checkpoint.run_directory import METRICS_FILE, checkpoints, incompleteness
 from trp_scale.cli import main as cli
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.training.loop import Trainer
 from trp_scale.training.metrics import MetricsWriter, read_metrics
 

@@ -16,7 +16,7 @@ from tests.runs import flags, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.cli import main as cli
 from trp_scale.distributed.liveness import Lease
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 
 
 def record(run_dir: Path) -> dict[str, Any]:

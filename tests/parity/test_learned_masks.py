@@ -14,7 +14,7 @@ from tests.parity.compare import RELATIVE, too_far
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
-from trp_scale.config import PatchSplit
+from trp_scale.config.images import PatchSplit
 from trp_scale.methods.learned_masks import masks
 from trp_scale.methods.learned_masks.masks import Selection, select
 

@@ -1,4 +1,4 @@
-"""Faults of the world have status 1, and mistakes of the user 2."""
+"""Exit statuses, which schedulers read: faults of the world have status 1, and mistakes of the user 2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 
 from trp_scale.distributed.groups import Group, run_on_all_ranks
-from trp_scale.errors import DataError, RefusedError, UnreadableError, exit_status_and_message
+from trp_scale.errors import DataError, ExitStatus, RefusedError, UnreadableError, exit_status_and_message
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError
 
 
@@ -39,3 +39,21 @@ def test_data_that_failing_storage_hides_is_no_mistake_of_the_user(number: int, 
     error = DataError("a.tar: cannot be read")
     error.__cause__ = OSError(number, os.strerror(number), "a.tar")
     assert exit_status_and_message(error)[0] == status
+
+
+def test_numbers_stay_and_each_says_what_to_do() -> None:
+    numbers = {status.name: int(status) for status in ExitStatus}
+    assert numbers == {
+        "DONE": 0,
+        "FAILED": 1,
+        "REFUSED": 2,
+        "DIVERGED": 3,
+        "HUNG": 4,
+        "STORAGE": 5,
+        "INTERRUPTED": 130,
+    }
+    assert all(status.meaning and status.advice and str(status) == str(int(status)) for status in ExitStatus)
+
+
+def test_another_start_may_help_after_a_fault_alone() -> None:
+    assert {status for status in ExitStatus if status.is_fault} == {ExitStatus.FAILED, ExitStatus.HUNG}

@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("exit_status", "console", "table"),
-    ("errors",),
+    ("console", "errors"),
     ("config",),
     ("distributed",),
     ("storage",),
@@ -32,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("finetuning",),
     ("evaluation",),
     ("sharding", "planning", "diagnostics"),
-    ("components", "studies"),
+    ("studies",),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
-from trp_scale.config import RefusedError
-from trp_scale.config.json_files import read_object
+from trp_scale.config import RefusedError, Weights
+from trp_scale.config.documents import read_object
 from trp_scale.config.registry import find, import_name
-from trp_scale.config.upstream import Weights
 from trp_scale.distributed.groups import RankError
 from trp_scale.errors import CheckpointError
 from trp_scale.storage.files import sync_directory

@@ -41,7 +41,7 @@ from trp_scale.checkpoint.document import (
     reading_tensors,
     write_tensor_file,
 )
-from trp_scale.config.upstream import AVERAGE, Weights
+from trp_scale.config import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group, run_on_all_ranks
 from trp_scale.errors import CheckpointError, shorten

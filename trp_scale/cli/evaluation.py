@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from trp_scale.config import Weights
 from trp_scale.config.flags import ReadsRuns, read
-from trp_scale.config.upstream import Weights
 from trp_scale.errors import RefusedError
 
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from typing import NoReturn
 
 import trp_scale
@@ -18,91 +17,47 @@ from trp_scale.config.schema import clean_text
 from trp_scale.console import EscapedStream
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, exit_process
 from trp_scale.distributed.stop import listen_early
-from trp_scale.errors import RefusedError, exit_status_and_message, nearest
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus, RefusedError, exit_status_and_message, nearest
 
-
-@dataclass(frozen=True)
-class Command:
-    """One command.
-
-    Attributes:
-        target: module and function; the function takes the arguments behind the command's name and returns the status.
-        line: what it does.
-    """
-
-    target: str
-    line: str
-
-    def __call__(self, argv: Sequence[str]) -> int:
-        module, _, function = self.target.partition(":")
-        status: int = getattr(importlib.import_module(module), function)(argv)
-        return status
-
-
-COMMANDS: dict[str, dict[str, Command]] = {
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "make data": {
-        "shard-text": Command("trp_scale.cli.sharding:shard_text", "tag, tokenize and shard English text"),
-        "shard-images": Command("trp_scale.cli.sharding:shard_images", "shard images, or render small scenes"),
-        "pseudo-label": Command(
-            "trp_scale.cli.sharding:pseudo_label", "give images the maps that depth and segmentation models see"
-        ),
-        "index": Command("trp_scale.cli.sharding:index", "write the one index of a data set that runs map into memory"),
-        "merge": Command("trp_scale.cli.sharding:merge", "join a data set that several machines made in parts"),
-        "inspect": Command("trp_scale.cli.sharding:inspect", "show rows of a shard"),
-        "verify": Command("trp_scale.cli.sharding:verify", "check every byte of a data set"),
+        "shard-text": ("sharding", "tag, tokenize and shard English text"),
+        "shard-images": ("sharding", "shard images, or render small scenes"),
+        "pseudo-label": ("sharding", "give images the maps that depth and segmentation models see"),
+        "index": ("sharding", "write the one index of a data set that runs map into memory"),
+        "merge": ("sharding", "join a data set that several machines made in parts"),
+        "inspect": ("sharding", "show rows of a shard"),
+        "verify": ("sharding", "check every byte of a data set"),
     },
     "train": {
-        "recipes": Command("trp_scale.config.listing:recipes", "list the recipes, or print all settings of one"),
-        "plan": Command(
-            "trp_scale.cli.training:plan", "predict memory, time and the best layout of a run on a cluster"
-        ),
-        "pretrain": Command(
-            "trp_scale.cli.training:pretrain", "pre-train from a recipe, in one process or on many ranks"
-        ),
-        "finetune": Command(
-            "trp_scale.cli.training:finetune",
-            "fine-tune an encoder on downstream tasks, over seeds",
-        ),
-        "launch-files": Command(
-            "trp_scale.cli.training:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
-        ),
+        "recipes": ("training", "list the recipes, or print all settings of one"),
+        "plan": ("training", "predict memory, time and the best layout of a run on a cluster"),
+        "pretrain": ("training", "pre-train from a recipe, in one process or on many ranks"),
+        "finetune": ("training", "fine-tune an encoder on downstream tasks, over seeds"),
+        "launch-files": ("training", "write out DeepSpeed's files, launch and SLURM scripts"),
     },
     "look at the machines": {
-        "doctor": Command(
-            "trp_scale.cli.doctor:doctor",
-            "find what of the machines, or in a run's directory, stops or slows a run",
-        ),
+        "doctor": ("training", "find what of the machines, or in a run's directory, stops or slows a run"),
     },
     "look at what was trained": {
-        "report": Command("trp_scale.cli.evaluation:report", "print what a run has reached, and draw it on a page"),
-        "watch": Command("trp_scale.cli.evaluation:watch", "serve that page while the run goes on"),
-        "evaluate": Command(
-            "trp_scale.cli.evaluation:evaluate", "measure runs again, also on other data and on unusual images"
-        ),
-        "probe": Command("trp_scale.cli.evaluation:probe", "measure how far a frozen encoder tells classes apart"),
-        "represent": Command(
-            "trp_scale.cli.evaluation:represent", "draw and measure what an image encoder has learned, on one page"
-        ),
-        "compare": Command(
-            "trp_scale.cli.evaluation:compare", "put what several runs reached side by side, with p values"
-        ),
-        "export": Command(
-            "trp_scale.cli.evaluation:export", "write a run's weights as a directory that other libraries load"
-        ),
+        "report": ("evaluation", "print what a run has reached, and draw it on a page"),
+        "watch": ("evaluation", "serve that page while the run goes on"),
+        "evaluate": ("evaluation", "measure runs again, also on other data and on unusual images"),
+        "probe": ("evaluation", "measure how far a frozen encoder tells classes apart"),
+        "represent": ("evaluation", "draw and measure what an image encoder has learned, on one page"),
+        "compare": ("evaluation", "put what several runs reached side by side, with p values"),
+        "export": ("evaluation", "write a run's weights as a directory that other libraries load"),
     },
     "compare methods": {
-        "study": Command(
-            "trp_scale.cli.study:study",
-            "run a table of the papers, or your own, as one file: all runs, and a report",
-        ),
+        "study": ("study", "run a table of the papers, or your own, as one file: all runs, and a report"),
     },
 }
-"""The commands, in the groups that `trp-scale --help` shows."""
+"""Module of trp_scale.cli and description of each command, in the groups of `trp-scale --help`. The module has a
+function of the command's name, which takes the arguments behind it and returns the status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (exit_status.py)."""
+    """Run a command; returns the exit status (errors.py)."""
     words = sys.argv[1:] if argv is None else argv
     with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
         return run(lambda: _main(list(map(clean_text, words))))
@@ -117,10 +72,13 @@ def _main(arguments: Sequence[str]) -> int:
         print(f"trp-scale {trp_scale.__version__}")
         return 0
     name, rest = arguments[0], arguments[1:]
-    commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
-    if name not in commands:
-        return _refuse(name, commands)
-    return commands[name](rest)
+    modules = {name: module for group in COMMANDS.values() for name, (module, _) in group.items()}
+    if name not in modules:
+        close = nearest(name, modules)
+        raise RefusedError(f"{name!r} is no command of trp-scale{close}; allowed: {', '.join(modules)}")
+    module = importlib.import_module(f"trp_scale.cli.{modules[name]}")
+    status: int = getattr(module, name.replace("-", "_"))(rest)
+    return status
 
 
 def _usage(status: ExitStatus) -> int:
@@ -134,14 +92,10 @@ def usage() -> Iterator[str]:
     yield "usage: trp-scale COMMAND ...      trp-scale --version"
     for title, group in COMMANDS.items():
         yield f"\n{title}:"
-        yield from (f"  {name:<{width}}  {command.line}" for name, command in group.items())
+        yield from (f"  {name:<{width}}  {line}" for name, (_, line) in group.items())
     yield "\nexit status:"
     yield from (f"  {status.value:<{width}}  {status.meaning}" for status in ExitStatus)
     yield "\ntrp-scale COMMAND --help explains what a command needs, --help-all all of its flags."
-
-
-def _refuse(name: str, commands: dict[str, Command]) -> int:
-    raise RefusedError(f"{name!r} is no command of trp-scale{nearest(name, commands)}; allowed: {', '.join(commands)}")
 
 
 def run(command: Callable[[], int]) -> int:

@@ -15,48 +15,97 @@ import tyro.conf
 
 from trp_scale.config.registry import Component, default_settings, find, listed_roles, names, unknown_component
 from trp_scale.config.settings import Section, near_divisors, setting
-from trp_scale.config.upstream import (
-    MOST_PATCHES,
-    CropConfig,
-    CropsConfig,
-    DataConfig,
-    DecodedVisionConfig,
-    MaskingConfig,
-    ModelConfig,
-    PatchSplit,
-    RelativeVisionConfig,
-    TextModelConfig,
-    VisionConfig,
-    split_patches,
-)
-from trp_scale.errors import RefusedError, nearest
+from trp_scale.errors import RefusedError as RefusedError
 
-__all__ = [
-    "MOST_PATCHES",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "CropConfig",
-    "CropsConfig",
-    "DataConfig",
-    "DecodedVisionConfig",
-    "FsdpConfig",
-    "LoggingConfig",
-    "MaskingConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PatchSplit",
-    "PretrainConfig",
-    "RefusedError",
-    "RelativeVisionConfig",
-    "ReliabilityConfig",
-    "TextModelConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-    "VisionConfig",
-    "nearest",
-    "split_patches",
-]
+Weights = Literal["last", "average"]
+"""Which weights of a run: as its last step left them, or the average that its hook weight_average kept of them."""
+
+AVERAGE = "@average"
+"""Behind the path of a run or a checkpoint: the average, where `model.weights` names its weights."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
+
+    layers: int = setting(12, at_least=1)
+    """Number of transformer blocks."""
+    hidden_size: int = setting(768, at_least=1)
+    """Width of the residual stream."""
+    heads: int = setting(12, at_least=1)
+    """Attention heads; must divide hidden_size."""
+    intermediate_size: int = setting(3072, at_least=1)
+    """Width of the feed-forward layer."""
+    initializer_range: float = setting(0.02, above=0)
+    """Standard deviation of the normal initialisation."""
+    layer_norm_eps: float = setting(1e-12, above=0)
+    """Epsilon of the layer norms."""
+    weights: str = ""
+    """Start from another library's weights: a safetensors file, or a directory with model.safetensors. Allowed:
+    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. A run directory of
+    trp-scale pretrain gives its last weights, with @average behind it their average. Empty = from the seed."""
+    weights_names: bool = False
+    """Where those weights are another model's: name every tensor that is missing, unexpected or of another shape."""
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of
+        the feed-forward layer in each."""
+        return self.layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.heads > 0 and self.hidden_size % self.heads:
+            yield (
+                f"--model.heads is {self.heads} and does not divide --model.hidden_size {self.hidden_size}; "
+                f"allowed, for example: {near_divisors(self.hidden_size, self.heads)}"
+            )
+
+
+@dataclass(kw_only=True)
+class TextModelConfig(ModelConfig):
+    """The encoder of text."""
+
+    max_positions: int = setting(512, at_least=8)
+    """Longest sequence the position table can hold, special tokens included."""
+    dropout: float = setting(0.1, at_least=0, below=1)
+    """Dropout of hidden states and attention probabilities."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Where rows come from and in which order."""
+
+    path: str = ""
+    """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
+    workers: int = setting(1, at_least=0)
+    """Loader processes per rank, at most as many as it has CPUs; 0 fetches in the training process. The three sources
+    of learned masks share them; each has at least one."""
+    prefetch: int = setting(4, at_least=1)
+    """Micro-batches each worker prepares ahead."""
+    blocks_per_group: int = setting(16, at_least=1)
+    """Blocks whose rows are shuffled together. Part of the order: a resumed run cannot change it."""
+    validation_fraction: float = setting(0.01, at_least=0, below=1)
+    """Share of the blocks held out for validation, chosen by a hash of their keys."""
+    max_corrupt_blocks: int = setting(0, at_least=0)
+    """Most unreadable blocks (text) or images that are left out and reported. One more stops the run on all ranks."""
+    verify: bool = True
+    """Compare the checksum of each block at its first reading, and of each image. Those of depth and segmentation maps
+    are always compared."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.path:
+            yield (
+                "--data.path is empty; allowed: the directory with dataset.json that trp-scale shard-text or "
+                "trp-scale shard-images wrote"
+            )
+
+
+@dataclass(kw_only=True)
+class MaskingConfig:
+    """Selection of the predicted positions."""
+
+    maskings: int = setting(0, at_least=0)
+    """Different maskings per row, used in turn by epoch; 0 = a fresh one each epoch."""
 
 
 @dataclass(kw_only=True)

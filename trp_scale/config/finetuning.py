@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from trp_scale.config import Config, CropsConfig, OptimizerConfig, RelativeVisionConfig, TrainingConfig
+from trp_scale.config import Config, OptimizerConfig, TrainingConfig
+from trp_scale.config.images import CropsConfig, RelativeVisionConfig
 from trp_scale.config.settings import Settings, setting
 from trp_scale.errors import RefusedError
 

@@ -1,24 +1,137 @@
-"""Settings of all runs on images."""
+"""Settings of all runs on images: crops, patches, encoders and masked autoencoders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from trp_scale.config import (
-    MOST_PATCHES,
-    CropConfig,
-    CropsConfig,
-    DecodedVisionConfig,
-    MaskingConfig,
-    ModelConfig,
-    PretrainConfig,
-    RelativeVisionConfig,
-    split_patches,
-)
+import tyro.conf
+
+from trp_scale.config import MaskingConfig, ModelConfig, PretrainConfig
 from trp_scale.config.registry import default_settings
-from trp_scale.config.settings import setting
+from trp_scale.config.settings import Section, setting
+
+
+@dataclass(kw_only=True)
+class VisionConfig:
+    """How an image becomes tokens."""
+
+    patch_size: int = setting(16, at_least=1)
+    """Side of a patch in pixels; must divide --crops.size."""
+    position_order: Literal["column_row", "row_column"] = "column_row"
+    """The coordinate that the first half of a fixed position encodes, then the other's. column_row: MAE (He et al.).
+    row_column: MultiMAE (Bachmann et al.). The network is the same up to an exchange of the halves of its width, but
+    each library's weights need their own order."""
+
+
+@dataclass(kw_only=True)
+class RelativeVisionConfig(VisionConfig):
+    """Encoders with optional relative positions."""
+
+    positions: Literal["absolute", "relative"] = "absolute"
+    """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
+    index: Literal["rounded", "relaxed"] = "rounded"
+    """How an offset finds its entry of the relative table: rounded (iRPE), or relaxed and interpolated (AdPE 4.2.3). A
+    relative coordinate adversary always takes --adversary.index instead."""
+
+
+@dataclass(kw_only=True)
+class DecodedVisionConfig(VisionConfig):
+    """Masked autoencoders (He et al.). Defaults are MAE's."""
+
+    decoder_layers: int = setting(8, at_least=1)
+    """Number of decoder blocks."""
+    decoder_hidden_size: int = setting(512, at_least=1)
+    """Width of the decoder."""
+    decoder_heads: int = setting(16, at_least=1)
+    """Attention heads of the decoder; must divide decoder_hidden_size."""
+
+
+@dataclass(kw_only=True)
+class CropConfig(Section):
+    """Crop of an image that the model sees. Crops and flips follow from (seed, row key, epoch)."""
+
+    size: int = 224
+    """Side of a crop in pixels (MAE+: 112)."""
+    min_scale: float = 0.2
+    """Smallest share of the image's area that a random resized crop (or the view) covers."""
+    max_scale: float = 1.0
+    """Largest share of the image's area that a random resized crop (or the view) covers."""
+    flip: float = setting(0.5, at_least=0, at_most=1)
+    """Probability of a horizontal flip."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """How a crop is resized; both with antialiasing."""
+    scaled_decoding: bool = False
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where all its crops still have --crops.size pixels a side (libjpeg's
+    scaled inverse DCT). Pixels differ a little, and crops begin and end at multiples of 2, 4 or 8 pixels. It is faster
+    for images of more than twice the crop's size; for others nothing changes."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not 0 < self.min_scale <= self.max_scale <= 1:
+            yield (
+                f"--crops.min_scale is {self.min_scale} and --crops.max_scale {self.max_scale}, allowed: shares of the "
+                "image's area, more than 0, at most 1, the first not above the second"
+            )
+
+
+@dataclass(kw_only=True)
+class CropsConfig(CropConfig):
+    """Crops of an image, one model row each. Crops and flips follow from (seed, row key, epoch)."""
+
+    count: int = setting(1, at_least=1)
+    """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
+    from_: Annotated[Literal["image", "view"], tyro.conf.arg(name="from")] = "image"
+    """image: each crop is a random resized crop of the image. view: the image is first cropped and resized to a view
+    of view_size, from which windows of `size` are cut at random places (AdPE, Appendix A)."""
+    view_size: int = 224
+    """Side of the view in pixels, for crops.from = view."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.from_ == "view" and self.view_size < self.size:
+            yield (
+                f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: no window of that size lies "
+                "in the view; raise it, or use --crops.from image"
+            )
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        if self.from_ == "image" and self.view_size != CropsConfig.view_size:
+            yield f"--crops.view_size {self.view_size} has no effect with --crops.from image"
+
+
+MOST_PATCHES = 1 << 16
+"""That a crop may have: masks carry a patch's number in 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSplit:
+    """How many patches a crop has.
+
+    Attributes:
+        patches: N, all of them.
+        visible: V = int(N (1 - ratio)), those that the encoder is shown.
+    """
+
+    patches: int
+    visible: int
+
+    @property
+    def masked(self) -> int:
+        """M = N - V, those that are predicted."""
+        return self.patches - self.visible
+
+
+def split_patches(size: int, patch_size: int, ratio: float) -> PatchSplit:
+    """The patches of a crop.
+
+    Args:
+        size: side of the crop in pixels (crops.size), a multiple of the patch's.
+        patch_size: side of a patch (vision.patch_size).
+        ratio: share that is predicted (masking.ratio).
+    """
+    patches = (size // patch_size) ** 2
+    return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
 
 
 class OnImages(Protocol):

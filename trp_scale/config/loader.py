@@ -1,6 +1,6 @@
 """Settings of a run from a recipe or a mapping, and back: every key is a field of `trp_scale.config`.
 
-Values are read by `schema.py`; here the type of the run is chosen, and an unknown key is explained.
+Values are read by `schema.py`; here the type of the run is chosen, an unknown key is explained, and recipes are listed.
 """
 
 from __future__ import annotations
@@ -8,18 +8,28 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
+import itertools
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trp_scale.config import Config, PretrainConfig
+from trp_scale.config.documents import read_lines, write_yaml
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.recipes import Inherited, inherit, recipe_names, recipe_path
+from trp_scale.config.recipes import (
+    RECIPES,
+    Inherited,
+    inherit,
+    recipe_names,
+    recipe_path,
+    registered_document,
+    registered_recipes,
+)
 from trp_scale.config.registry import RUNS, Component, find, listed_roles, load_module, registered_components, runs
 from trp_scale.config.schema import Problem, WrongValueError, setting_name, setting_names, typed_reader
 from trp_scale.config.settings import Settings
-from trp_scale.config.yaml_files import write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
 
 Section = TypeVar("Section")
@@ -273,3 +283,70 @@ def _nearest_field(name: str) -> str:
 
 def _all_fields() -> Iterable[str]:
     return dict.fromkeys(field for _, _, settings in runs() for field in flat(to_dict(settings())))
+
+
+DEFAULT = "default"
+"""Origin of a value that no file sets."""
+
+
+def list_recipes() -> Iterator[str]:
+    """Yield the names of all recipes by command, with their summaries."""
+    names = known_recipes()
+    width = max(map(len, names))
+    pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
+    for command, those in (
+        ("pretrain", pre_training),
+        ("finetune", [name for name in names if name not in pre_training]),
+    ):
+        yield f"trp-scale {command} --recipe"
+        yield from (f"  {name:<{width}}  {summary(name)}" for name in those)
+
+
+def summaries() -> dict[str, str]:
+    """Return the summaries of all recipes by name."""
+    return {name: summary(name) for name in known_recipes()}
+
+
+def summary(name: str) -> str:
+    """Return the line that a recipe was registered with, or the first sentence of its head comment, or ""."""
+    path = recipe_path(name)
+    if registered_document(path) is not None:
+        return registered_recipes[name].line
+    paragraph = _head(path).partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=\.)\s+(?=[A-Z\"])", paragraph, maxsplit=1)[0].removesuffix(".")
+
+
+def data(name: str) -> str:
+    """Return the sentence after `Data:` in the head comment of a recipe or of the nearest recipe that it extends, or
+    ""."""
+    for path in reversed(resolve(recipe_path(name))[1].chain):
+        head = "" if registered_document(path) is not None else _head(path)
+        if match := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
+            return " ".join(match[1].split())
+    return ""
+
+
+def _head(path: Path) -> str:
+    """Return the comment at the head of a file, without its marks."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), read_lines(path))
+    return "\n".join(line.removeprefix("#").strip() for line in comment)
+
+
+def resolve_recipe(path: Path) -> Iterator[str]:
+    """Yield all settings of a recipe as YAML, which is a recipe itself; the comment after each is its origin."""
+    config, recipe = resolve(path)
+    names = [file.stem if file.parent == RECIPES else str(file) for file in recipe.chain]
+    origin = {where: names[recipe.chain.index(file)] for where, file in recipe.origin.items()}
+    yield f"# {' extends '.join(reversed(names))}"
+    yield from _lines(to_dict(config), "", origin)
+
+
+def _lines(values: Mapping[str, Any], prefix: str, origin: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{where}.", origin)
+        else:
+            yield f"{indent + write_yaml({key: value}, on_one_line=True):<40} # {origin.get(where, DEFAULT)}"

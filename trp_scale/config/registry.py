@@ -29,8 +29,23 @@ from trp_scale.errors import RefusedError, nearest, quote
 ENTRY_POINTS = "trp_scale.components"
 """Group of entry points whose modules register components when they are imported."""
 
-BUILT_IN = "trp_scale.components"
-"""Module that imports the package's own."""
+ROOMS = (
+    "engines.settings",
+    "evaluation.arguments",
+    "finetuning.classification.settings",
+    "finetuning.dense.settings",
+    "finetuning.detection.settings",
+    "finetuning.glue.settings",
+    "methods.settings",
+    "methods.adversary.settings",
+    "methods.balancing.settings",
+    "methods.learned_masks.settings",
+    "pretraining.mae.settings",
+    "pretraining.mm_mae.settings",
+    "pretraining.modalities.settings",
+    "pretraining.pos_bert.settings",
+)
+"""Modules whose import registers the package's own components. This is the one list of the rooms."""
 
 MAIN = ("__main__", "__mp_main__")
 """Names of the running script in its own process, and in those that multiprocessing starts."""
@@ -245,7 +260,8 @@ def _load_all() -> None:
     if _loaded:
         return
     _loaded = True
-    importlib.import_module(BUILT_IN)
+    for room in ROOMS:
+        importlib.import_module(f"trp_scale.{room}")
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         _load_entry(entry)
     global _always

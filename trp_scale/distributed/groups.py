@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.errors import CheckpointError, exit_status_and_message
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import CheckpointError, ExitStatus, exit_status_and_message
 
 T = TypeVar("T")
 

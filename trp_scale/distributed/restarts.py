@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trp_scale.distributed import stop
 from trp_scale.distributed.environment import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, exit_process
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 
 POLL_S, GRACE_S, STORE_TIMEOUT = 1.0, 5.0, timedelta(seconds=10)
 """Between looks for a fault of another rank; until a rank that outlives one is killed; for answers of the store."""

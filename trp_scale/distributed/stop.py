@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 
 STOP_FILE = "STOP"
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)

@@ -9,9 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config import RefusedError
+from trp_scale.config import AVERAGE, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
-from trp_scale.config.upstream import AVERAGE
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config import PretrainConfig, RefusedError
-from trp_scale.config.upstream import Weights
+from trp_scale.config import PretrainConfig, RefusedError, Weights
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan
 from trp_scale.data.sources import Chosen, Rows, within_cpus

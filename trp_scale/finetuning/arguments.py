@@ -9,13 +9,12 @@ from typing import Annotated
 
 import tyro
 
-from trp_scale.config import RefusedError
+from trp_scale.config import AVERAGE, RefusedError, Weights
 from trp_scale.config.checks import check
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import data_command
 from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.config.settings import check_settings, setting
-from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.data.mixture import require_data, require_made
 
 SCRATCH = "scratch"

@@ -15,12 +15,11 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.checkpoint.initial_weights import FILE, stored_weights
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, name_seed_runs
-from trp_scale.config import Config, ModelConfig, RefusedError, TextModelConfig
+from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
+from trp_scale.config.documents import read_object
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
-from trp_scale.config.json_files import read_object
 from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import Fields
-from trp_scale.config.upstream import AVERAGE
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes

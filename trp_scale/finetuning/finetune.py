@@ -19,7 +19,7 @@ from trp_scale.config.loader import to_dict
 from trp_scale.data.images.leakage import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.measurement import predict
 from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import FILE, reading, stored_weights
-from trp_scale.config import Config, RefusedError, RelativeVisionConfig
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import ImageTaskConfig
-from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config.images import ImagePretrainConfig, RelativeVisionConfig
 from trp_scale.config.schema import Fields
 from trp_scale.errors import error_text, quote, shorten
 from trp_scale.finetuning.encoders import EncoderSource, sizes_from_model, transformers_sizes

@@ -17,11 +17,10 @@ from torch import nn
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, RefusedError, Weights
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import is_within
-from trp_scale.config.upstream import Weights
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.data.images.dataset import ImageDataset

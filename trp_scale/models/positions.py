@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config import DecodedVisionConfig, ModelConfig
+from trp_scale.config import ModelConfig
+from trp_scale.config.images import DecodedVisionConfig
 from trp_scale.core.batch import Extra
 from trp_scale.models.tensor_plan import WHOLE, Cut
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from trp_scale.config import RefusedError
+from trp_scale.console import GIB, Table
 from trp_scale.planning import clusters, step
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import ClusterPlan
-from trp_scale.table import GIB, Table
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trp_scale.config import RefusedError
+from trp_scale.console import Cell, Table, escape_markdown
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     SIGNIFICANT,
@@ -37,7 +38,6 @@ from trp_scale.reporting.results import (
     judged_together,
     read_results,
 )
-from trp_scale.table import Cell, Table, escape_markdown
 from trp_scale.training.metrics import FEWEST, worst_task
 
 Key = TypeVar("Key", bound=Hashable)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config.loader import flat
+from trp_scale.console import GIB, Cell, Colour, Table, number_cell
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.comparison import (
     Comparison,
@@ -22,7 +23,6 @@ from trp_scale.reporting.comparison import (
 from trp_scale.reporting.document import Line, Page, PageSection, Plot, Sentences, colours, page_text, plotly_source
 from trp_scale.reporting.record import Curve, RunRecord, read_run
 from trp_scale.reporting.results import RESULTS_FILE, read_results
-from trp_scale.table import GIB, Cell, Colour, Table, number_cell
 from trp_scale.training.report import to_words
 
 MOST_TASKS = 24

@@ -18,9 +18,9 @@ from math import log10
 from pathlib import Path
 from typing import Any, Literal
 
+from trp_scale.console import Colour, Table
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.record import Points
-from trp_scale.table import Colour, Table
 
 LIGHT = ("#0664b2", "#e67204", "#08a673", "#bf609d", "#a96600", "#4e88c1", "#665c14", "#4b5566")
 DARK = ("#468ff4", "#e57c53", "#38d88a", "#ce88d1", "#edb141", "#aee7f3", "#f9f036", "#b59ea9")

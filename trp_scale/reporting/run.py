@@ -16,6 +16,7 @@ from typing import Any, Literal
 from trp_scale.checkpoint.run_directory import PICTURES
 from trp_scale.config import Config
 from trp_scale.config.registry import MetricPlot, MetricsDescription, metrics_description
+from trp_scale.console import GIB, Cell, Colour, Table, figure_text
 from trp_scale.errors import shorten
 from trp_scale.reporting.document import (
     INSTALL,
@@ -34,7 +35,6 @@ from trp_scale.reporting.document import (
 )
 from trp_scale.reporting.record import MOST_POINTS, OWN_STEP, Curve, Points, RunRecord, Tree, leaves
 from trp_scale.storage.files import write_text
-from trp_scale.table import GIB, Cell, Colour, Table, figure_text
 from trp_scale.training.report import (
     RANDOM_MASKS,
     describe_outcome,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.console import Cell, Table
 from trp_scale.evaluation.figures.drawing import figure_class
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
 from trp_scale.reporting.paired_tests import LEVEL
@@ -18,7 +19,6 @@ from trp_scale.studies.execute import NodeState, find_blocked, read_states, tota
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, JudgeRow, Outcome, describe_outcome, read_outcome, verdict
 from trp_scale.studies.study import Tuning
-from trp_scale.table import Cell, Table
 from trp_scale.training.metrics import RunHistory, read_history
 
 MARKS = {"better": "better", "worse": "worse", "no difference seen": "no difference", "": "-"}

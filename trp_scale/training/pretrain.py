@@ -30,7 +30,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir

@@ -34,15 +34,14 @@ import torch
 import trp_scale
 from trp_scale.checkpoint.run_directory import newest_step
 from trp_scale.config import Config
-from trp_scale.config.json_files import json_lines, parse_json, read_object, read_optional_object
+from trp_scale.config.documents import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields, clean_text
 from trp_scale.distributed.environment import Environment, RankInfo
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.distributed.liveness import HANGS, Lease, Watchdog, write_exclusively
 from trp_scale.distributed.stop import OF_A_PERSON, StopRequests, launcher_processes
-from trp_scale.errors import RefusedError, exit_status_and_message
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus, RefusedError, exit_status_and_message
 from trp_scale.storage.files import write_text
 from trp_scale.storage.transfer import RemoteError
 from trp_scale.training.metrics import FINISHED, drop_torn_line, nothing_left

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_parity, text_steps
+from benchmarks import gpu, gpu_images, gpu_parity, workloads
 from benchmarks.gpu_setting import ENGINES, Figures, Item, Missing, Setting, measured
 from benchmarks.steps import Workload
 from trp_scale.config import RefusedError
@@ -103,13 +103,13 @@ def test_rows_that_end_early_are_measured_as_lists_and_whole(
 
 
 def test_rows_that_end_early_lose_the_words_behind_their_ends() -> None:
-    whole = text_steps.random_batch(8)
-    early = text_steps.ending_early(whole)
+    whole = workloads.random_batch(8)
+    early = workloads.ending_early(whole)
     last = early["attention_mask"].sum(1, keepdim=True) - 1
     assert bool((last < 127).any())
     assert torch.equal(early["label_weights"] == 1, whole["masked_positions"] <= last)
     assert bool(early["attention_mask"].flatten()[early["kept"]].sum() == early["attention_mask"].sum())
-    assert "kept" not in text_steps.without_list(early).fields
+    assert "kept" not in workloads.without_list(early).fields
 
 
 def test_key_biases_alone_are_left_out() -> None:

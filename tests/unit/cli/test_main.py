@@ -25,8 +25,7 @@ from trp_scale.config.flags import read
 from trp_scale.config.loader import dump, load_recipe
 from trp_scale.config.schema import CREDENTIALS, find_credentials
 from trp_scale.console import EscapedStream
-from trp_scale.errors import exit_status_and_message
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus, exit_status_and_message
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,8 +46,8 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for name, command in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(command.line)}$", listed, flags=re.MULTILINE)
+    for name, (_, line) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}$", listed, flags=re.MULTILINE)
     assert max(map(len, listed.splitlines())) <= 100
     assert cli.main(["pretrian"]) == 2
     said = capsys.readouterr().err

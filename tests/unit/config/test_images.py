@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 
-from trp_scale.config import RefusedError
+from tests.settings import changed
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import from_dict, known_recipes, load_recipe, to_dict
+from trp_scale.config.images import PatchSplit, split_patches
+from trp_scale.config.loader import from_dict, load_recipe, to_dict
 from trp_scale.config.run_flags import parse
 
 
-def settings(**changes: dict[str, Any]) -> dict[str, Any]:
+def settings(**changes: dict[str, Any]) -> Config:
     """The MAE recipe with changed sections."""
-    document = to_dict(load_recipe("mae_vit_b"))
-    document["data"]["path"] = "data"
-    for section, values in changes.items():
-        document[section] |= values
-    return document
+    return changed(load_recipe("mae_vit_b"), **({"data": {"path": "data"}} | changes))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +42,9 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
-    check(from_dict(settings()))
+    check(settings())
     with pytest.raises(RefusedError) as caught:
-        check(from_dict(settings(**changes)))
+        check(settings(**changes))
     assert words in str(caught.value)
 
 
@@ -61,7 +59,7 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
     ],
 )
 def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
-    check(from_dict(settings(**changes)))
+    check(settings(**changes))
 
 
 def test_the_papers_recipes_follow_appendix_a() -> None:
@@ -98,11 +96,8 @@ def test_the_papers_recipes_follow_appendix_a() -> None:
     ],
 )
 def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:
-    document = to_dict(load_recipe(recipe))
-    for section, values in changes.items():
-        document[section] |= values
     assert cautions(load_recipe(recipe)) == []
-    (caution,) = cautions(from_dict(document))
+    (caution,) = cautions(changed(load_recipe(recipe), **changes))
     assert flag in caution and "has no effect" in caution
 
 
@@ -156,15 +151,16 @@ def test_every_row_of_table_a2_is_adpe_vit_b_with_other_flags(
     assert len(TABLE_A2) == 24
 
 
-@pytest.mark.parametrize("eps", ["0.001", "0.01", "0.1"])
-def test_the_rows_of_table_a1_are_adpe_vit_b_with_other_flags(eps: str) -> None:
-    pixels = ["--adversary.kind", "pixels", "--adversary.eps", eps]
-    config = parse(["--recipe", "adpe_vit_b", "--data.path", "x", *ABSOLUTE[:2], *pixels]).config
-    assert cautions(config) == []
+def test_the_rows_of_table_a1_are_adpe_vit_b_with_other_flags() -> None:
+    for eps in ("0.001", "0.01", "0.1"):
+        pixels = ["--adversary.kind", "pixels", "--adversary.eps", eps]
+        assert cautions(parse(["--recipe", "adpe_vit_b", "--data.path", "x", *ABSOLUTE[:2], *pixels]).config) == []
 
 
-@pytest.mark.parametrize("name", known_recipes())
-def test_a_recipe_reads_all_its_settings_and_none_of_images_has_bert_s_epsilon(name: str) -> None:
-    config = load_recipe(name)
-    assert cautions(config) == []
-    assert config.optimizer.eps == (1e-6 if config.reads == "text" else 1e-8)
+@pytest.mark.parametrize(
+    ("size", "patch_size", "ratio", "patches", "visible"),
+    [(224, 16, 0.75, 196, 49), (112, 16, 0.75, 49, 12), (32, 8, 0.5, 16, 8), (224, 16, 0.9, 196, 19)],
+)
+def test_how_many_are_visible(size: int, patch_size: int, ratio: float, patches: int, visible: int) -> None:
+    assert split_patches(size, patch_size, ratio) == PatchSplit(patches=patches, visible=visible)
+    assert split_patches(size, patch_size, ratio).masked == patches - visible

@@ -8,25 +8,22 @@ from typing import Any
 import pytest
 
 from tests.settings import changed
-from trp_scale.config import Config, RefusedError, split_patches
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import cautions, check
+from trp_scale.config.images import split_patches
 from trp_scale.config.loader import from_dict, load_recipe, to_dict
 from trp_scale.config.registry import find
 from trp_scale.config.run_flags import parse
 
 
-def config(recipe: str = "mae_vit_b", **changes: Any) -> Config:
+def config(**changes: Any) -> Config:
     """MAE ViT-B with masks from a head and `section__field=value` changes: 196 patches, batches of 4096 in 64s."""
-    document = to_dict(load_recipe(recipe))
-    document["data"]["path"] = "data"
-    given: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {"data": {"path": "data"}}
+    hooks = changes.pop("hooks", [])
     for name, value in ({"multilevel__kind": "head"} | changes).items():
         section, _, field = name.partition("__")
-        if field:
-            given.setdefault(section, {})[field] = value
-        else:
-            document[section] = value
-    return changed(from_dict(document), **given)
+        sections.setdefault(section, {})[field] = value
+    return changed(from_dict(to_dict(load_recipe("mae_vit_b")) | {"hooks": hooks}), **sections)
 
 
 def problem(**changes: Any) -> str:

@@ -23,8 +23,7 @@ from trp_scale.diagnostics import run_directory as doctor
 from trp_scale.diagnostics.machine import Finding
 from trp_scale.diagnostics.run_directory import examine_run
 from trp_scale.distributed.liveness import Lease
-from trp_scale.errors import RefusedError
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus, RefusedError
 from trp_scale.training.rundir import Ending, Incidents
 
 

@@ -18,8 +18,7 @@ import pytest
 from tests.runs import environment
 from trp_scale.distributed import liveness as module
 from trp_scale.distributed.liveness import LEASE, Lease, Watchdog, lease_holder, summary
-from trp_scale.errors import RefusedError
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus, RefusedError
 from trp_scale.training.rundir import STOP_RECORD, Ending
 
 

@@ -17,7 +17,7 @@ from tests.ranks import free_port
 from tests.runs import environment
 from trp_scale.distributed import stop
 from trp_scale.distributed.stop import STOP_SIGNALS, StopRequests, listen_early
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 
 
 class Clock:

@@ -9,7 +9,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from tests.unit.models.small_images import GRID, PATCH
-from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, RelativeVisionConfig
+from trp_scale.config import BatchConfig, ModelConfig
+from trp_scale.config.images import CropsConfig, RelativeVisionConfig
 from trp_scale.finetuning.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
 from trp_scale.pretraining.mae.weights import TIMM
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, CropsConfig, ModelConfig
-from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
+from trp_scale.config import Config, ModelConfig
+from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder

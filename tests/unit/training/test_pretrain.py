@@ -28,7 +28,7 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.fetch import Fetcher, MicroBatches
 from trp_scale.distributed import environment
 from trp_scale.distributed.environment import Environment
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import fill_module, without_content
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling

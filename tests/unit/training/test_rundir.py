@@ -16,7 +16,7 @@ from trp_scale.config.loader import load_recipe
 from trp_scale.config.run_flags import Arguments
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import ALONE
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.training import rundir
 from trp_scale.training.rundir import INCIDENTS_FILE, STOP_RECORD, Ending, Incidents, read_incidents
 

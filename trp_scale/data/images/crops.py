@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config import CropConfig, CropsConfig
+from trp_scale.config.images import CropConfig, CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import Map
@@ -58,7 +58,7 @@ class Cropper:
     """Draws crops and cuts them out.
 
     Args:
-        settings: the section `crops`, checked (config/upstream.py); where it has no number of crops, one of the image.
+        settings: the section `crops`, checked (config/images.py); where it has no number of crops, one of the image.
 
     Attributes:
         size: side of a crop in pixels.

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.config import PatchSplit, RefusedError, split_patches
+from trp_scale.config import RefusedError
+from trp_scale.config.images import PatchSplit, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import HeldOutPlan

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.checkpoint.run_directory import PICTURES
-from trp_scale.config import PatchSplit
+from trp_scale.config.images import PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from trp_scale.checkpoint.format import named_weights
-from trp_scale.config import RefusedError
+from trp_scale.config import AVERAGE, RefusedError
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.registry import names as registered_names
-from trp_scale.config.upstream import AVERAGE
+from trp_scale.console import Table
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.arguments import RepresentArguments
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
@@ -48,7 +48,6 @@ from trp_scale.finetuning.measurement import ReadRun, read_run
 from trp_scale.pretraining.base import find_upstream
 from trp_scale.reporting.comparison import names
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
-from trp_scale.table import Table
 
 DOCUMENT, PAGE = "representation.json", "index.html"
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import STATE_OF, named_weights, read_full_state
-from trp_scale.config import RefusedError, split_patches
-from trp_scale.config.images import ImagePretrainConfig
+from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.data.hashing import Words

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter, functional
 
-from trp_scale.config import CropConfig
+from trp_scale.config.images import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Words, mix, name_hash
 from trp_scale.data.images.crops import GREY, Cropper, cut_images

@@ -15,7 +15,8 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config import CropConfig, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.config.images import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY, Jitter, pick_centres

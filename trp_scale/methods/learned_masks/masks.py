@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import PatchSplit
-from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.config.images import MaskedAutoencoderConfig, PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trp_scale.config import split_patches
-from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.config.images import MaskedAutoencoderConfig, split_patches
 from trp_scale.config.registry import MetricPlot, component, describe_metrics
 from trp_scale.config.settings import Settings, near_divisors, setting
 

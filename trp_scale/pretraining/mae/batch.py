@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trp_scale.config import MOST_PATCHES, PatchSplit, split_patches
+from trp_scale.config.images import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
-from trp_scale.config import split_patches
+from trp_scale.config.images import split_patches
 from trp_scale.core.batch import Batch, Extra, TaskLosses, WindowSource
 from trp_scale.core.hooks import Hook, StepContext, built
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective

@@ -11,7 +11,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from tests.grids import always
 from tests.unit.data.images.stored import photograph
-from trp_scale.config import CropsConfig
+from trp_scale.config.images import CropsConfig
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import Cropper, Crops, Jitter, Jitters, crop_words, draw_boxes
 from trp_scale.pretraining.modalities.semseg import VOID

@@ -18,7 +18,8 @@ from tests.unit.data.images.stored import CLASSES, config_for, jpeg, photograph,
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for as text_config_for
 from tests.unit.data.stored import write_dataset
-from trp_scale.config import Config, CropsConfig, RefusedError
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.images import CropsConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.crops import Cropper, on_scaled_pixels

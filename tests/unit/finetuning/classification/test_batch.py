@@ -19,7 +19,7 @@ from torchvision import transforms
 from tests.unit.data.images.stored import CLASSES, jpeg, photograph, sample, sample_of_key, write_images
 from tests.unit.data.loaded import joined
 from tests.unit.models.encoder_peers import finetune_config
-from trp_scale.config import CropsConfig
+from trp_scale.config.images import CropsConfig
 from trp_scale.data.hashing import mix_integer
 from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.dataset import decode_image

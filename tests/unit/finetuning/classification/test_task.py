@@ -26,7 +26,7 @@ from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
-from trp_scale.exit_status import ExitStatus
+from trp_scale.errors import ExitStatus
 from trp_scale.finetuning.classification.task import (
     HEAD_DEVIATION,
     Accuracy,

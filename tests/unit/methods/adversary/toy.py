@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.synthetic import RecordingTrainer, SilentObserver
-from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.config.images import MaeVisionConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.images import CropsConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import Hook, build_hooks

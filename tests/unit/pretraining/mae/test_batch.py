@@ -22,7 +22,8 @@ from tests.unit.data.images.stored import (
     write_images,
 )
 from tests.unit.data.loaded import assert_same, joined, steps
-from trp_scale.config import Config, PatchSplit
+from trp_scale.config import Config
+from trp_scale.config.images import PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
 from trp_scale.data.images.dataset import open_image_dataset

@@ -24,7 +24,8 @@ from tests.unit.data.images.multimodal import (
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg
 from tests.unit.data.loaded import steps
-from trp_scale.config import Config, CropsConfig
+from trp_scale.config import Config
+from trp_scale.config.images import CropsConfig
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset

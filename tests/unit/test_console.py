@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from trp_scale.table import Cell, Table, figure_text, number_cell
+from trp_scale.console import Cell, Table, figure_text, number_cell
 
 TABLE = Table(
     head=["task", "loss"],

@@ -1,0 +1,292 @@
+"""Models over random rows for the benchmarks: text, images of one or several modalities, and learned masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from benchmarks.steps import (
+    Model,
+    Run,
+    SameWindow,
+    StepOptions,
+    Workload,
+    loop_over,
+    micro_batches,
+)
+from trp_scale.config import PretrainConfig, TextModelConfig
+from trp_scale.config.images import split_patches
+from trp_scale.config.loader import load_recipe
+from trp_scale.core.batch import Batch, WindowSource
+from trp_scale.core.hooks import built
+from trp_scale.core.run import MakeEngine, RunContext
+from trp_scale.data.text.dataset import GROUPS
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
+from trp_scale.pretraining.mm_mae.batch import RunModalities
+from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
+from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
+from trp_scale.training.loop import Trainer
+
+VOCABULARY, LENGTH, MASKED = 30522, 128, 19
+
+
+def set_encoder(model: Model, layers: int, width: int) -> Model:
+    """Set the size of an encoder: heads of 64 values, feed-forward layers of four times the width."""
+    model.layers, model.hidden_size, model.heads, model.intermediate_size = (
+        layers,
+        width,
+        max(1, width // 64),
+        4 * width,
+    )
+    return model
+
+
+def small_bert(dropout: float = 0.1) -> TextModelConfig:
+    """4 layers x 256."""
+    return set_encoder(TextModelConfig(max_positions=LENGTH, dropout=dropout), 4, 256)
+
+
+def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch:
+    """Full-length rows of `length` tokens with `masked` masked positions each, uneven groups."""
+    generator = torch.Generator().manual_seed(0)
+    share = torch.tensor([4.0, 6.0, 1.5, 1.0, 0.5, 0.5, 1.0, 0.3, 0.1, 2.0])
+    positions = torch.stack([torch.randperm(length, generator=generator)[:masked].sort().values for _ in range(rows)])
+    fields = {
+        "tokens": torch.randint(0, VOCABULARY, (rows, length), generator=generator),
+        "token_types": (torch.arange(length) >= length // 2).long().expand(rows, -1).contiguous(),
+        "masked_positions": positions,
+        "labels": torch.randint(0, VOCABULARY, (rows, masked), generator=generator),
+        "label_groups": torch.multinomial(share.expand(rows, -1), masked, replacement=True, generator=generator),
+        "label_weights": torch.ones(rows, masked),
+        "next_sentence": torch.randint(0, 2, (rows,), generator=generator),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+SHORTEST = 0.5
+"""Of rows that end early, over the length: the mean of lengths that are spread evenly from here is three quarters, as
+few as data/embedded has at 128 places (77.9 %)."""
+
+
+def ending_early(batch: Batch) -> Batch:
+    """The same rows, each with its end somewhere in its second half: masked words behind it no longer count."""
+    rows, length = batch["tokens"].shape
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.randint(int(SHORTEST * length), length + 1, (rows, 1), generator=generator)
+    attended = torch.arange(length) < ends
+    fields = {
+        **batch.fields,
+        "attention_mask": attended,
+        "kept": torch.from_numpy(kept_places(attended.numpy())),
+        "label_weights": batch["label_weights"] * attended.gather(1, batch["masked_positions"]),
+    }
+    return replace(batch, fields=fields)
+
+
+def without_list(batch: Batch) -> Batch:
+    return replace(batch, fields={name: value for name, value in batch.fields.items() if name != "kept"})
+
+
+def text_workload(config: PosBertConfig, length: int = LENGTH, masked: int = MASKED) -> Workload:
+    """A BERT of these settings over a global batch of random sequences."""
+    return Workload(
+        config=config,
+        module=BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed),
+        objective=PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size),
+        rows=random_batch(config.batch.global_size, length, masked),
+    )
+
+
+EncoderSize = Literal["tiny", "small", "base", "large"]
+
+ENCODERS: dict[EncoderSize, tuple[int, int]] = {
+    "tiny": (12, 192),
+    "small": (12, 384),
+    "base": (12, 768),
+    "large": (24, 1024),
+}
+"""Layers and width of ViT-Ti, S, B and L."""
+
+MM_MAE = "mm_mae_vit_b_in1k_400"
+"""The recipe of MM-MAE whose steps are measured."""
+CLASSES = {"semseg": 133}
+"""Of segmentation: COCO's panoptic classes, which Mask2Former predicts."""
+
+
+@dataclass(kw_only=True)
+class ImageStepOptions(StepOptions):
+    """What to measure."""
+
+    model: EncoderSize = "tiny"
+    """ViT-Ti, S, B or L."""
+
+
+def image_recipe(name: str, kind: type[Run], size: EncoderSize) -> Run:
+    """A recipe whose settings are of this kind, with an encoder of this size; the decoder stays."""
+    config = load_recipe(name)
+    assert isinstance(config, kind), f"{name} has settings of {type(config).__name__}"
+    return resized(config, size)
+
+
+def resized(config: Run, size: EncoderSize) -> Run:
+    """The same settings with an encoder of this size; the decoder stays."""
+    set_encoder(config.model, *ENCODERS[size])
+    return config
+
+
+def random_images(config: MaeConfig, rows: int) -> Batch:
+    """`rows` images of noise with the recipe's crops and random masks."""
+    generator = torch.Generator().manual_seed(0)
+    crops, side = config.crops.count, config.crops.size
+    split = split_patches(side, config.vision.patch_size, config.masking.ratio)
+    order = torch.rand(rows, crops, split.patches, generator=generator).argsort(-1)
+    fields = {
+        "images": torch.randint(0, 256, (rows, crops, 3, side, side), generator=generator, dtype=torch.uint8),
+        "visible": order[..., : split.visible].sort(-1).values,
+        "masked": order[..., split.visible :].sort(-1).values,
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+def mae_objective(config: MaeConfig) -> MaskedPatchReconstruction:
+    return MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+
+
+def mae_workload(config: MaeConfig) -> Workload:
+    """A masked autoencoder of these settings over a global batch of random images."""
+    rows = random_images(config, config.batch.global_size)
+    return Workload(config=config, module=MaskedAutoencoder(config), objective=mae_objective(config), rows=rows)
+
+
+def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
+    """`rows` images of noise with depth and segmentation of noise, and random visible patches."""
+    generator = torch.Generator().manual_seed(0)
+    side, patches = config.crops.size, config.patches
+    semseg = RunModalities(config).output_modality("semseg")
+    order = torch.rand(rows, len(config.modalities.inputs) * patches, generator=generator).argsort(-1)
+    labels = (rows, side // semseg.stride, side // semseg.stride)
+    fields = {
+        "images": torch.randint(0, 256, (rows, 3, side, side), generator=generator, dtype=torch.uint8),
+        "depth": torch.randint(1, 1 << 16, (rows, side, side), generator=generator, dtype=torch.uint16),
+        "depth_statistics": torch.tensor([[32768.0, 0.0, 1 / 18919]]).expand(rows, 3).contiguous(),  # of such depth
+        "semseg": torch.randint(0, CLASSES["semseg"], labels, generator=generator).to(torch.uint8),
+        "visible": order[:, : config.modalities.visible_tokens].sort(-1).values,
+        "depth_counts": torch.full((rows, patches), config.vision.patch_size**2, dtype=torch.int32),
+        "semseg_counts": torch.full((rows, patches), semseg.side**2, dtype=torch.int32),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+def build_workload(config: PretrainConfig) -> Workload:
+    """Return the model of these settings over a global batch of random rows of its kind."""
+    if isinstance(config, PosBertConfig):
+        return text_workload(config)
+    if isinstance(config, MmMaeConfig):
+        return mm_mae_workload(config)
+    assert isinstance(config, MaeConfig)
+    return mae_workload(config)
+
+
+def mm_mae_workload(config: MmMaeConfig) -> Workload:
+    """A masked autoencoder of several modalities over a global batch of random images."""
+    return Workload(
+        config=config,
+        module=MultimodalMaskedAutoencoder(config, CLASSES),
+        objective=MultimodalReconstruction(config),
+        rows=random_modalities(config, config.batch.global_size),
+    )
+
+
+LABEL_CLASSES = 1000
+"""Of D_tr and D_val: ImageNet-1k's."""
+
+
+@dataclass(kw_only=True)
+class Labelled:
+    """Windows of D_tr and D_val in place of data.downstream.Downstream."""
+
+    train: WindowSource
+    validation: WindowSource
+    classes: int = LABEL_CLASSES
+
+
+@dataclass(kw_only=True)
+class Served:
+    """Windows of all levels in place of data.sources.Sources."""
+
+    train: WindowSource
+    downstream: Labelled | None
+
+
+def plain_engines(device: torch.device) -> MakeEngine:
+    return lambda module, config: PlainEngine(module, config, device=device)
+
+
+def labelled_window(config: MaeConfig, rows: int) -> list[Batch]:
+    """Images of noise with random classes, in micro-batches as multilevel.micro_size says."""
+    images = random_images(config, rows)
+    images.fields["labels"] = torch.randint(0, LABEL_CLASSES, (rows,), generator=torch.Generator().manual_seed(1))
+    return micro_batches(images, config.multilevel.micro_size or rows)
+
+
+def masks_trainer(config: MaeConfig, rows: int, make_engine: MakeEngine) -> Trainer:
+    """The loop over random images, with learned masks where the settings have them.
+
+    Args:
+        rows: images of a step of this rank, in one micro-batch.
+        make_engine: for the model, and for the masking network.
+    """
+    source, labelled = SameWindow([random_images(config, rows)]), None
+    if config.multilevel.reads_labels:
+        labels = SameWindow(labelled_window(config, rows))
+        labelled = Labelled(train=labels, validation=labels)
+    return loop_with_masks(config, MaskedAutoencoder(config), make_engine, source, labelled)
+
+
+def loop_with_masks(
+    config: MaeConfig, model: nn.Module, make_engine: MakeEngine, source: WindowSource, labelled: Labelled | None
+) -> Trainer:
+    """Return the loop over these windows, with learned masks where the settings have them."""
+    run = RunContext(
+        config=config,
+        objective=mae_objective(config),
+        engine=make_engine(model, config),
+        sources=Served(train=source, downstream=labelled),
+        make_engine=make_engine,
+    )
+    masks = built(run, "multilevel")
+    return loop_over(run, source, [masks] if masks else [])
+
+
+def cycle_steps(config: MaeConfig) -> int:
+    """Steps of the encoder from one update of the masking network to the next."""
+    masks = config.multilevel
+    return masks.unroll * masks.every if isinstance(masks, LearnedMasksSettings) else 1
+
+
+def cycle(config: MaeConfig, trainer: Trainer) -> Callable[[], object]:
+    """So many steps: a plain one, or those with one update of the masking network."""
+
+    def run() -> None:
+        for _ in range(cycle_steps(config)):
+            trainer.train_step()
+
+    return run
