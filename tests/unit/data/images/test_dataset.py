@@ -225,7 +225,7 @@ def test_they_are_verified(data: Path) -> None:
         ({"semseg.png": png(class_map(width=7, height=9) % 3)}, "n00006.* 7 x 9 "),
         ({"semseg.png": b"none"}, "n00006.* PNG "),
         ({"semseg.png": png(class_map() + 3)}, r"n00006.* class \d+ "),
-        ({"cls": b"0"}, r"n00006.* \.cls "),
+        ({"cls": b"0"}, r"n00006.* \.cls\b"),
     ):
         rewrite_maps(data, members={1: members})
         with pytest.raises(DataError, match=message) as raised:
