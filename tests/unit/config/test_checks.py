@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import cautions, check, check_engine
+from trp_scale.config.checks import against_compiling, cautions, check, check_engine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
@@ -61,6 +61,12 @@ def test_what_is_rarely_meant_is_allowed_with_a_caution() -> None:
     check(config(training__steps=100))
     (caution,) = cautions(config(training__steps=100))
     assert "--optimizer.warmup_steps 10000" in caution
+
+
+def test_what_speaks_against_compiling_is_named_by_its_setting() -> None:
+    assert against_compiling(config()) == []
+    (reason,) = against_compiling(config(training__activation_checkpointing="selective"))
+    assert reason.startswith("--training.activation_checkpointing selective ")
 
 
 def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
