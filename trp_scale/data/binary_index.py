@@ -35,7 +35,7 @@ from typing import IO, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config.documents import LARGEST_INDEX, parse_json
+from trp_scale.config.json_files import LARGEST_INDEX, parse_json
 from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_name
 from trp_scale.data.index import BINARY_INDEX, index_path
 from trp_scale.data.stores.tars import TarStore

@@ -7,23 +7,24 @@ SIGBUS, and torch's DataLoader reports the worker. Shorter files are found befor
 
 from __future__ import annotations
 
+import io
+import math
 import mmap
 import os
 import zlib
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.binary_index import OrderBlocks
-from trp_scale.data.images.formats import npy_header
 from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.data.samples import SampleTable
 from trp_scale.data.stores.tars import StoredPart
-from trp_scale.errors import DataError, RefusedError
+from trp_scale.errors import DataError, RefusedError, error_text
 
 OPEN_IN_CACHE = 32
 """Tars kept open at most where the cache cannot hold all: one that is open keeps its room on the disk."""
@@ -242,6 +243,56 @@ class SampleReader(TarReader[int]):
 
     def _close(self, opened: int) -> None:
         os.close(opened)
+
+
+NPY_SIGNATURE = b"\x93NUMPY"
+_LONGEST_NPY_HEADER = 4096
+
+
+class NpyHeader(NamedTuple):
+    """Header of an .npy file. Attributes: shape, dtype; fortran: columns first; start: of the numbers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran: bool
+    start: int
+
+
+def is_npy(content: bytes | bytearray) -> bool:
+    """Whether a file begins as a .npy does."""
+    return content[: len(NPY_SIGNATURE)] == NPY_SIGNATURE
+
+
+def npy_header(content: bytes | bytearray | memoryview) -> NpyHeader:
+    """The header of a .npy file.
+
+    Raises:
+        DataError: not one of numbers, or of another length than it says.
+    """
+    stream = io.BytesIO(bytes(content[:_LONGEST_NPY_HEADER]))
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(stream)
+    except Exception as error:  # numpy reads the header as Python: a broken one raises what its tokens lead to
+        raise DataError(f"a .npy file whose header cannot be read ({error_text(error)})") from error
+    start = stream.tell()
+    if dtype.kind not in "uif" or dtype.itemsize > 8:
+        raise DataError(f"a .npy file of {dtype}: whole numbers or floats expected")
+    if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != len(content) - start:
+        raise DataError(f"a .npy file of {len(content) - start} bytes of numbers, but its header says {shape} {dtype}")
+    return NpyHeader(shape, dtype, fortran, start)
+
+
+def read_npy(content: bytes | bytearray) -> npt.NDArray[Any]:
+    """The numbers of a .npy file, read-only, in this machine's byte order.
+
+    Raises:
+        DataError: as `npy_header`.
+    """
+    shape, dtype, fortran, start = npy_header(content)
+    numbers = np.frombuffer(bytes(content), dtype=dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+    return numbers.astype(dtype.newbyteorder("="), copy=False)
 
 
 def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:

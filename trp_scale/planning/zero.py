@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from trp_scale.config import Config
-from trp_scale.config.documents import read_object
+from trp_scale.config.json_files import read_object
 from trp_scale.data.train_source import check_partition
 from trp_scale.engines import ds_config
 from trp_scale.engines.optimizer import decay_groups

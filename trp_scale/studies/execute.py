@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.config.documents import read_object
+from trp_scale.config.json_files import read_object
 from trp_scale.config.schema import record
 from trp_scale.distributed.stop import NOTICES, handle_signals
 from trp_scale.errors import RefusedError

@@ -9,16 +9,15 @@ the lower ones. A file of 3 kB can claim 65,535 x 65,535 pixels, which took 6.3 
 from __future__ import annotations
 
 import io
-import math
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trp_scale.errors import DataError, error_text
+from trp_scale.errors import DataError
 
 MOST_PIXELS = 100_000_000
 """Of an image or a map; sharding leaves larger ones out too, unless --max_pixels says otherwise."""
@@ -147,56 +146,6 @@ def write_png(numbers: Map, level: int = 6) -> bytes:
     return PNG_SIGNATURE + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
-
-
-NPY_SIGNATURE = b"\x93NUMPY"
-_LONGEST_NPY_HEADER = 4096
-
-
-class NpyHeader(NamedTuple):
-    """Header of an .npy file. Attributes: shape, dtype; fortran: columns first; start: of the numbers."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    fortran: bool
-    start: int
-
-
-def is_npy(content: bytes | bytearray) -> bool:
-    """Whether a file begins as a .npy does."""
-    return content[: len(NPY_SIGNATURE)] == NPY_SIGNATURE
-
-
-def npy_header(content: bytes | bytearray | memoryview) -> NpyHeader:
-    """The header of a .npy file.
-
-    Raises:
-        DataError: not one of numbers, or of another length than it says.
-    """
-    stream = io.BytesIO(bytes(content[:_LONGEST_NPY_HEADER]))
-    try:
-        version = np.lib.format.read_magic(stream)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(stream)
-    except Exception as error:  # numpy reads the header as Python: a broken one raises what its tokens lead to
-        raise DataError(f"a .npy file whose header cannot be read ({error_text(error)})") from error
-    start = stream.tell()
-    if dtype.kind not in "uif" or dtype.itemsize > 8:
-        raise DataError(f"a .npy file of {dtype}: whole numbers or floats expected")
-    if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != len(content) - start:
-        raise DataError(f"a .npy file of {len(content) - start} bytes of numbers, but its header says {shape} {dtype}")
-    return NpyHeader(shape, dtype, fortran, start)
-
-
-def read_npy(content: bytes | bytearray) -> npt.NDArray[Any]:
-    """The numbers of a .npy file, read-only, in this machine's byte order.
-
-    Raises:
-        DataError: as `npy_header`.
-    """
-    shape, dtype, fortran, start = npy_header(content)
-    numbers = np.frombuffer(bytes(content), dtype=dtype, offset=start).reshape(shape, order="F" if fortran else "C")
-    return numbers.astype(dtype.newbyteorder("="), copy=False)
 
 
 FORMATS = ("PNG", "WEBP")

@@ -24,8 +24,9 @@ from trp_scale.config.schema import is_finite
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import DecodedRows
-from trp_scale.data.images.formats import GREY, Map, is_npy, npy_header, png_format, png_size, read_npy, read_png
+from trp_scale.data.images.formats import GREY, Map, png_format, png_size, read_png
 from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
+from trp_scale.data.tar_reader import is_npy, npy_header, read_npy
 from trp_scale.errors import DataError, quote
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trp_scale.config.documents import parse_json
+from trp_scale.config.json_files import parse_json
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.maps import CLASS, IMAGE, OWN_TAR, read_names

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trp_scale.config.documents import LARGEST_INDEX, read_content
 from trp_scale.config.flags import TakesModalities
+from trp_scale.config.json_files import LARGEST_INDEX, read_content
 from trp_scale.config.registry import preparation_sections
 from trp_scale.config.schema import Fields, record
 from trp_scale.config.settings import check_settings, non_default_values, setting

@@ -28,9 +28,10 @@ from tests.unit.data.images.source_images import (
     shard,
 )
 from trp_scale.data.images.dataset import decode_image, decode_scaled
-from trp_scale.data.images.formats import MOST_PIXELS, MOST_SCANS, jpeg_frame_size, npy_header, read_npy
+from trp_scale.data.images.formats import MOST_PIXELS, MOST_SCANS, jpeg_frame_size
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import read_json
+from trp_scale.data.tar_reader import npy_header, read_npy
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.pretraining.modalities.depth import stretch, units_of_metres

@@ -1,22 +1,16 @@
-"""JSON and YAML in files, read under limits: the result is plain values, or a refusal with the file's name.
+"""JSON in files, read under limits: the result is plain values, or a refusal with the file's name.
 
-Python's JSON parser ends in a RecursionError on deep nesting and in a ValueError on long numbers, and gives numbers and
-text that arrays, files and messages cannot hold. PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and
-of two equal keys the last would win. A few lines of aliases stand for a value of any size, and a tag for any object:
-aliases count as what they stand for, tags are refused. Here YAML is read by the rules of version 1.2 and written so
-that either version reads it.
+Python's parser ends in a RecursionError on deep nesting and in a ValueError on long numbers, and gives numbers and text
+that arrays, files and messages cannot hold.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
-
-import yaml
 
 from trp_scale.errors import RefusedError, error_text, quote
 
@@ -223,108 +217,3 @@ def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source:
     except UnicodeDecodeError as error:
         raise raised(f"{source}: not {what or 'a text file that can be read'} ({error_text(error)})") from error
     return text.splitlines()
-
-
-MAX_YAML_BYTES = 256 << 10
-"""Bytes of a YAML file: the longest settings have some 10,000."""
-
-MOST_VALUES = 10_000
-"""Values in a file, those that aliases repeat included."""
-
-
-class _LimitError(yaml.YAMLError):
-    """A file that goes beyond a limit."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's values; keys once; no tags; limits of depth and number."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's own table
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = self._values = 0
-        self._sizes: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        line = event.start_mark.line + 1
-        if getattr(event, "tag", None) is not None:
-            raise _LimitError(f"line {line}: the tag {quote(event.tag)}; plain values are allowed")
-        before = self._values
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise _LimitError(f"line {line}: nested too deep; {DEEPEST} levels are allowed")
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
-        self._depth -= 1
-        if isinstance(event, yaml.AliasEvent):
-            if id(node) not in self._sizes:
-                raise _LimitError(f"line {line}: the alias {quote(event.anchor)} stands within what it stands for")
-            self._values += self._sizes[id(node)]
-        else:
-            self._values += 1
-            self._sizes[id(node)] = self._values - before
-        if self._values > MOST_VALUES:
-            raise _LimitError(f"line {line}: more than {MOST_VALUES} values, with those that aliases repeat")
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _LimitError(
-                    f"line {key_node.start_mark.line + 1}: a key that is a list or a mapping; a name expected"
-                )
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if key in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {quote(key)} is given twice", key_node.start_mark
-                )
-            keys.add(key)
-        return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that either version would read as something else, such as `1e-3` and `off`."""
-
-
-_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", _FLOAT, "-+.0123456789"),
-):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(  # type: ignore[attr-defined]
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
-        )
-
-
-def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
-    """The value in a YAML file; None of an empty one.
-
-    Raises:
-        raised: it cannot be read, is too large, is no YAML, has a tag, or goes beyond a limit.
-    """
-    content = read_content(path, raised, largest=MAX_YAML_BYTES)
-    try:
-        loader = _Loader(content.decode("utf-8"))
-        loader.name = str(path)  # what PyYAML calls the place of an error
-        try:
-            document = loader.get_single_data()
-        finally:
-            loader.dispose()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: UTF-8's, or a number of more than 4,300 digits
-        words = " ".join(str(error).split()) if isinstance(error, yaml.MarkedYAMLError) else error_text(error)
-        raise raised(f"{path} is not a YAML file that can be read: {words[:1000]}") from error
-    return check_document(document, str(path), raised)
-
-
-def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:
-    """`document` as YAML of either version; on one line without its end if asked."""
-    # Not allow_unicode: PyYAML would write some characters, such as U+0085, in a way that it reads as white space.
-    if on_one_line:
-        flow = yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))
-        return flow.strip().removeprefix("{").removesuffix("}")
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False)
