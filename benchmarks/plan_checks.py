@@ -29,7 +29,7 @@ from benchmarks.workloads import LENGTH, VOCABULARY, set_encoder
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Given, Layout, MegatronLayout, memory, sizes, traffic
+from trp_scale.planning.layouts import Layout, LayoutChoice, MegatronLayout, memory, sizes, traffic
 from trp_scale.planning.plan import best, layouts
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -58,9 +58,9 @@ def layout_of(name: str, counted: Counted, gpus: int) -> Layout:
         )
     stage = ENGINES[name]
     if stage is None:
-        given = Given(engine=name)
+        given = LayoutChoice(engine=name)
     else:
-        given = Given(engine="deepspeed", document=deepspeed_document(stage), path=name)
+        given = LayoutChoice(engine="deepspeed", document=deepspeed_document(stage), path=name)
     return next(layouts(counted, Cluster(gpu=GPUS["h100"], gpus=gpus), given))
 
 
@@ -180,7 +180,7 @@ def scaling(point: Published) -> tuple[float, float]:
         config.batch.global_size = rows
         counted = Counted(config, DataFacts(length=point.length))
         cluster = Cluster(gpu=GPUS[point.gpu], gpus=gpus)
-        layout = next(layouts(counted, cluster, Given(engine=point.engine)))
+        layout = next(layouts(counted, cluster, LayoutChoice(engine=point.engine)))
         plan = best(counted, layout, cluster, [point.micro])
         if plan.step is None:
             raise SystemExit(f"{point.source}: {plan.short / 2**30:.1f} GiB do not fit on {gpus} x {point.gpu}")

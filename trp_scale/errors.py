@@ -31,8 +31,6 @@ class ExitStatus(IntEnum):
         status.meaning, status.advice = meaning, advice
         return status
 
-    __str__ = int.__repr__  # as from Python 3.11 on
-
     DONE = 0, "done, or stopped when it was asked to, with a checkpoint", "the same command goes on from here"
     FAILED = (
         1,

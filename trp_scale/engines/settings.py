@@ -85,7 +85,7 @@ class DeepSpeedRules(EngineRules):
 
     reads_ds_config = True
     scales_loss = True
-    layouts = "trp_scale.planning.zero:ZeroLayout"
+    layouts = "trp_scale.planning.zero:DeepSpeedLayout"
 
     def refusals(self, config: Config) -> Iterator[str]:
         for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):

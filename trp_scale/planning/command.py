@@ -19,7 +19,7 @@ from trp_scale.planning import tables
 from trp_scale.planning.arguments import NO_DATA, PlanArguments
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Given
+from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal
 from trp_scale.pretraining.base import DataFacts, find_upstream
 
@@ -51,14 +51,14 @@ def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
     return facts, f"there is no data set to read: its shapes are those of {flags}"
 
 
-def fixed_layout(arguments: Arguments) -> Given:
+def fixed_layout(arguments: Arguments) -> LayoutChoice:
     """Return the part of the layout that the command line fixes."""
     if arguments.ds_config is None:
-        return Given(engine=arguments.engine)
-    return Given(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
+        return LayoutChoice(engine=arguments.engine)
+    return LayoutChoice(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
 
 
-def report(counted: Counted, cluster: Cluster, choices: Given, *, recipe: str, best: int) -> Iterator[str]:
+def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str, best: int) -> Iterator[str]:
     """The best layouts with their commands, and what each takes.
 
     Raises:
@@ -80,7 +80,7 @@ def report(counted: Counted, cluster: Cluster, choices: Given, *, recipe: str, b
     yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
 
 
-def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given) -> Iterator[str]:
+def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: LayoutChoice) -> Iterator[str]:
     """The curve over numbers of GPUs; nothing where none is asked for."""
     if not worlds:
         return
@@ -89,7 +89,7 @@ def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Gi
 
 
 def best_on(
-    counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: Given | None = None
+    counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: LayoutChoice | None = None
 ) -> dict[int, ClusterPlan | RefusedError]:
     """The fastest plan on each number of GPUs, or why there is none."""
     plan_of_world: dict[int, ClusterPlan | RefusedError] = {}
@@ -120,7 +120,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     yield from (f"- {line}" for line in [*why, *tables.assumption_lines(gpu)])
 
 
-def report_of_one(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[str]:
+def report_of_one(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
     """The plan of one layout, that of the command.
 
     Raises:

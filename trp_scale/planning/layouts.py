@@ -17,6 +17,7 @@ from torch import nn
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
+from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.tensor_parallel import declared_plan, degrees
 from trp_scale.training.micro_size import WORKSPACE
@@ -29,7 +30,7 @@ BYTES_OF = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class LayoutChoice:
     """Part of the layout that the command line fixes. Attributes: engine: None: all are tried; document: DeepSpeed's
     file as read, with its path; None: those shipped are tried."""
 
@@ -101,7 +102,7 @@ class Layout:
         return gpus > 1
 
     @classmethod
-    def candidates(cls, engine: str, counted: Counted, gpus: int, per_node: int, choices: Given) -> Iterator[Layout]:
+    def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
         """Yield the layouts that the settings allow; those that differ in checkpointing follow each other, the fastest
         first.
 
@@ -261,8 +262,9 @@ class FsdpLayout(Layout):
     offload: bool = False
 
     @classmethod
-    def candidates(cls, engine: str, counted: Counted, gpus: int, per_node: int, choices: Given) -> Iterator[Layout]:
+    def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
         config, settings = counted.config, counted.config.fsdp
+        gpus, per_node = cluster.gpus, cluster.gpu.per_node
         if settings.offload_directory:
             raise RefusedError(
                 f"--fsdp.offload_directory {settings.offload_directory}: the speed of its disk is not known here; "
@@ -345,9 +347,10 @@ class MegatronLayout(Layout):
         return False
 
     @classmethod
-    def candidates(cls, engine: str, counted: Counted, gpus: int, per_node: int, choices: Given) -> Iterator[Layout]:
+    def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
         """Yield the layout of the stated number of ranks that share matrices, or of each allowed one if it is 1."""
         config, stated = counted.config, counted.config.megatron.tensor_parallel
+        gpus, per_node = cluster.gpus, cluster.gpu.per_node
         check_engine(replace(config, batch=replace(config.batch, micro_size=1)), engine, gpu=True)
         allowed = list(degrees(declared_plan(counted.model), gpus, per_node))
         if stated > 1 and stated not in allowed:

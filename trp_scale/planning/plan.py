@@ -12,7 +12,7 @@ from trp_scale.config.registry import import_name, names
 from trp_scale.data.train_source import check_partition
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Collective, Given, Layout, Memory, memory, traffic
+from trp_scale.planning.layouts import Collective, Layout, LayoutChoice, Memory, memory, traffic
 from trp_scale.planning.step import Step, predict_step
 from trp_scale.training.micro_size import SURE, candidates
 
@@ -91,7 +91,7 @@ class ClusterPlan:
         return self.layout.command(flags, self.cluster.gpus, self.cluster.gpu.per_node)
 
 
-def layouts(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[Layout]:
+def layouts(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
     """Yield the layouts that these settings allow, of the named engine or of all that are tried.
 
     Raises:
@@ -105,10 +105,10 @@ def layouts(counted: Counted, cluster: Cluster, choices: Given) -> Iterator[Layo
             )
         if location and (choices.engine or import_name(location).is_tried(cluster.gpus)):
             kind: type[Layout] = import_name(location)
-            yield from kind.candidates(name, counted, cluster.gpus, cluster.gpu.per_node, choices)
+            yield from kind.candidates(name, counted, cluster, choices)
 
 
-def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None) -> list[ClusterPlan]:
+def make_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice | None = None) -> list[ClusterPlan]:
     """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
     lacks least.
 
@@ -118,7 +118,7 @@ def make_plans(counted: Counted, cluster: Cluster, choices: Given | None = None)
     plans: list[ClusterPlan] = []
     enough: set[str] = set()  # layouts that more checkpointing cannot make faster
     refused: RefusedError | None = None
-    for layout in layouts(counted, cluster, choices or Given()):
+    for layout in layouts(counted, cluster, choices or LayoutChoice()):
         if layout.label in enough:
             continue
         try:
@@ -179,7 +179,7 @@ def fitting(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
     return [plan for plan in plans if plan.fits]
 
 
-def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None = None) -> ClusterPlan | None:
+def nearest_that_fits(counted: Counted, cluster: Cluster, choices: LayoutChoice | None = None) -> ClusterPlan | None:
     """The smallest cluster that some layout fits on: other GPUs before more of them; None: none of those tried."""
     larger = [gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory]
     gpus = cluster.gpus
@@ -196,7 +196,7 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, choices: Given | None 
     return None
 
 
-def refusal(counted: Counted, plans: Sequence[ClusterPlan], choices: Given | None = None) -> RefusedError:
+def refusal(counted: Counted, plans: Sequence[ClusterPlan], choices: LayoutChoice | None = None) -> RefusedError:
     """Return an error that names the missing memory and the nearest plan that fits."""
     least = min(plans, key=lambda plan: plan.short)
     cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, choices)

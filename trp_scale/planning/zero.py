@@ -12,11 +12,11 @@ from torch import nn
 
 from trp_scale.config import Config
 from trp_scale.config.json_files import read_object
-from trp_scale.data.train_source import check_partition
 from trp_scale.engines import ds_config
 from trp_scale.engines.optimizer import decay_groups
+from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import MASTER, Collective, Given, Layout, norms
+from trp_scale.planning.layouts import MASTER, Collective, Layout, LayoutChoice, norms
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
 SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
@@ -27,7 +27,7 @@ OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroLayout(Layout):
+class DeepSpeedLayout(Layout):
     """DeepSpeed's stages.
 
     Attributes:
@@ -41,11 +41,11 @@ class ZeroLayout(Layout):
     zero: Mapping[str, Any]
 
     @classmethod
-    def candidates(cls, engine: str, counted: Counted, gpus: int, per_node: int, choices: Given) -> Iterator[Layout]:
+    def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
         """Yield the layouts of the stated file, or of those that are shipped."""
         config = counted.config
         for path, document in _documents(config, choices):
-            resolved = _resolve(config, document, path, gpus)
+            resolved = _resolve(config, document, path, cluster.gpus)
             half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
             of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
             layout = cls(
@@ -167,7 +167,7 @@ class ZeroLayout(Layout):
         yield Collective(kind="all-reduce", size=8, phase="update", times=2)  # DeepSpeed's own
 
 
-def _documents(config: Config, choices: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _documents(config: Config, choices: LayoutChoice) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if choices.document is not None:
         yield choices.path, choices.document
     elif config.training.weights == "fp32":
@@ -180,7 +180,7 @@ def _documents(config: Config, choices: Given) -> Iterator[tuple[str, Mapping[st
 def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
     """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
     sized = replace(config, batch=replace(config.batch, micro_size=1))
-    accumulation = check_partition(config.batch.global_size, 1, gpus)
+    accumulation = max(1, config.batch.global_size // gpus)  # whether they divide is seen with the real micro-batch
     document = {key: value for key, value in document.items() if key not in OF_THE_BATCH}
     return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
 

@@ -12,7 +12,7 @@ from trp_scale.config import Config, MegatronConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Given
+from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, make_plans
 from trp_scale.planning.tensor_parallel import TensorSum
 from trp_scale.pretraining.base import DataFacts
@@ -94,4 +94,4 @@ def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
     config = load_recipe("pos_bert_tiny")
     for name, value in settings.items():
         setattr(config.fsdp, name, value)
-    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))
+    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), LayoutChoice(engine="fsdp"))

@@ -13,7 +13,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import FsdpLayout, Given, MegatronLayout
+from trp_scale.planning.layouts import FsdpLayout, LayoutChoice, MegatronLayout
 from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, nearest_that_fits, refusal
 from trp_scale.pretraining.base import DataFacts
 
@@ -31,9 +31,9 @@ def test_the_fastest_layout_comes_first(counted: Counted) -> None:
 
 
 def test_the_largest_micro_batch_that_fits_is_taken(counted: Counted) -> None:
-    (whole,) = fitting(make_plans(counted, Cluster(gpu=H100, gpus=8), Given(engine="ddp")))
+    (whole,) = fitting(make_plans(counted, Cluster(gpu=H100, gpus=8), LayoutChoice(engine="ddp")))
     assert (whole.micro, whole.accumulation) == (512, 1)
-    parts = fitting(make_plans(counted, Cluster(gpu=SMALL, gpus=8), Given(engine="ddp")))[0]
+    parts = fitting(make_plans(counted, Cluster(gpu=SMALL, gpus=8), LayoutChoice(engine="ddp")))[0]
     assert parts.accumulation > 1
     assert parts.memory.device <= 0.8 * SMALL.memory
     again = parts.memory.activations + counted.saved("none", False).row * parts.micro
@@ -89,7 +89,7 @@ def test_hours_follow_from_the_step(counted: Counted) -> None:
 
 def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
     """8 divides the GPUs and not the heads."""
-    plans = make_plans(of_four_heads(), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+    plans = make_plans(of_four_heads(), Cluster(gpu=H100, gpus=16), LayoutChoice(engine="megatron"))
     by_name = {plan.layout.name: plan for plan in plans}
     assert set(by_name) == {"megatron TP 1", "megatron TP 2", "megatron TP 4"}
     for plan in plans:
@@ -113,12 +113,12 @@ def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
 )
 def test_what_cannot_be_cut_is_refused(megatron: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
-        make_plans(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+        make_plans(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), LayoutChoice(engine="megatron"))
 
 
 def test_the_command_says_that_tokens_are_split() -> None:
     counted = of_four_heads(tensor_parallel=2, sequence_parallel=True)
-    (plan,) = make_plans(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
+    (plan,) = make_plans(counted, Cluster(gpu=H100, gpus=8), LayoutChoice(engine="megatron"))
     assert plan.layout.name == "megatron TP 2 SP"
     assert "--megatron.tensor_parallel 2 --megatron.sequence_parallel True" in plan.command("R")
 
@@ -127,7 +127,7 @@ def test_checkpointing_of_cut_blocks_is_refused() -> None:
     counted = of_four_heads()
     counted.config.training.activation_checkpointing = "full"
     with pytest.raises(RefusedError, match=r"--training\.activation_checkpointing"):
-        make_plans(counted, Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+        make_plans(counted, Cluster(gpu=H100, gpus=16), LayoutChoice(engine="megatron"))
 
 
 LARGER = {

@@ -7,13 +7,13 @@ import pytest
 from tests.unit.planning.small import H100, fsdp_on, of_four_heads
 from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import Given
+from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import make_plans
 
 
 def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> None:
     for nodes, doublings in ((1, 0), (16, 4)):
-        plan = make_plans(counted, Cluster(gpu=H100, gpus=8 * nodes), Given(engine="ddp"))[0]
+        plan = make_plans(counted, Cluster(gpu=H100, gpus=8 * nodes), LayoutChoice(engine="ddp"))[0]
         assert plan.step is not None
         step = plan.step
         assert step.waiting == pytest.approx(0.015 * doublings * (step.compute + step.update + step.exposed))
@@ -23,7 +23,7 @@ def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> No
 def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
     counted, cluster = of_four_heads(tensor_parallel=2), Cluster(gpu=H100, gpus=2)
     counted.config.batch.micro_size = 4096
-    (plan,) = make_plans(counted, cluster, Given(engine="megatron"))
+    (plan,) = make_plans(counted, cluster, LayoutChoice(engine="megatron"))
     assert plan.step is not None and plan.accumulation == 1
     late = [each for each in plan.messages if each.phase != "start"]
     assert {each.ranks for each in late} == {2}

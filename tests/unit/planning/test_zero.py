@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.unit.planning.small import ZERO
 from tests.unit.planning.test_layouts import messages, sent, states
-from trp_scale.planning.zero import ZeroLayout
+from trp_scale.planning.zero import DeepSpeedLayout
 
 FP32 = 4
 
 
-def zero(stage: int, **settings: Any) -> ZeroLayout:
-    return ZeroLayout(engine="deepspeed", stage=stage, zero={**ZERO, **settings})
+def zero(stage: int, **settings: Any) -> DeepSpeedLayout:
+    return DeepSpeedLayout(engine="deepspeed", stage=stage, zero={**ZERO, **settings})
 
 
 def test_zero_1_sends_each_bucket_to_its_owners() -> None:
