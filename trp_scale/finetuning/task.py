@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ Run = TypeVar("Run", bound=FinetuneConfig)
 ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
 
-class DownstreamTask(Generic[Run]):
+class DownstreamTask(ABC, Generic[Run]):
     """A task to fine-tune on: what a run asks of an upstream (pretraining/base.py), and how its figures are measured.
 
     Attributes:
@@ -92,17 +93,17 @@ class DownstreamTask(Generic[Run]):
         """Model FLOPs of a training step on all ranks; 0.0 of a task that does not count them."""
         return 0.0
 
+    @abstractmethod
     def model(self) -> nn.Module:
         """Build the model with its initial weights, whole, on the CPU."""
-        raise NotImplementedError(f"{type(self).__name__} has no model")
 
+    @abstractmethod
     def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
         """Return the outputs of one micro-batch for the metrics, from a forward pass without gradients."""
-        raise NotImplementedError(f"{type(self).__name__} has no predict")
 
+    @abstractmethod
     def metrics(self) -> Metrics:
         """Return an empty collection."""
-        raise NotImplementedError(f"{type(self).__name__} has no metrics")
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
