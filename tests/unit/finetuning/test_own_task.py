@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.documents.pages import blocks
 from tests.extending import files, forgetting
 from tests.unit.finetuning.test_finetune import tuning_flags
 from trp_scale.cli import main as cli
@@ -17,8 +17,8 @@ from trp_scale.reporting.results import read_results
 def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, recipe = tmp_path / "brightness.py", tmp_path / "brightness.yaml"
     module.write_text(files()["brightness.py"], encoding="utf-8")
-    sections = {"downstream": {"kind": "brightness", "epochs": 0, "darkest": 0.25}, "balancer": {"kind": "uniform"}}
-    recipe.write_text(yaml.dump({**sections, "optimizer": {"lr": 1e-3}}), encoding="utf-8")
+    (shown,) = (block.text for block in blocks("extending.md") if "kind: brightness" in block.text)
+    recipe.write_text(shown, encoding="utf-8")
     run_dir, given = tmp_path / "run", ["--module", str(module)]
     flags = tuning_flags(image_dataset, run_dir, "scratch", downstream__epochs=0.0, training__steps=4)
     flags = [*flags, "--data.validation_fraction", "0.3", "--optimizer.warmup_steps", "0"]
