@@ -1,8 +1,7 @@
 """What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
-        [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--adversary none] [--roofline]
-        [--costliest 10]
+        [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--adversary none]
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
@@ -14,10 +13,6 @@ GPU's: in bf16, which the models widen for a CPU, and without dropout of its own
 --fused counts as if all operations between two others that stand alone (matrix products, attention, sorting, sums to
 places that an index says) were one kernel, which reads what it needs once and writes only what is still needed after
 it: what torch.compile could do at best, saving what eager mode saves.
-
---roofline predicts from the counts: seconds of an operation = max(bytes / 0.8 of the memory's rate, FLOPs / 0.7 of the
-bf16 peak, 2.3 us), the host 8 us an operation forward and 5.5 us backward; a step = max(device, host). Nothing of it is
-measured. It leaves the loader, transfers and other ranks out. --costliest lists the operations behind it.
 """
 
 from __future__ import annotations
@@ -98,49 +93,21 @@ class Options:
     """training.activation_checkpointing. What selective keeps for itself is not among the bytes saved."""
     fused: bool = False
     """Count as if neighbouring operations were one kernel."""
-    roofline: bool = False
-    """Predict the share of peak on an A100 and an H100."""
     adversary: str = ""
     """Of image models, by its kind, in place of the recipe's; the index of relative positions is then relaxed."""
-    costliest: int = 0
-    """List so many operations by their predicted time on an H100."""
     json: bool = False
     """One JSON object in place of a table; tests/unit/benchmarks/step_counts.json is one of four models."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. device, host: seconds by roofline.
-    by_name: seconds on an H100, and number, by phase and name."""
+    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. names: of the operations."""
 
     operations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     flops: int = 0
     saved: int = 0
-    device: dict[str, float] = field(default_factory=dict)
-    host: float = 0.0
-    by_name: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """Peak FLOPs a second in bf16, and bytes a second of its memory, as its maker states them."""
-
-    flops: float
-    memory: float
-
-    def seconds(self, flops: int, moved: int, attention: bool) -> float:
-        """Of one operation."""
-        reached = 0.35 if attention else 0.7
-        return max(moved / (0.8 * self.memory), flops / (reached * self.flops), 2.3e-6)
-
-
-ACCELERATORS = {
-    "A100": Accelerator(flops=312e12, memory=2.0e12),
-    "H100": Accelerator(flops=989e12, memory=3.35e12),
-}
-HOST_SECONDS = {"forward": 8e-6, "backward": 5.5e-6, "update": 8e-6}
-"""Of the host, to launch an operation."""
+    names: set[str] = field(default_factory=set)
 
 
 class CountsOperations(RecordsOperations):  # type: ignore[no-untyped-call]
@@ -148,20 +115,13 @@ class CountsOperations(RecordsOperations):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, fused: bool = False) -> None:
         super().__init__(fused=fused)
-        self.counts = Counts(device=dict.fromkeys(ACCELERATORS, 0.0))
+        self.counts = Counts()
 
     def add(self, name: str, moved: int, flops: int) -> None:
         self.counts.operations[self.phase] += 1
         self.counts.moved[self.phase] += moved
         self.counts.flops += flops
-        self.counts.host += HOST_SECONDS[self.phase]
-        taken = {
-            place: accelerator.seconds(flops, moved, "attention" in name) for place, accelerator in ACCELERATORS.items()
-        }
-        for place, seconds in taken.items():
-            self.counts.device[place] += seconds
-        seconds, number = self.counts.by_name.get((self.phase, name), (0.0, 0))
-        self.counts.by_name[self.phase, name] = (seconds + taken["H100"], number + 1)
+        self.counts.names.add(name)
 
 
 class InPlace(PlainEngine):
@@ -288,23 +248,6 @@ def main(options: Options) -> None:
         print(
             f"| {name} | {rows[name]} | {operations} | {moved} | {counts.saved / 1e9:.2f} | {counts.flops / 1e9:,.0f} |"
         )
-    if options.roofline:
-        print("\nPredicted from the counts, not measured: share of the bf16 peak, and rows a second")
-        print(f"| model | {' | '.join(ACCELERATORS)} |")
-        print("| --- |" + " --- |" * len(ACCELERATORS))
-        for name, counts in tables.items():
-            cells = []
-            for place, accelerator in ACCELERATORS.items():
-                seconds = max(counts.device[place], counts.host)
-                bound = "host" if counts.host > counts.device[place] else "device"
-                share = counts.flops / seconds / accelerator.flops
-                cells.append(f"{share:.0%}, {rows[name] / seconds:,.0f}, bound by the {bound}")
-            print(f"| {name} | {' | '.join(cells)} |")
-    for name, counts in tables.items() if options.costliest else ():
-        print(f"\n{name}: predicted share of an H100's time\n| operation | number | share |\n| --- | --- | --- |")
-        ordered = sorted(counts.by_name.items(), key=lambda each: -each[1][0])[: options.costliest]
-        for (phase, operation), (seconds, number) in ordered:
-            print(f"| {phase}: {operation} | {number} | {seconds / counts.device['H100']:.1%} |")
 
 
 if __name__ == "__main__":
