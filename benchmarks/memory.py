@@ -1,7 +1,8 @@
-"""Peak memory of a rank: plain on one process, FSDP2 and ZeRO-3 on two, beside what the states alone should take.
+"""Peak memory of a rank: plain on one process, FSDP2 and ZeRO-3 on two, and what the states alone should take.
 
     python benchmarks/memory.py [--layers 12] [--hidden_size 768]
-    python benchmarks/memory.py --start --hidden_size 1024 --layers 24
+    python benchmarks/memory.py --of start --hidden_size 1024 --layers 24
+    python benchmarks/memory.py --of masks
 
 Weights, gradients and two moments are 16 bytes a parameter in fp32, shared by the ranks; ZeRO-3 keeps the weights twice
 (deepspeed 0.19.8 compares a device with its name and so never takes the master weights for the weights): 20. What
@@ -9,10 +10,14 @@ comes on top are activations (2 rows here), the parameters gathered for the laye
 On a CPU the figure is the resident set above what the imports take, with an allocator that gives memory back at once;
 on GPUs it is torch's count of allocated memory.
 
---start measures the peak host memory while the model is made and sharded, without a step, over the bytes of its fp32
-weights. "shapes": as a run starts, parameters are shapes at first, and each rank fills its own pieces. "whole": each
-rank makes the whole model, and the engine takes its pieces from it. On two ranks the weights alone are 0.5 (ZeRO-3 with
-its masters 1.0). The vocabulary is 8,192 there.
+start: the peak host memory while the model is made and sharded, without a step, over the bytes of its fp32 weights.
+"shapes": as a run starts, parameters are shapes at first, and each rank fills its own pieces. "whole": each rank makes
+the whole model, and the engine takes its pieces from it. On two ranks the weights alone are 0.5 (ZeRO-3 with its
+masters 1.0). The vocabulary is 8,192 there.
+
+masks: learned masks over plain MAE. The excess is in units of a rank's share of one copy of the weights (4 bytes a
+parameter): vectors over all parameters that an update of the masking network holds. Images are small and few, so that
+their activations take next to nothing, and the masking network is the small one (patchwise), whose states are printed.
 """
 
 from __future__ import annotations
@@ -30,19 +35,23 @@ from typing import Literal
 
 import torch
 import tyro
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import Answer, on_ranks
 from benchmarks.steps import micro_batches
-from benchmarks.workloads import LENGTH, set_encoder, text_workload
-from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig
+from benchmarks.workloads import LENGTH, masks_trainer, set_encoder, text_workload
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TextModelConfig
+from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
-from trp_scale.engines.build import build_engine
+from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.models.initialise import without_content
+from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -54,14 +63,20 @@ ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs" / "zero3.json"
 
 @dataclass(kw_only=True)
 class Options:
-    """The model: BERT-base."""
+    """The model: BERT-base, with masks ViT-B and MAE's decoder."""
 
+    of: Literal["steps", "start", "masks"] = "steps"
+    """What to measure: steps, the start of a run, or steps with learned masks."""
     layers: int = 12
-    """Transformer blocks."""
+    """Blocks of the encoder."""
     hidden_size: int = 768
-    """Width."""
-    start: bool = False
-    """Measure the start of a run."""
+    """Width of the encoder."""
+    decoder_layers: int = 8
+    """masks: blocks of the decoder."""
+    size: int = 32
+    """masks: side of the images in pixels. Four patches of 16 px leave nearly all memory to the weights."""
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    """masks: layouts to measure."""
 
 
 def resident_bytes() -> int:
@@ -155,9 +170,88 @@ def print_start(options: Options) -> None:
             print(f"{layout}, {weights / 4e6:,.0f} M, {way}: {max(answers)[0] / weights:.2f}", flush=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Memory of a rank.
+
+    Attributes:
+        peak: largest memory in bytes.
+        parameters: of the model.
+        network: of the masking network.
+    """
+
+    peak: int
+    parameters: int
+    network: int
+
+
+def masks_settings(options: Options, world: int, *, masks: bool) -> MaeConfig:
+    """Return the settings of MAE, with updates of the masks at every step."""
+    config = MaeConfig(
+        model=set_encoder(ModelConfig(), options.layers, options.hidden_size),
+        vision=MaeVisionConfig(decoder_layers=options.decoder_layers),
+        crops=CropsConfig(size=options.size),
+        masking=MaeMaskingConfig(ratio=0.5),
+        batch=BatchConfig(global_size=world, micro_size=1),
+        optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
+    )
+    config.balancer = make_settings("balancer", "uniform")
+    if masks:
+        config.multilevel = make_settings("multilevel", "head", network="patchwise", unroll=1, every=1)
+    return config
+
+
+def measure_masks(layout: str, options: Options, masks: bool) -> Peak:
+    """Return the peak of a few steps on this rank."""
+    config = masks_settings(options, LAYOUTS[layout][1], masks=masks)
+    with ranks_environment(layout) as environment:
+        base = resident_bytes()
+        engines: list[Engine] = []
+        counts: list[int] = []
+
+        def make_engine(module: nn.Module, config: Config) -> Engine:
+            build = build_second_engine if engines else build_engine
+            counts.append(sum(parameter.numel() for parameter in module.parameters()))
+            engines.append(engine_on(environment, layout, module, config, build))
+            return engines[-1]
+
+        trainer = masks_trainer(config, 1, make_engine)
+        for _ in range(2):
+            trainer.train_step()
+        peak = peak_bytes(base)
+        for engine in engines:
+            engine.close()
+    return Peak(peak=peak, parameters=counts[0], network=sum(counts[1:]))
+
+
+def row_of(layout: str, plain: Peak, masks: Peak) -> tuple[str, ...]:
+    """A line of the table: memory in MB, and the excess in copies of the weights."""
+    _, world, state_bytes = LAYOUTS[layout]
+    copy, states = 4 * plain.parameters / world, state_bytes * masks.network / world
+    excess = masks.peak - plain.peak
+    megabytes = (copy, plain.peak, masks.peak, excess, states)
+    return (layout, str(world), *(f"{size / 2**20:.0f}" for size in megabytes), f"{(excess - states) / copy:.2f}")
+
+
+def print_masks(options: Options) -> None:
+    """Print the peak with masks and without, and the excess in copies of the weights."""
+    table = Table(
+        title=f"ViT {options.layers} x {options.hidden_size}, decoder {options.decoder_layers} x 512; MB a rank"
+    )
+    for name in ("layout", "ranks", "copy", "plain", "masks", "excess", "network's states", "copies without them"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for layout in options.layouts:
+        plain, masks = (
+            max(on_layout(layout, measure_masks, options, learned), key=lambda rank: rank.peak)
+            for learned in (False, True)
+        )
+        table.add_row(*row_of(layout, plain, masks))
+    Console(width=120).print(table)
+
+
 def main(options: Options) -> None:
-    if options.start:
-        print_start(options)
+    if options.of != "steps":
+        {"start": print_start, "masks": print_masks}[options.of](options)
         return
     print(f"{'layout':<8} {'ranks':>5} {'peak a rank':>12} {'states alone':>13} {'peak / plain':>13}")
     plain = 0

@@ -1,41 +1,51 @@
 """Cost of a method over the same step without it: the whole training step, on one process.
 
-    python benchmarks/method_cost.py --method balancers|minimax|adversaries|crops [--rows 16] [--rounds 15]
+    python benchmarks/method_cost.py --method balancers|minimax|adversaries|crops|masks [--rows 16] [--rounds 15]
 
 balancers: MM-MAE ViT-Ti (three tasks) and PoS-BERT (ten tasks) with each balancer, beside what TRP's Table 3 states, T
 being a step without balancing. minimax: PoS-BERT with one and with four micro-batches; `exact` with several adds a
 forward pass without gradients. adversaries: each over MAE+ with the same positions (the paper says less than 1.015,
-AdPE 4.1.1), and relative positions over absolute ones. crops: MAE+ with k crops over MAE, ViT-B, per image.
-FLOPs are those of the package's counter.
+AdPE 4.1.1), and relative positions over absolute ones. crops: MAE+ with k crops over MAE, ViT-B, per image. masks:
+learned masks over MAE, whole cycles divided by their steps, with ViT-Ti and a decoder of ViT-B's proportions.
+Operations are those that launch work; D_tr and D_val have the images of a step.
+FLOPs are those of the package's counter, for masks also of ViT-B/16 on 224 px with a decoder of 8 x 512.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.rounds import alternate, print_ratios
-from benchmarks.steps import StepOptions, Workload, endless, recorded_flops, whole_step
+from benchmarks.rounds import Measured, alternate, print_ratios
+from benchmarks.step_counts import CountsOperations
+from benchmarks.steps import StepOptions, Workload, endless, model_flops, recorded_flops, whole_step
 from benchmarks.workloads import (
     MM_MAE,
     EncoderSize,
+    cycle,
+    cycle_steps,
     image_recipe,
     mae_workload,
+    masks_trainer,
     mm_mae_workload,
+    plain_engines,
+    resized,
     small_bert,
     text_workload,
 )
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
+from trp_scale.core import pieces
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
@@ -69,12 +79,22 @@ ADVERSARIES = {
 }
 """Baseline of each: the same arithmetic without the adversary."""
 
+PLAIN_MAE = "plain MAE"
+MASKS: dict[str, tuple[int, int, int]] = {
+    "unroll 2, every 1": (2, 1, 1),
+    "unroll 2, every 5": (2, 5, 1),
+    "unroll 1, every 1": (1, 1, 1),
+    "unroll 2, every 1, two micro-batches": (2, 1, 2),
+}
+"""Steps of the encoder, updates of the head, and micro-batches of D_tr and of D_val."""
+ON_A_GPU = pieces.foreach_chunk_bytes(torch.device("cuda"))
+
 
 @dataclass(kw_only=True)
 class Options(StepOptions):
     """Method and size of the steps."""
 
-    method: Literal["balancers", "minimax", "adversaries", "crops"]
+    method: Literal["balancers", "minimax", "adversaries", "crops", "masks"]
     """Method to measure."""
     rows: int = 16
     """Images of a step; twice as many sequences for balancers."""
@@ -86,6 +106,12 @@ class Options(StepOptions):
     """Adversaries to measure."""
     crops: tuple[int, ...] = (1,)
     """Crops of MAE+ per image."""
+    decoder_layers: int = 8
+    """masks: blocks of the measured model's decoder."""
+    size: int = 224
+    """masks: side of the measured model's images in pixels."""
+    network: Literal["flattened", "patchwise"] = "flattened"
+    """masks: the masking network."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +192,73 @@ METHODS = {
 }
 
 
+def large_mae(options: Options) -> MaeConfig:
+    return endless(image_recipe("mae_vit_b", MaeConfig, "base"), options.rows, precision=options.precision)
+
+
+def measured_model(options: Options) -> MaeConfig:
+    """Return the settings of the measured model: those of `large_mae` in small."""
+    config = resized(large_mae(options), options.model)
+    config.vision.decoder_layers, config.vision.decoder_heads = options.decoder_layers, config.model.heads
+    config.vision.decoder_hidden_size = config.model.hidden_size * 2 // 3
+    while config.vision.decoder_hidden_size % config.vision.decoder_heads:
+        config.vision.decoder_heads -= 1
+    config.crops.size = options.size
+    return config
+
+
+def with_masks(config: MaeConfig, options: Options, numbers: tuple[int, int, int]) -> MaeConfig:
+    """Return these settings with learned masks."""
+    config = copy.deepcopy(config)
+    unroll, every, parts = numbers
+    settings = {"network": options.network, "unroll": unroll, "every": every, "micro_size": options.rows // parts}
+    config.multilevel = make_settings("multilevel", "head", **settings)
+    return config
+
+
+def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
+    """Return the arithmetic of a step of the encoder over a step of plain MAE, both as they are computed."""
+    plain = model_flops(config)
+    ratios = {PLAIN_MAE: 1.0}
+    for name, numbers in MASKS.items():
+        ratios[name] = model_flops(with_masks(config, options, numbers)) / plain
+    return ratios
+
+
+def count_operations(run: Callable[[], object]) -> int:
+    """Count operations that launch work; an operation over a list of tensors is one, and lists are as on a GPU."""
+    run()  # the optimizers' states are made
+    with mock.patch.object(pieces, "foreach_chunk_bytes", lambda _: ON_A_GPU), CountsOperations() as counter:
+        run()
+    return sum(counter.counts.operations.values())
+
+
+def measure_masks(options: Options, device: torch.device) -> None:
+    """Measure and print steps with learned masks over plain ones."""
+    config = measured_model(options)
+    configs = {PLAIN_MAE: config, **{name: with_masks(config, options, numbers) for name, numbers in MASKS.items()}}
+    steps = {name: cycle_steps(settings) for name, settings in configs.items()}
+    engines = plain_engines(device)
+    calls = {name: cycle(masks, masks_trainer(masks, options.rows, engines)) for name, masks in configs.items()}
+    operations = {name: f"{count_operations(call) / steps[name]:,.0f}" for name, call in calls.items()}
+    measured = {
+        name: Measured(
+            walls=tuple(wall / steps[name] for wall in times.walls), cpus=tuple(cpu / steps[name] for cpu in times.cpus)
+        )
+        for name, times in alternate(calls, rounds=options.rounds, warmup=1).items()
+    }
+    columns = {"operations": operations}
+    for title, model in (("FLOPs, ViT-B", large_mae(options)), ("FLOPs, measured", config)):
+        columns[title] = {name: f"{ratio:.2f}" for name, ratio in over_plain(model, options).items()}
+    size = f"{options.rows} images of {options.size} px, {options.precision}, {torch.get_num_threads()} threads"
+    print_ratios(f"a step of the encoder, ViT {options.model}, {size}, {device.type}", measured, PLAIN_MAE, columns)
+
+
 def main(options: Options) -> None:
     device = options.device()
+    if options.method == "masks":
+        measure_masks(options, device)
+        return
     for comparison in METHODS[options.method](options):
         steps = {name: whole_step(work, device) for name, work in comparison.workloads.items()}
         flops = {name: recorded_flops(step) for name, step in steps.items()}

@@ -13,7 +13,6 @@ from benchmarks.steps import (
     Model,
     Run,
     SameWindow,
-    StepOptions,
     Workload,
     loop_over,
     micro_batches,
@@ -125,14 +124,6 @@ MM_MAE = "mm_mae_vit_b_in1k_400"
 """The recipe of MM-MAE whose steps are measured."""
 CLASSES = {"semseg": 133}
 """Of segmentation: COCO's panoptic classes, which Mask2Former predicts."""
-
-
-@dataclass(kw_only=True)
-class ImageStepOptions(StepOptions):
-    """What to measure."""
-
-    model: EncoderSize = "tiny"
-    """ViT-Ti, S, B or L."""
 
 
 def image_recipe(name: str, kind: type[Run], size: EncoderSize) -> Run:

@@ -1,10 +1,10 @@
-"""benchmarks/mlo_memory.py: a rank's run in small, and how its excess is told in copies of the weights."""
+"""benchmarks/memory.py --of masks: a rank's run in small, and how its excess is told in copies of the weights."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.mlo_memory import Options, Peak, measure, row_of, settings
+from benchmarks.memory import Options, Peak, masks_settings, measure_masks, row_of
 from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
@@ -13,8 +13,8 @@ SMALL = Options(layers=1, hidden_size=64, decoder_layers=1)
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_rank_trains_both_ways_and_says_how_large_its_networks_are(masks: bool) -> None:
-    config = settings(SMALL, 1, masks=True)
-    found = measure("plain", SMALL, masks=masks)
+    config = masks_settings(SMALL, 1, masks=True)
+    found = measure_masks("plain", SMALL, masks=masks)
     assert found.parameters == sum(p.numel() for p in MaskedAutoencoder(config).parameters())
     network = sum(p.numel() for p in NETWORKS["patchwise"](config).parameters())
     assert found.network == (network if masks else 0) and found.peak >= 0
