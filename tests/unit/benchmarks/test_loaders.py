@@ -26,10 +26,8 @@ def test_noise_with_maps_is_read(tmp_path: Path) -> None:
     assert (batch["depth_counts"] == 16**2).all() and (batch["semseg"] < image_loader.CLASSES).all()
 
 
-def test_noise_as_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "BLOCKS", 2)
-    monkeypatch.setattr(loader, "BLOCK_ROWS", 64)
-    train = loader.open_train(loader.Options(rows=32), loader.make_dataset(tmp_path / "random", 32), 16)
+def test_the_stages_of_text_are_measured(text_dataset: Path) -> None:
+    train = loader.open_train(loader.Options(data=text_dataset, rows=32), 16)
     assert [micro.rows for micro in train.next_window()] == [16, 16]
     shares = breakdown(train, loader.STAGES, "the rest")
     assert sum(shares.values()) == pytest.approx(1) and all(share > 0 for share in shares.values())

@@ -1,25 +1,34 @@
-"""A moving picture of the display, replayed from the metrics of a real run: one SVG, no script, no font to fetch.
+"""Pictures of a run for docs/: the display replayed from its metrics, and its page in a browser.
 
-python benchmarks/display_picture.py --run runs/tiny [--output docs/pictures/display.svg] [--frames 20]
+    python benchmarks/pictures.py --run runs/tiny [--output docs/pictures] [--frames 20] [--browser chromium]
+
+display.svg is one moving SVG without script or font. report_light.png, report_dark.png and report_phone.png are drawn
+by Chromium or Chrome from a new page, with the packages plotly and playwright; without a browser they are left out.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
+from PIL import Image
 from rich.console import Console, RenderableType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
+from trp_scale.reporting.document import page_text
+from trp_scale.reporting.record import read_run
+from trp_scale.reporting.run import run_page
 from trp_scale.training.metrics import RunInfo, StepRecord, TaskRecord, read_metrics, worst_task
 from trp_scale.training.progress import LiveDisplay
 from trp_scale.training.report import read_summary
@@ -41,25 +50,35 @@ COLOURS = {
 TEXT, DIM, GROUND, UNFILLED = "#d8dee9", "#7f8794", "#1b1f27", "#3a404c"
 
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+VIEWS: dict[str, tuple[int, int, Literal["light", "dark"]]] = {
+    "report_light": (1280, 1340, "light"),
+    "report_dark": (1280, 1340, "dark"),
+    "report_phone": (400, 1300, "light"),
+}
+"""Name of the file: width and height of the window, and the scheme that the system asks for."""
+
+
 @dataclass(kw_only=True)
-class Arguments:
-    """Draw the display of a run that has ended."""
+class Options:
+    """Draw the pictures of a run that has ended."""
 
     run: Path
-    """Its directory."""
-    output: Path = Path("docs/pictures/display.svg")
-    """The picture."""
+    """Directory of the run."""
+    output: Path = Path("docs/pictures")
+    """Directory of the pictures."""
     frames: int = 20
-    """So many."""
+    """Frames of the display."""
+    browser: str = ""
+    """Program; empty = the first of chromium, chromium-browser and google-chrome that exists."""
 
 
-def draw(arguments: Arguments) -> None:
-    """Write the picture."""
-    frames = list(frames_of(arguments.run, arguments.frames))
-    arguments.output.write_text(svg(frames), encoding="utf-8")
-    print(
-        f"{arguments.output}: {len(frames)} frames of {arguments.run}, {arguments.output.stat().st_size / 1e3:.0f} kB"
-    )
+def draw_display(options: Options) -> Path:
+    """Write the moving picture of the display."""
+    path = options.output / "display.svg"
+    path.write_text(svg(list(frames_of(options.run, options.frames))), encoding="utf-8")
+    return path
 
 
 def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
@@ -168,5 +187,39 @@ def texts(frame: list[list[tuple[str, str]]]) -> Iterator[str]:
             column += len(text)
 
 
+def draw_pages(options: Options, program: str) -> Iterator[Path]:
+    """Write the pictures of the page."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page = Path(folder) / "report.html"
+        page.write_text(page_text(run_page(read_run(options.run))), encoding="utf-8")
+        # Chromium starts as root, as in a container, without its sandbox alone; the page is our own.
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for name, (width, height, scheme) in VIEWS.items():
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            tab = context.new_page()
+            tab.goto(page.as_uri())
+            tab.wait_for_function("[...document.querySelectorAll('.plot')].every(one => one.querySelector('.trace'))")
+            path = options.output / f"{name}.png"
+            # All colours stay: a palette of 256 would mix those of tasks.
+            Image.open(io.BytesIO(tab.screenshot())).convert("RGB").save(path, optimize=True)
+            context.close()
+            yield path
+        browser.close()
+
+
+def main(options: Options) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    paths = [draw_display(options)]
+    program = next(filter(None, map(shutil.which, [options.browser] if options.browser else BROWSERS)), None)
+    if program is None:
+        print(f"none of {', '.join(BROWSERS)} is on PATH: the page is not drawn; allowed: --browser PROGRAM")
+    else:
+        paths += draw_pages(options, program)
+    for path in paths:
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
 if __name__ == "__main__":
-    draw(tyro.cli(Arguments))
+    main(tyro.cli(Options, description=__doc__))
