@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--items checks] [--seconds 450] [--small]
 
 Prints a line for each item and writes all of them to --output after every one, so that a run that is cut off keeps
-what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null with its reason, never a guess.
+what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null or left out with the reason.
 Exit status: 0, or 1 when an item that should have been measured failed.
 
 What does not fit into --seconds is left out, last sections first. Checks may run side by side, timings run alone:
@@ -19,7 +19,6 @@ Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import tyro
@@ -40,11 +39,13 @@ from benchmarks.gpu_parity import memory, parity, waits
 from benchmarks.gpu_setting import Item, Outcome, Setting, each
 from benchmarks.gpu_speed import minimax, throughput
 from benchmarks.gpu_ways import kernels, masks, ways
-from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.errors import nearest
+from trp_scale.storage.files import write_json
 
-SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
+Section = Literal[
+    "parity", "waits", "memory", "minimax", "images", "modalities", "masks", "ways", "kernels", "throughput"
+]
+SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "parity": parity,
     "waits": waits,
     "memory": memory,
@@ -57,8 +58,7 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "throughput": throughput,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
-A new section is a function that yields items, and one entry here."""
-ALL = "all"
+A new section is a function that yields items, its name above, and one entry here."""
 LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers")
 
 
@@ -66,8 +66,8 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers")
 class Options:
     """What to measure."""
 
-    sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, images, modalities, masks, ways, kernels, throughput, or all."""
+    sections: tuple[Section, ...] = get_args(Section)
+    """Sections to measure."""
     items: Literal["all", "checks", "timings"] = "all"
     """Of these sections: checks (agreement, waits, memory) may run as several processes at once, timings run alone."""
     named: tuple[str, ...] = ()
@@ -78,19 +78,6 @@ class Options:
     """Tiny models, few repetitions: to try the script itself, on a CPU too."""
     output: Path | None = None
     """JSON file with all figures."""
-
-
-def chosen(sections: tuple[str, ...]) -> list[str]:
-    """Names of the sections, in the table's order.
-
-    Raises:
-        RefusedError: a name that is none.
-    """
-    for name in sections:
-        if name != ALL and name not in SECTIONS:
-            known = (ALL, *SECTIONS)
-            raise RefusedError(f"--sections {name}: not a section{nearest(name, known)}; allowed: {', '.join(known)}")
-    return [name for name in SECTIONS if name in sections or ALL in sections]
 
 
 def wanted(item: Item, options: Options) -> bool:
@@ -123,32 +110,24 @@ def describe(setting: Setting) -> dict[str, Any]:
     }
 
 
-def write(path: Path | None, document: dict[str, Any]) -> None:
-    """Replace the file as a whole."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.partial")
-    unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
 def main(options: Options) -> int:
     """Measure; returns the exit status."""
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    names = chosen(options.sections)
     outcomes: list[Outcome] = []
     with Environment() as environment:
         setting = Setting(environment=environment, small=options.small)
         document = describe(setting)
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
-        for name in names:
+        for name in (name for name in SECTIONS if name in options.sections):
             items = (item for item in SECTIONS[name](setting) if wanted(item, options))
             for outcome in each(items, name, lambda: options.seconds - (time.perf_counter() - began)):
                 outcomes.append(outcome)
                 print(outcome.line(), flush=True)
                 document["seconds"] = time.perf_counter() - began
-                write(options.output, document | {"items": [asdict(one) for one in outcomes]})
+                if options.output:
+                    write_json(options.output, document | {"items": [asdict(one) for one in outcomes]})
     failed = [f"{one.section}: {one.name}" for one in outcomes if one.failed]
     unmeasured = sum(1 for one in outcomes if one.reason)
     print(
@@ -160,8 +139,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Options, description=__doc__)))
-    except RefusedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -8,7 +8,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -172,14 +172,8 @@ MEGABYTE = 2**20
 Value: TypeAlias = "float | int | bool | str | list[float] | list[str] | None"
 
 
-@dataclass(frozen=True)
-class Missing:
-    """A figure that cannot be had here, and why; it is printed and written as null with its reason."""
-
-    reason: str
-
-
-Figures: TypeAlias = "Mapping[str, Value | Missing]"
+Figures: TypeAlias = "dict[str, Value]"
+"""Figures by name with the unit in the name; None where a figure cannot be measured here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +201,6 @@ class Outcome:
 
     Attributes:
         figures: by name; empty when nothing was measured.
-        reasons: why a figure is None, by its name.
         reason: why nothing was measured, or "".
         failed: it was tried and raised: a fault, where a lacking GPU or library is none.
         seconds: how long it took.
@@ -216,7 +209,6 @@ class Outcome:
     section: str
     name: str
     figures: dict[str, Value] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     failed: bool = False
     seconds: float = 0.0
@@ -226,11 +218,7 @@ class Outcome:
         start = f"{self.section}: {self.name}: "
         if self.reason:
             return f"{start}not measured: {self.reason}"
-        shown = (
-            f"{name} null ({self.reasons[name]})" if value is None else f"{name} {_shown(value)}"
-            for name, value in self.figures.items()
-        )
-        return start + ", ".join(shown)
+        return start + ", ".join(f"{name} {_shown(value)}" for name, value in self.figures.items())
 
 
 def measured(section: str, item: Item, seconds_left: float) -> Outcome:
@@ -242,7 +230,8 @@ def measured(section: str, item: Item, seconds_left: float) -> Outcome:
         return outcome
     began = time.perf_counter()
     try:
-        _take(outcome, item.measure())
+        for name, value in item.measure().items():
+            outcome.figures[name] = None if isinstance(value, float) and not math.isfinite(value) else value
     except Exception as error:
         traceback.print_exc()
         outcome.failed, outcome.reason = True, f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -263,17 +252,9 @@ def each(items: Iterator[Item], section: str, seconds_left: Callable[[], float])
         yield measured(section, item, seconds_left())
 
 
-def _take(outcome: Outcome, figures: Figures) -> None:
-    for name, value in figures.items():
-        if isinstance(value, Missing):
-            outcome.figures[name], outcome.reasons[name] = None, value.reason
-        elif isinstance(value, float) and not math.isfinite(value):
-            outcome.figures[name], outcome.reasons[name] = None, f"it is {value}"
-        else:
-            outcome.figures[name] = value
-
-
 def _shown(value: Value) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -299,7 +280,7 @@ class Best:
 
     rows: int
     seconds: float
-    figures: dict[str, Value | Missing]
+    figures: Figures
 
 
 def best_size(
@@ -329,22 +310,21 @@ def best_size(
         raise RuntimeError(f"{tried[0]} rows do not fit into the memory")
     rows = max(found, key=lambda one: one / found[one][0])
     seconds, memory = found[rows]
-    figures: dict[str, Value | Missing] = {
+    figures: Figures = {
         "rows": rows,
         "tried": [float(one) for one in found],
         "rates": [one / took for one, (took, _) in found.items()],
         "step_ms": seconds * 1e3,
         "rows_per_second": rows / seconds,
-        "peak_mb": memory if setting.on_gpu else Missing(NEEDS_GPU),
+        "peak_mb": memory if setting.on_gpu else None,
     }
     return Best(rows=rows, seconds=seconds, figures=figures)
 
 
-def use_of_peak(setting: Setting, seconds: float, **flops: float) -> dict[str, Value | Missing]:
+def use_of_peak(setting: Setting, seconds: float, **flops: float) -> Figures:
     """Each of these numbers of FLOPs in so many seconds, as a share of what the device can do in bf16."""
     peak = peak_flops(setting.device_name, "bf16")
-    unknown = Missing(f"no peak arithmetic is known for {setting.device_name}")
-    return {name: count / seconds / peak if peak else unknown for name, count in flops.items()}
+    return {name: count / seconds / peak if peak else None for name, count in flops.items()}
 
 
 def _timed(setting: Setting, trainer: Trainer) -> tuple[float, float]:

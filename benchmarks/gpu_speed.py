@@ -12,9 +12,7 @@ import torch
 from benchmarks.gpu_setting import (
     Figures,
     Item,
-    Missing,
     Setting,
-    Value,
     best_size,
     engine_of,
     release_memory,
@@ -40,7 +38,7 @@ def rows_tried(setting: Setting, length: int) -> list[int]:
     return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
 
 
-def speed(setting: Setting, length: int, rows: int, seconds: float) -> dict[str, Value | Missing]:
+def speed(setting: Setting, length: int, rows: int, seconds: float) -> Figures:
     """Step time, rate, and use of the device's peak.
 
     `utilisation` has the same numerator on both sides: the arithmetic of BERT with only the first and the masked
@@ -82,14 +80,14 @@ def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: b
                 raise
             rows //= 2
         release_memory()  # here, not above: the exception holds the tensors
-    figures: dict[str, Value | Missing] = {"rows": rows}
+    figures: Figures = {"rows": rows}
     for side, one in measured.items():
         figures |= {f"{side}_{name}": value for name, value in speed(setting, length, rows, one.wall).items()}
     figures["step_ours_over_transformers"] = measured["ours"].wall / measured["transformers"].wall
     return figures | same_work(losses) if losses else figures
 
 
-def same_work(losses: list[float]) -> dict[str, Value | Missing]:
+def same_work(losses: list[float]) -> Figures:
     """First losses of ours and of the peer."""
     gap = relative_gap(losses)
     return {"first_losses": losses, "first_loss_gap": gap, "same_work": gap < SAME_LOSS}
@@ -163,7 +161,7 @@ def minimax(setting: Setting) -> Iterator[Item]:
             work = text(setting, setting.base, length, rows=rows, balancer=balancer)
             steps[name] = step_of(setting, work)
         measured = alternate(steps, rounds=setting.rounds, warmup=3)
-        figures: dict[str, Value | Missing] = {"rows": rows}
+        figures: Figures = {"rows": rows}
         for name, one in measured.items():
             key = name.replace(" ", "_")
             figures[f"{key}_step_ms"] = one.wall * 1e3

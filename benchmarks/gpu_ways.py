@@ -17,12 +17,9 @@ from benchmarks.gpu_images import ADVERSARIES, image_config, modality_config
 from benchmarks.gpu_parity import apart, train
 from benchmarks.gpu_setting import (
     MEGABYTE,
-    NEEDS_GPU,
     Figures,
     Item,
-    Missing,
     Setting,
-    Value,
     release_memory,
     text,
     training,
@@ -101,7 +98,7 @@ def speed(setting: Setting, model: str, way: Way) -> Figures:
         if setting.on_gpu:
             torch.cuda.reset_peak_memory_stats(setting.device)
         seconds = alternate({"step": trainer.train_step}, rounds=setting.rounds)["step"].wall
-        peak = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else Missing(NEEDS_GPU)
+        peak = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else None
     rows = work.config.batch.micro_rows
     used = use_of_peak(setting, seconds, utilisation=flops)
     return {"rows": rows, "step_ms": seconds * 1e3, "rows_per_second": rows / seconds, "peak_mb": peak, **used}
@@ -192,7 +189,7 @@ def masks_over_plain(setting: Setting) -> Figures:
         "plain": masks_trainer(plain, rows, engines).train_step,
         "learned": cycle(config, masks_trainer(config, rows, engines)),
     }
-    figures: dict[str, Value | Missing] = {"images": rows}
+    figures: Figures = {"images": rows}
     kinds: dict[str, Literal["highest", "high"]] = {"fp32": "highest", "tf32": "high"}
     counted = model_flops(config) / model_flops(plain)
     for name, kind in kinds.items():

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_images, gpu_parity, workloads
-from benchmarks.gpu_setting import ENGINES, Figures, Item, Missing, Setting, measured
+from benchmarks.gpu_setting import ENGINES, Figures, Item, Setting, measured
 from benchmarks.steps import Workload
-from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +38,7 @@ def fails() -> Figures:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The command's own output, and the JSON it wrote."""
     output = tmp_path_factory.mktemp("gpu") / "new" / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--small", "--sections", "all", "--output", str(output)]
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +55,6 @@ def test_every_section_is_measured_or_says_why_not(
     for item in document["items"]:
         assert not item["failed"], item
         assert bool(item["figures"]) != bool(item["reason"]), item
-        assert {name for name, value in item["figures"].items() if value is None} == set(item["reasons"]), item
         assert f"{item['section']}: {item['name']}: " in done.stdout
     for item in document["items"]:
         if item["section"] in GPU_ONLY:
@@ -136,16 +134,10 @@ def test_an_item_without_time_or_with_an_error_does_not_stop_the_others() -> Non
     broken = measured("s", Item(name="broken", measure=fails, seconds=1), seconds_left=19)
     assert broken.failed
     assert broken.reason == "ValueError: wrong"
-    figures: Figures = {"a": 0.25, "b": float("nan"), "c": Missing("no clock")}
+    figures: Figures = {"a": 0.25, "b": float("nan"), "c": None}
     fine = measured("s", Item(name="fine", measure=lambda: figures, seconds=1), seconds_left=19)
-    assert fine.line() == "s: fine: a 0.25, b null (it is nan), c null (no clock)"
+    assert fine.line() == "s: fine: a 0.25, b null, c null"
     assert fine.figures == {"a": 0.25, "b": None, "c": None}
-
-
-def test_an_unknown_section_is_refused() -> None:
-    with pytest.raises(RefusedError, match="pairity"):
-        gpu.chosen(("pairity",))
-    assert gpu.chosen(("throughput", "parity")) == ["parity", "throughput"]
 
 
 def test_checks_and_timings_are_told_apart_and_named_ones_are_found() -> None:
