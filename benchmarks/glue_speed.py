@@ -35,7 +35,6 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.liveness import HANGS, Watchdog
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.glue.folders import read_glue
-from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import GlueTask
 from trp_scale.finetuning.task import build_task
 from trp_scale.training.pretrain import Run
@@ -102,13 +101,7 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     run_dir.mkdir(parents=True)
     guard = Guard(lambda: None, Watchdog(run_dir / HANGS, limit=0.0), Ending(run_dir=run_dir, rank=0))
-    return Run(arguments, environment, run_dir, "plain", guard, build_glue)
-
-
-def build_glue(config: Config, environment: Environment) -> Any:
-    """Return the task of a fine-tuning run."""
-    assert isinstance(config, GlueTaskConfig)
-    return build_task(config, environment)
+    return Run(arguments, environment, run_dir, "plain", guard, build_task)  # type: ignore[arg-type]
 
 
 def task_of(run: Run) -> GlueTask:

@@ -12,7 +12,6 @@ uint8 as ours.
 Without --data it makes 512 JPEGs of about 33 kB and a short side of 256 pixels, as ImageNet's are after the usual
 resize: noise whose spectrum falls as a photograph's does, with 1 / f. MM-MAE, of which there is no other side, reads
 such noise with depth and segmentation made of its colours.
-
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
         [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--adversary none]
+    python benchmarks/step_counts.py --graphs none blocks model whole
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
@@ -13,6 +14,12 @@ GPU's: in bf16, which the models widen for a CPU, and without dropout of its own
 --fused counts as if all operations between two others that stand alone (matrix products, attention, sorting, sums to
 places that an index says) were one kernel, which reads what it needs once and writes only what is still needed after
 it: what torch.compile could do at best, saving what eager mode saves.
+
+--graphs counts what torch.compile makes of a step with each `training.compile`: graphs, those that no mode needed, and
+the operations of a forward pass, from the loader's batch to the tasks' sums, in graphs and outside. The real loop makes
+three steps of a tiny recipe's model, traced by aot_eager, which makes the graphs of the default backend in seconds. A
+graph's operations become few kernels; each outside is one of its own. `model` is `whole` as FSDP2 and DeepSpeed have
+it: without the losses.
 """
 
 from __future__ import annotations
@@ -22,27 +29,34 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_setting import text_config
 from benchmarks.steps import Precision, Workload, endless, trainer_of
 from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_workload
-from trp_scale.config import TextModelConfig
+from trp_scale.config import PretrainConfig, TextModelConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, replace_parameters, storage
+from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, launches, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.decisions import Agreed
 
@@ -73,6 +87,8 @@ MODELS = {
     "adpe_vit_l": Model(recipe="adpe_vit_l", rows=16, size="large"),
 }
 """Rows: of the micro-batches that recipes stated before `batch.micro_size: auto`."""
+TINY = ("pos_bert_tiny", "mae_plus_tiny", "adpe_tiny", "mm_mae_tiny")
+"""Recipes of --graphs; mae_plus_tiny is adpe_tiny without its adversary."""
 
 
 @dataclass(kw_only=True)
@@ -95,6 +111,8 @@ class Options:
     """Count as if neighbouring operations were one kernel."""
     adversary: str = ""
     """Of image models, by its kind, in place of the recipe's; the index of relative positions is then relaxed."""
+    graphs: tuple[Literal["none", "blocks", "model", "whole"], ...] = ()
+    """Count the graphs of tiny recipes with these values of training.compile (model: whole without the losses)."""
     json: bool = False
     """One JSON object in place of a table; tests/unit/benchmarks/step_counts.json is one of four models."""
 
@@ -229,8 +247,120 @@ def counted(
     return FakeTraining(workload).counts(fused=fused)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphCounts:
+    """Counts of a run. Attributes: graphs, surplus: made in all, and those that no mode needed. inside, outside:
+    operations of a forward pass in graphs and outside."""
+
+    graphs: int
+    surplus: int
+    inside: int
+    outside: int
+
+
+class SplitByGraph(TorchDispatchMode):
+    """Counts operations that launch work while it is active, in the graphs of `backend` and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inside = self.outside = 0
+        self._in_graph = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """So that compiled functions run while this is active."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if launches(function, [each for each in tree_leaves(result) if isinstance(each, Tensor)]):
+            self.inside += self._in_graph
+            self.outside += not self._in_graph
+        return result
+
+    def backend(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """For torch.compile: aot_eager whose graphs are known."""
+
+        def compiled(traced: fx.GraphModule, inputs: list[Any]) -> Any:
+            def run(*arguments: Any) -> Any:
+                self._in_graph = True
+                try:
+                    return traced(*arguments)
+                finally:
+                    self._in_graph = False
+
+            return make_boxed_func(run)
+
+        made: Callable[..., Any] = aot_autograd(fw_compiler=compiled)(graph, inputs)
+        return made
+
+
+@contextmanager
+def forwards_counted(counter: SplitByGraph) -> Iterator[None]:
+    """Operations of the steps' forward passes go to the counter; graphs are made by its backend."""
+    losses_of = StepContext.compute_losses
+
+    def counted(ctx: StepContext, micro: Batch) -> TaskLosses:
+        with counter:
+            return losses_of(ctx, micro)
+
+    with patch.object(StepContext, "compute_losses", counted):
+        yield
+
+
+class ModelAlone(PlainEngine):
+    """The plain engine, taken for one that hangs something on its forward pass."""
+
+    plain_forward = False
+
+
+def tiny_workload(name: str) -> Workload:
+    """The recipe's model, objective, balancer and adversary over random rows of its shapes."""
+    config = load_recipe(name.replace("mae_plus", "adpe"))
+    assert isinstance(config, PretrainConfig)
+    if name == "mae_plus_tiny":
+        config.adversary = make_settings("adversary", "none")  # type: ignore[attr-defined]
+    return build_workload(endless(config, 4))
+
+
+def counted_graphs(workload: Workload, how: str) -> GraphCounts:
+    """Of three steps; the operations are the third's."""
+    workload.config.training.compile = "whole" if how == "model" else how  # type: ignore[assignment]
+    kind = ModelAlone if how == "model" else PlainEngine
+    counter = SplitByGraph()
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=counter.backend)):
+        engine = kind(workload.module, workload.config, device=CPU)
+        trainer = trainer_of(engine, workload)
+        for _ in range(2):
+            trainer.train_step()
+        with forwards_counted(counter):
+            trainer.train_step()
+    graphs = engine.graphs
+    return GraphCounts(
+        graphs=0 if graphs is None else graphs.made,
+        surplus=0 if graphs is None else len(graphs.surplus),
+        inside=counter.inside,
+        outside=counter.outside,
+    )
+
+
+def print_graphs(options: Options) -> None:
+    """Print a row for each tiny recipe and value of training.compile."""
+    print("| model | training.compile | graphs | not needed | operations of a forward pass in graphs, outside |")
+    print("| --- | --- | --- | --- | --- |")
+    for name in TINY:
+        for how in options.graphs:
+            counts = counted_graphs(tiny_workload(name), how)
+            cells = (name, how, counts.graphs, counts.surplus, f"{counts.inside}, {counts.outside}")
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
 def main(options: Options) -> None:
     """Count and print."""
+    if options.graphs:
+        print_graphs(options)
+        return
     rows = {name: options.rows or MODELS[name].rows * options.times for name in options.models}
     how: Any = {
         name: getattr(options, name) for name in ("precision", "weights", "checkpointing", "fused", "adversary")

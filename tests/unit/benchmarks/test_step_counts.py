@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_counts import CountsOperations, counted
+from benchmarks.step_counts import CountsOperations, counted, counted_graphs, tiny_workload
 from tests.grids import always
 
 KEPT = Path(__file__).parent / "step_counts.json"
@@ -113,3 +114,24 @@ def test_no_step_asks_for_more_than_is_kept(name: str) -> None:
         grown.append(f"{name}, bytes saved for the backward pass: {found.saved:,} where {kept['saved']:,} are kept")
     assert grown == [], f"if it is meant: {REWRITE}"
     assert found.flops == pytest.approx(kept["flops"], rel=1e-3)
+
+
+@pytest.fixture
+def without_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("without_graphs")
+@pytest.mark.parametrize("name", always(["pos_bert_tiny", "adpe_tiny", "mm_mae_tiny"], "pos_bert_tiny"))
+def test_a_whole_forward_pass_with_its_losses_is_one_graph(name: str) -> None:
+    found = counted_graphs(tiny_workload(name), "whole")
+    assert (found.graphs, found.surplus, found.outside) == (1, 0, 0)
+    assert found.inside > 100
+
+
+@pytest.mark.usefixtures("without_graphs")
+def test_what_is_not_in_a_graph_is_seen() -> None:
+    plain, blocks = (counted_graphs(tiny_workload("pos_bert_tiny"), how) for how in ("none", "blocks"))
+    assert (plain.graphs, plain.inside, blocks.graphs) == (0, 0, 2)
+    assert 0 < blocks.outside < plain.outside and blocks.inside > 0

@@ -1,5 +1,5 @@
 """Fine-tuning's objectives that say so are one graph with their model, without a break; pre-training's are run whole in
-tests/parity/test_compiled.py and tests/unit/benchmarks/test_graphs.py."""
+tests/parity/test_compiled.py and tests/unit/benchmarks/test_step_counts.py."""
 
 from __future__ import annotations
 
