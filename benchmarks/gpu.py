@@ -133,8 +133,8 @@ def main(options: Options) -> int:
     print(
         f"{len(outcomes)} items in {time.perf_counter() - began:.0f} s, {unmeasured} not measured, {len(failed)} failed"
     )
-    for name in failed:
-        print(f"failed: {name}")
+    for item_name in failed:
+        print(f"failed: {item_name}")
     return 1 if failed else 0
 
 
