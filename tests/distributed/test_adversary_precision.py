@@ -43,7 +43,7 @@ def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, A
 
 @pytest.mark.parametrize(
     ("stage", "update"),
-    always([(0, PARALLEL), (1, SEQUENTIAL), (2, PARALLEL), (3, SEQUENTIAL)], (3, SEQUENTIAL)),
+    always([(0, PARALLEL), (1, SEQUENTIAL), (2, PARALLEL), (3, SEQUENTIAL)]),
 )
 def test_under_the_scaler_of_fp16(two_ranks: Ranks, stage: int, update: dict[str, Any]) -> None:
     first, second = two_ranks(searching_run, stage, update, 22)

@@ -65,8 +65,6 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     always(
         product(["plain", "fsdp", "zero1", "zero2", "zero3"], SETTINGS),
         ("plain", "reset"),
-        ("fsdp", "sequential"),
-        ("zero2", "pixels"),
         ("zero3", "adamw"),
     ),
 )

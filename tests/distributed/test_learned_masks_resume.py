@@ -104,6 +104,7 @@ def test_what_a_checkpoint_holds_of_three_levels(image_dataset: Path, tmp_path: 
     }
 
 
+@pytest.mark.exhaustive
 def test_half_a_cycle_on_fsdp_and_the_rest_on_zero2(two_ranks: Ranks, image_dataset: Path, tmp_path: Path) -> None:
     """Within invariant 1 of the run that stayed on one process."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

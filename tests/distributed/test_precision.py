@@ -46,7 +46,7 @@ def test_bf16_is_another_arithmetic_than_fp32() -> None:
     assert all(tensor.dtype == torch.float32 for tensor in plain("bf16").weights.values())
 
 
-@pytest.mark.parametrize("name", always([name for name in LAYOUTS if name != "plain"], "fsdp", "zero3"))
+@pytest.mark.parametrize("name", always([name for name in LAYOUTS if name != "plain"], "zero3"))
 def test_bf16_on_each_engine_follows_plain_bf16(two_ranks: Ranks, name: str) -> None:
     ours = two_ranks(run, LAYOUTS[name], BF16)[0]
     losses, weights = apart(ours, plain("bf16"))

@@ -67,6 +67,7 @@ def over_ray(portions: range, directory: Path, gpus: int = 0) -> dict[int, int]:
     return run_portions(numbered, Begun, (directory,), processes=0, progressed=progressed, executor="ray", gpus=gpus)
 
 
+@pytest.mark.exhaustive
 def test_what_a_worker_refuses_is_refused_as_it_is(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^seven "):
         over_ray(range(6, 9), tmp_path)

@@ -36,6 +36,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_a_study_from_the_command_to_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     study = {
         "title": "Mask ratios",

@@ -83,7 +83,7 @@ def started_by_torchrun(arguments: list[str], run_dir: Path) -> int:
     return int(lines(run_dir)[-1]["step"])
 
 
-@pytest.mark.parametrize("launcher", always(["shared ranks", "torchrun"], "shared ranks"))
+@pytest.mark.parametrize("launcher", always(["shared ranks", "torchrun"]))
 def test_a_text_run_is_stopped_and_goes_on_elsewhere(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, launcher: str
 ) -> None:

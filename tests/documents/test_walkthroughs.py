@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.commands import ROOT, Command
 from tests.documents.pages import WALKTHROUGHS, Block, blocks, pages, read
+from tests.grids import always
 from tests.small_commands import made_small, run_here
 from tests.unit.finetuning.glue.small_data import write_glue
 from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
@@ -112,7 +113,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=WALKTHROUGHS)
+@pytest.fixture(scope="module", params=always(WALKTHROUGHS, "quickstart.md", "own_text.md", "coming_from.md"))
 def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What went wrong on a page, each with its place. Each page is walked in a folder of its own."""
     directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()

@@ -50,7 +50,6 @@ def test_a_stopped_rank_is_named_and_the_others_end(text_dataset: Path, tmp_path
     ("launcher", "number"),
     always(
         [("torchrun", signal.SIGKILL), ("deepspeed", signal.SIGTERM), ("deepspeed", signal.SIGKILL)],
-        ("deepspeed", signal.SIGTERM),
     ),
 )
 def test_ranks_whose_launcher_is_gone_write_a_checkpoint_and_end(

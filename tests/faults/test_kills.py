@@ -123,7 +123,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(2, FEW), pytest.param(20, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
+    ("kills", "steps"), [(1, FEW), pytest.param(20, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
 )
 def test_kill_9_of_a_rank_again_and_again(
     ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, kills: int, steps: int
@@ -186,7 +186,7 @@ def test_kill_9_of_a_rank_under_torchrun(whole_runs: Callable[[int], Path], text
 
 
 @pytest.mark.parametrize(
-    ("stops", "steps"), [(2, FEW), pytest.param(10, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
+    ("stops", "steps"), [(1, FEW), pytest.param(10, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
 )
 def test_a_request_to_stop_at_a_random_place(
     ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, stops: int, steps: int

@@ -88,6 +88,7 @@ def test_what_ends_workers_and_no_process_by_itself_is_an_error(monkeypatch: pyt
     loader.close()
 
 
+@pytest.mark.exhaustive
 def test_workers_that_cannot_start_are_refused(tmp_path: Path, text_dataset: Path) -> None:
     """A script without a guarded main."""
     script = tmp_path / "script.py"

@@ -129,6 +129,7 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_the_rows_after_it(
     assert json.loads((tmp_path / "stop.json").read_text())["why"] == "finished"
 
 
+@pytest.mark.exhaustive
 def test_a_stop_before_a_spike_changes_nothing(
     text_dataset: Path, tmp_path: Path, spoilt_runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

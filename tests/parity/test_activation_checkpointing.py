@@ -81,7 +81,6 @@ STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
     ("layout", "how"),
     always(
         [*product([name for name in TWO_RANKS if name not in STAGE_3], WAYS), *product(STAGE_3, ["full"])],
-        ("ddp", "selective"),
         ("fsdp", "full"),
         ("zero3", "full"),
     ),

@@ -19,7 +19,7 @@ from tests.synthetic_images import run_images
 GRAPHS = {("whole", "parallel"): 1, ("whole", "sequential"): 2, ("blocks", "parallel"): 2, ("blocks", "sequential"): 4}
 
 
-@pytest.mark.parametrize(("how", "update"), always(GRAPHS, ("blocks", "sequential")))
+@pytest.mark.parametrize(("how", "update"), always(GRAPHS))
 def test_a_compiled_run_is_the_plain_one(monkeypatch: pytest.MonkeyPatch, how: str, update: str) -> None:
     """Traced forward and backward by aot_eager; the default backend would add minutes of a C++ compiler."""
     settings = changes("relative_coordinate", update=update)

@@ -164,7 +164,7 @@ def between_steps(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor],
     return found
 
 
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("name", always(COPIES))
 def test_between_steps_each_element_counts_once_and_forwards_read_what_was_written(
     four_ranks: Ranks, name: str
 ) -> None:

@@ -136,6 +136,7 @@ def test_many_lengths_are_compiled_and_named() -> None:
     assert len(graphs.surplus) == 4 and "size mismatch at index 0" in graphs.surplus[0]
 
 
+@pytest.mark.exhaustive
 def test_learned_masks_need_no_graph_that_no_mode_names(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,7 @@ def test_hours_follow_from_the_step(counted: Counted) -> None:
     assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
 
 
+@pytest.mark.exhaustive
 def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
     """8 divides the GPUs and not the heads."""
     plans = make_plans(of_four_heads(), Cluster(gpu=H100, gpus=16), LayoutChoice(engine="megatron"))

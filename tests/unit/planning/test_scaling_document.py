@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.document_tables import planned_recipes, scaling_section, written_tables
-
-ALWAYS = ("pos_bert_base",)
+from tests.grids import always
 
 
 def test_every_recipe_has_a_table() -> None:
@@ -14,8 +13,6 @@ def test_every_recipe_has_a_table() -> None:
     assert [line.removeprefix("### ") for line in lines if line.startswith("### ")] == planned_recipes()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in planned_recipes()]
-)
+@pytest.mark.parametrize("name", always(planned_recipes()))
 def test_a_table_is_what_the_planner_says(name: str) -> None:
     assert "\n".join(scaling_section(name, "h100")) in written_tables("scaling")

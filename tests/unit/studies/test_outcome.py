@@ -84,6 +84,7 @@ def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> No
     assert {entry["row"] for entry in figures["figures"]} == {"easy", "hard", "average", "worst"}
 
 
+@pytest.mark.exhaustive
 def test_differences_may_be_taken_from_another_variant_at_equal_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,11 +128,7 @@ def test_a_rate_that_is_chosen_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert "the best optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
 
 
-PLANNED = ("adpe_mae_plus",)
-"""Studies whose hours are always planned, at each of their scales; on GPUs the planner goes through many layouts."""
-
-
-@pytest.mark.parametrize("name", seldom(NAMES, PLANNED))
+@pytest.mark.parametrize("name", seldom(NAMES, ()))
 def test_hours_are_planned(name: str) -> None:
     study = load_study(name)
     for scale in study.scales.values():

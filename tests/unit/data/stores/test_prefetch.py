@@ -179,6 +179,7 @@ sources.close()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_fetch_under_way_does_not_hold_up_the_end(stored: Path, cache: Path) -> None:
     """The server answers for the tars of the first window, and never for the last of the order."""
     with faulty_server(directory(stored.parent)) as (url, faults):

@@ -43,6 +43,7 @@ def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.exhaustive
 def test_some_checkpoints_are_left_out(scenes: Path, tmp_path: Path) -> None:
     assert learn(scenes, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
     assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000002", "step_00000006"]

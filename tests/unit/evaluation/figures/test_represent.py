@@ -126,6 +126,7 @@ def test_everything_of_one_encoder_on_one_page(
             assert np.asarray(picture.convert("L")).std() > 5, f"{name} shows something"
 
 
+@pytest.mark.exhaustive
 def test_a_directory_of_timm_and_the_ratio_of_its_own_features(image_dataset: Path, tmp_path: Path) -> None:
     """DINO's encoders are plain vision transformers of timm; here a small one with random weights."""
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 0}
@@ -175,6 +176,7 @@ def test_maps_of_fine_tuned_runs_beside_the_truth(run: Path, image_dataset: Path
         assert not document(output)["notes"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_several_modalities_shows_them(image_dataset: Path, tmp_path: Path) -> None:
     several = tmp_path / "run"
     changes = {"training__steps": 1, "modalities__visible_tokens": 10}

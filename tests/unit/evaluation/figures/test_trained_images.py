@@ -163,6 +163,7 @@ def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective
             assert hidden or torch.allclose(shown["reconstruction"][place], image[place], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(scenes: Path, tmp_path: Path) -> None:
     """Before the first lesson they are the same; after lessons at a high rate they are not."""
     own = {**SMALL, "masking.ratio": 0.5, "multilevel.unroll": 1, "multilevel.every": 1, "multilevel.lr": 0.05}

@@ -40,6 +40,7 @@ def test_the_rank_of_features() -> None:
     assert rank_me(basis[:, :3] * sigma) == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_figures_are_those_of_the_probe_command(stripes: Path, others: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = {"probes__data": stripes, "probes__test": others, "data__validation_fraction": 0.0}

@@ -76,6 +76,7 @@ def test_next_sentence_prediction_inside_the_balance_does_not_pass_the_transform
         trainer_with("weights", WITH_SENTENCES)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_takes_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by aot_eager; the default backend would add minutes of a C++ compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
