@@ -18,38 +18,34 @@ from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.mixture import require_data, require_made
 
 SCRATCH = "scratch"
-"""As --from: no pre-training, the seed's weights in the recipe's sizes."""
+"""Value of --from for training from scratch, with the recipe's sizes."""
 
 
 @dataclass(kw_only=True)
 class FinetuneArguments(Arguments):
-    """Fine-tune a pre-trained encoder on a downstream task, over seeds, and measure it: results.json and a table."""
+    """Fine-tune a pre-trained encoder on a downstream task over seeds, evaluate it, and write results.json."""
 
     config: Annotated[FinetuneConfig, tyro.conf.arg(name="")] = field(default_factory=FinetuneConfig)
-    """The settings: the recipe's, changed by the flags."""
+    """Settings of the recipe, overridden by flags."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
-    """The encoder: a run directory of trp-scale pretrain, an export, a directory of transformers (BERT, ViTMAE) or of
-    timm (ViT); scratch: no pre-training, in the sizes of the recipe. Of a run its newest checkpoint is taken: where
-    the run goes on, name the checkpoint itself to repeat the command."""
+    """Encoder: a run directory of trp-scale pretrain, an export, or a model directory of transformers (BERT, ViTMAE)
+    or timm (ViT). A run's newest checkpoint is used; if the run is still training, name a checkpoint to make the
+    command repeatable. scratch: no pre-training, with the recipe's sizes."""
     weights: Weights = "last"
-    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
+    """average: use the averaged weights of a run that was trained with the hook weight_average."""
     seeds: int = setting(1, at_least=1)
-    """Runs of each task, with training.seed, training.seed + 1, ..."""
+    """Number of runs for each task, with training.seed, training.seed + 1, ..."""
     task: str = ""
-    """GLUE: a task, several with commas between, or all; empty = the recipe's --downstream.task."""
+    """GLUE: a task, a comma-separated list, or all; empty = the recipe's --downstream.task."""
     only: int | None = None
-    """Of the runs, each task with each seed in this order, only that with this number, from 0. For job arrays; the same
-    command without it makes what is missing and joins all."""
+    """Train only the run with this index, for job arrays. Runs are counted from 0, task by task, seed by seed. The same
+    command without --only trains the missing runs and joins all results."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of another finetune: the table gives differences to it."""
+    """Directory of another finetune command; the table shows the difference to its results."""
 
 
 def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
-    """Read the command line, take the encoder's sizes, and check all settings.
-
-    Raises:
-        RefusedError, SystemExit: as recipes.arguments.parse, or no such encoder.
-    """
+    """Parse the command line, copy the encoder's sizes into the settings, and check all settings."""
     arguments = parse_run(argv, FinetuneArguments, FinetuneConfig, prog="trp-scale finetune")
     config = arguments.config
     if not arguments.from_:
@@ -68,9 +64,7 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         open_encoder(arguments.from_).adopt(config)
     check_settings(arguments)
     if arguments.resume not in ("auto", "never"):
-        raise RefusedError(
-            f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
-        )
+        raise RefusedError(f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to resume its runs")
     if arguments.only is not None:
         runs = len(tasks) * arguments.seeds
         if not 0 <= arguments.only < runs:
@@ -78,6 +72,6 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
                 f"--only is {arguments.only}, allowed: 0 ... {runs - 1} ({len(tasks)} tasks x {arguments.seeds} seeds)"
             )
         if arguments.run_dir is None:
-            raise RefusedError("--only needs --run_dir, the same for all runs: each would make a directory of its own")
+            raise RefusedError("--only needs --run_dir, the same for all runs; else each run creates its own directory")
     check(config)
     return arguments

@@ -1,4 +1,4 @@
-"""Open a pre-trained encoder: a run of ours, a directory of transformers (BERT, ViTMAE), or one of timm (ViT)."""
+"""Load a pre-trained encoder from a run, or from a model directory of transformers (BERT, ViTMAE) or timm (ViT)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from trp_scale.models.initialise import OtherTensorsError, check_names, check_sh
 from trp_scale.models.positions import interpolate
 
 POSITION_NUMBERS = "embeddings.position_ids"
-"""0, 1, 2, ...: stored by earlier versions of transformers."""
+"""Buffer 0, 1, 2, ... that earlier versions of transformers stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSource:
-    """A pre-trained encoder that can be read.
+    """Settings and weights of a pre-trained encoder.
 
     Attributes:
-        path: as the user gave it.
-        text: whether it reads word pieces; otherwise images.
-        settings: (section, field) of FinetuneConfig -> value: the sizes and what else belongs to the weights.
-        read: the weights by the names of `ImageEncoder`, or of transformers' `BertModel`; learned positions under
+        path: value of --from.
+        text: text encoder; otherwise an image encoder.
+        settings: (section, field) of FinetuneConfig -> value, for settings that the weights fix.
+        read: returns the weights by the names of `ImageEncoder` or transformers' `BertModel`; learned positions under
             "pos_embed", [1 + N, D].
-        tokenizer: directory of the tokenizer; None for images.
-        checkpoint: of a run: the one that was found, which stays the same while the run goes on.
+        tokenizer: directory of the tokenizer; `None` for images.
+        checkpoint: of a run; later checkpoints of the same run do not change it.
     """
 
     path: str
@@ -51,15 +51,15 @@ class EncoderSource:
     checkpoint: Path | None = None
 
     def adopt(self, config: FinetuneConfig) -> None:
-        """Give `config` the encoder's own sizes, in place.
+        """Copy the encoder's settings into `config`.
 
         Raises:
-            RefusedError: the encoder reads text and the task is one of images, or the other way round.
+            RefusedError: the encoder and the task are of different modalities.
         """
         if self.text is not (config.reads == "text"):
             raise RefusedError(
                 f"--from {self.path}: an encoder of {'text' if self.text else 'images'}, but --downstream.kind "
-                f"{config.downstream.kind} needs one of {'images' if self.text else 'text'}"
+                f"{config.downstream.kind} needs an encoder of {'images' if self.text else 'text'}"
             )
         for (section, field), value in self.settings.items():
             setattr(getattr(config, section), field, value)
@@ -67,8 +67,10 @@ class EncoderSource:
         config.model.weights = self.path if self.checkpoint is None else f"{self.checkpoint}{average}"
 
     def image_weights(self, config: ImageTaskConfig) -> dict[str, Tensor]:
-        """Weights of an `ImageEncoder` with these settings: learned positions are stretched to its grid; those that
-        are to be learned begin at the stretched sine-cosine ones."""
+        """Return the weights of an `ImageEncoder` with these settings, with learned positions interpolated to its grid.
+
+        If positions become trainable, they start from interpolated sine-cosine positions.
+        """
         weights = self.read()
         if "pos_embed" in weights:
             weights["pos_embed"] = interpolate(weights["pos_embed"], config.grid)
@@ -80,15 +82,14 @@ class EncoderSource:
 
 
 def open_encoder(path: str) -> EncoderSource:
-    """Look at what --from names; reads no weights yet.
+    """Read the settings of an encoder; `EncoderSource.read` reads its weights.
 
     Args:
-        path: a run directory of ours or a checkpoint in it, with "@average" behind it for the average of its weights; a
-            directory of transformers (BERT, ViTMAE), or one of timm (a plain vision transformer), ours or saved by
-            timm.
+        path: a run directory or checkpoint, with the suffix "@average" for its averaged weights; or a model directory
+            of transformers (BERT, ViTMAE) or timm (a plain vision transformer).
 
     Raises:
-        RefusedError: nothing there that is known; says what was found and what is allowed.
+        RefusedError: the path contains no supported encoder.
     """
     named, state = named_weights(path)
     directory = Path(named)
@@ -98,12 +99,12 @@ def open_encoder(path: str) -> EncoderSource:
         tokenizer = checkpoint.parent.parent / "tokenizer"
         return encoder_from_run(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
     if named != path:
-        raise RefusedError(f"--weights average: {named} is no run of trp-scale; allowed: --weights last")
+        raise RefusedError(f"--weights average: {named} is not a run of trp-scale; allowed: --weights last")
     description = directory / "config.json"
     if not description.is_file() or not (directory / FILE).is_file():
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
-            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; names on a "
+            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; models of a "
             f"hub are not downloaded{name_seed_runs(directory)}"
         )
     where = f"--from {path}: config.json"
@@ -125,20 +126,20 @@ def open_encoder(path: str) -> EncoderSource:
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is a run directory, or a checkpoint."""
+    """Return whether the path is a run directory or a checkpoint."""
     return (path / CHECKPOINTS).is_dir() or (path / DOCUMENT_NAME).is_file()
 
 
 @torch.no_grad()
 def take_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint: str = "") -> None:
-    """Copy weights into a module, by name.
+    """Copy weights into a module by name.
 
     Args:
-        where: file or flag that they come from, for messages.
-        hint: end of the message: what may be the reason.
+        where: file or flag of the weights, for messages.
+        hint: likely reason, appended to the message.
 
     Raises:
-        RefusedError: names that are missing, left over, or of another shape.
+        RefusedError: names are missing or unexpected, or shapes differ.
     """
     parameters = dict(module.named_parameters())
     try:
@@ -157,17 +158,17 @@ def encoder_from_run(
     tokenizer: Path | None = None,
     checkpoint: Path | None = None,
 ) -> EncoderSource:
-    """The encoder of a run of ours.
+    """Return the encoder of a run.
 
     Args:
         config: settings of the run.
-        path: what messages call it.
-        stored: reads the weights of the whole model, by its names.
-        tokenizer: of a run on text: its directory.
-        checkpoint: where the weights lie, if they do.
+        path: name in messages.
+        stored: returns the weights of the whole model by name.
+        tokenizer: directory of the tokenizer of a run on text.
+        checkpoint: of the weights; `None` for weights in memory.
 
     Raises:
-        RefusedError: its encoder reads neither text nor images.
+        RefusedError: the encoder reads neither text nor images.
     """
     if config.reads == "text":
         return EncoderSource(
@@ -186,7 +187,7 @@ def encoder_from_run(
 
 
 def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
-    """Sizes of an encoder, as settings of a fine-tuning."""
+    """Return the encoder's sizes as settings of a fine-tuning run."""
     names = ("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps")
     sizes = {("model", name): getattr(model, name) for name in names}
     if isinstance(model, TextModelConfig):
@@ -197,11 +198,11 @@ def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
 def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
     kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
-        raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, {quote(kinds)} found")
+        raise RefusedError(f"--from {path}: {quote(kinds)} found; allowed: hidden_act gelu and absolute positions")
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)
-        # The published BERTs come from TensorFlow, and call the norms' weights as that did.
+        # The published BERT checkpoints use TensorFlow's names of norm weights.
         present = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
         named = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
         for before, now in present:
@@ -216,7 +217,7 @@ def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
 
 
 def transformers_sizes(fields: Fields) -> dict[tuple[str, str], Any]:
-    """Sizes that transformers' config.json names alike for BERT and ViTMAE."""
+    """Return the sizes that have the same names in transformers' config.json for BERT and ViTMAE."""
     return {
         ("model", "layers"): fields.whole("num_hidden_layers", least=1),
         ("model", "hidden_size"): fields.whole("hidden_size", least=1),

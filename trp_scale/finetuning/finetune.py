@@ -1,4 +1,4 @@
-"""`trp-scale finetune`: fine-tune a pre-trained encoder on downstream tasks, over seeds, and measure it."""
+"""`trp-scale finetune`: fine-tune a pre-trained encoder on downstream tasks over seeds, and evaluate it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trp_scale.training.rundir import Guard, guard_run
 def finetune(arguments: FinetuneArguments) -> int:
     """Run `trp-scale finetune`; returns the exit status, as `pretrain`.
 
-    What is finished already is not run again: a command that was stopped or killed goes on when it is repeated.
+    A repeated command resumes: it skips finished runs.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     config = arguments.config
@@ -62,7 +62,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         if arguments.only is not None:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
-            seed_dir = rundir.create_run_directory(seed_arguments, world)  # the others' are other processes'
+            seed_dir = rundir.create_run_directory(seed_arguments, world)  # other processes guard the other runs
             with guard_run(seed_dir, config, environment, asked_in=run_dir) as guard:
                 return run_seed(seed_arguments, environment, engine_name, guard)[0]
         with guard_run(run_dir, config, environment) as guard:
@@ -84,7 +84,7 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 
 def add_results(run_dir: Path, results: Results) -> None:
-    """Write results.json, with the rows of other tasks that the same recipe and encoder have there."""
+    """Write results.json, and keep its rows for other tasks with the same recipe and encoder."""
     if (run_dir / RESULTS_FILE).is_file():
         before, names = read_results(run_dir), {task.task for task in results.tasks}
         if (before.recipe, before.encoder) == (results.recipe, results.encoder):
@@ -93,12 +93,7 @@ def add_results(run_dir: Path, results: Results) -> None:
 
 
 def refuse_learned_images(config: FinetuneConfig) -> None:
-    """Refuse a test set of images that are learned from.
-
-    Raises:
-        DataError: a data set is missing or damaged.
-        RefusedError: more than MOST_IN_COMMON of the test set is among them.
-    """
+    """Refuse a test set that shares more than MOST_IN_COMMON of its images with the training set."""
     if isinstance(config, ImageTaskConfig) and config.downstream.test_path:
         train = image_datasets(config.data.path)
         for test in image_datasets(config.downstream.test_path):
@@ -106,7 +101,7 @@ def refuse_learned_images(config: FinetuneConfig) -> None:
 
 
 def select_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
-    """Return the arguments of a run of a task."""
+    """Return the arguments for the run of one task and seed."""
     config = copy.deepcopy(arguments.config)
     config.downstream.task = task
     config.training.seed += number
@@ -117,11 +112,12 @@ def select_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: P
 
 
 def read_done(run_dir: Path, config: Config) -> SeedResult | None:
-    """The result of a run that was asked for in these settings; None where there is none, or it is of other steps: such
-    a run goes on, if it can.
+    """Return the result of a finished run with these settings.
+
+    `None` if no result exists, or if it has another number of steps; such a run is resumed.
 
     Raises:
-        RefusedError: the result is of other settings, another encoder's say.
+        RefusedError: the result has other settings, for example another encoder.
     """
     done = read_seed(run_dir / RESULT_FILE)
     if done is None or done.settings.get("training", {}).get("steps") != config.training.steps:
@@ -133,18 +129,18 @@ def read_done(run_dir: Path, config: Config) -> SeedResult | None:
 
 
 def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -> None:
-    """Refuse to put a seed beside others that have learned from other data, or were measured on other.
+    """Refuse to join seeds that were trained or measured on different data.
 
     Args:
-        digest: of the seed's data; empty = not known.
+        digest: of the seed's data; empty = unknown.
 
     Raises:
-        RefusedError: naming the seeds.
+        RefusedError: naming the other seeds.
     """
     others = [str(result.seed) for result in earlier if "" not in (result.data, digest) and result.data != digest]
     if others:
         raise RefusedError(
-            f"{run_dir}: the data are not those of seed {', '.join(others)}, which is finished; put them back, or give "
+            f"{run_dir}: the data differ from those of finished seed {', '.join(others)}; restore that data, or use "
             "another --run_dir"
         )
 
@@ -156,10 +152,10 @@ def run_seed(
     guard: Guard,
     earlier: Sequence[SeedResult] = (),
 ) -> tuple[ExitStatus, SeedResult | None]:
-    """Train and measure one run, or read what it has found already; the result is None when it was stopped.
+    """Train and measure one run, or read its result if it is finished; the result is `None` if the run was stopped.
 
     Args:
-        earlier: of other seeds, whose data it must have.
+        earlier: results of other seeds; they must be of the same data.
     """
     world, run_dir = environment.world, arguments.run_dir
     assert run_dir is not None
@@ -176,10 +172,10 @@ def run_seed(
     def build(config: Config, where: Environment) -> Upstream:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
-        if len(tasks) == 1 and not earlier:  # each rank by itself: the first may be one that tells of the sizes alone
+        if len(tasks) == 1 and not earlier:  # no collective here: the first build may only derive sizes
             refuse_learned_images(config)
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
-        return cast(Upstream, tasks[-1])  # all that a run asks of one
+        return cast(Upstream, tasks[-1])  # `Run` uses only what both have
 
     def make(rollback: Rollback | None) -> Run:
         phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")
@@ -188,12 +184,12 @@ def run_seed(
         return run
 
     def measure_run(run: Run) -> None:
-        task = tasks[-1]  # the first ones only told of the sizes
+        task = tasks[-1]  # earlier ones were built to derive sizes
         with run.hooks.validation():
             collected = task.metrics()
             predict(run.engine, task.predict, run.sources.validation.windows(), [collected])
             metrics = collected.finish(run.engine.data_group)
-        asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
+        asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # a run that an earlier version started
         seed = arguments.config.training.seed
         results.append(seed_result(task, seed, metrics, settings=asked, data=run.sources.digest()))
         on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULT_FILE, results[0]))

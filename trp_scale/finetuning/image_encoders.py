@@ -1,4 +1,4 @@
-"""Pre-trained encoders of images as `EncoderSource`: runs of ours, ViTMAE of transformers, and plain ViT of timm."""
+"""Pre-trained image encoders as `EncoderSource`: runs, transformers' ViTMAE, and timm's plain ViT."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import images_alone
 
 HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
-"""What a timm model has that is not its encoder's own."""
+"""Modules and parameters of a timm model outside the encoder."""
 
 
 def image_encoder_from_run(
     config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None
 ) -> EncoderSource:
     if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
-        raise RefusedError(f"--from {path}: a run whose encoder has no patches; allowed: a run on images, or on text")
+        raise RefusedError(f"--from {path}: the run's encoder reads neither images nor text; allowed: a run on either")
     if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
         raise RefusedError(
-            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
-            "no images; allowed: a run with rgb among them"
+            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}; allowed: a run "
+            "with the input rgb"
         )
 
     def read() -> dict[str, Tensor]:
         whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
         named = images_alone(whole) if isinstance(config, MmMaeConfig) else whole
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
-        # The last norm of an encoder under a head that normalises the mean of the tokens is that of the mean.
+        # With mean pooling a classifier's last norm is fc_norm.
         of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
         return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
 
     grid, learned, index = config.crops.size // config.vision.patch_size, False, ""
     if isinstance(config, ImageTaskConfig):
         learned = config.trains_positions
-        if not learned and config.downstream.positions == "interpolated":  # it keeps those of its pre-training
+        if not learned and config.downstream.positions == "interpolated":  # the positions of pre-training
             grid = config.downstream.pretraining_grid or grid
     elif config.adversary.kind == "relative_coordinate":
-        # The reference that a coordinate adversary started from is its own index without a shift.
+        # A coordinate adversary shifts this index, so it is the index without a shift.
         index = "relaxed" if config.adversary.index == "relaxed" else "rounded"
     settings = _vision_settings(
         sizes_from_model(config.model),
@@ -83,7 +83,7 @@ def encoder_from_vitmae(path: str, fields: Fields) -> EncoderSource:
     image_size, patch_size = fields.whole("image_size", least=1), fields.whole("patch_size", least=1)
     layers = fields.whole("num_hidden_layers", least=1)
     if fields.text("hidden_act", "gelu") != "gelu" or not fields.take("qkv_bias", bool, True):
-        raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
+        raise RefusedError(f"--from {path}: allowed: hidden_act gelu, and biases of queries, keys and values")
 
     def read() -> dict[str, Tensor]:
         stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
@@ -92,8 +92,8 @@ def encoder_from_vitmae(path: str, fields: Fields) -> EncoderSource:
             return _fold_positions(_rename_vitmae(stored, layers), positions, path)
         except KeyError as error:
             raise RefusedError(
-                f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
-                "writes"
+                f"--from {path}: {FILE} has no {error.args[0]}; allowed: files of ViTMAEForPreTraining's "
+                "save_pretrained"
             ) from error
 
     settings = _vision_settings(
@@ -104,17 +104,17 @@ def encoder_from_vitmae(path: str, fields: Fields) -> EncoderSource:
 
 def _rename_vitmae(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
-    # One by one: the number of blocks is a file's word, and the first that is not there ends it.
+    # Lazily: the file states the number of blocks, and the first missing name must end the loop.
     of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
     names = chain(("cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"), of_blocks)
     return {name: VITMAE.to_ours(name, [stored[source] for source in VITMAE.sources(name)]) for name in names}
 
 
 def _fold_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
-    """Fixed positions are not weights: the class token's, if there are any, go into the class token."""
+    """Add the class token's fixed position to the class token; other fixed positions are computed, not loaded."""
     grid = round((len(positions) - 1) ** 0.5)
     if (positions[1:] - sine_cosine(grid, positions.shape[-1])).abs().max() > 1e-3:
-        raise RefusedError(f"--from {path}: its positions are not the fixed sine-cosine ones of a masked autoencoder")
+        raise RefusedError(f"--from {path}: its positions differ from the fixed sine-cosine positions of ViTMAE")
     weights["cls_token"] = weights["cls_token"] + positions[0]
     return weights
 
@@ -137,17 +137,17 @@ def _vision_settings(
 
 
 def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> EncoderSource:
-    """timm's vision transformer, or ours with relative positions; reads its positions alone.
+    """Return timm's vision transformer, or an export with relative positions.
 
-    Fixed sine-cosine positions stay fixed, others are weights. Mean and deviation that the model wants of its pixels
-    are folded into the patch embedding, so that it computes the same of ours.
+    Sine-cosine positions stay fixed, others become weights. The model's pixel mean and deviation are folded into the
+    patch embedding, which then reads pixels normalised with ours.
 
     Args:
         document: config.json.
         where: its name in messages.
     """
     index = ""
-    if document["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
+    if document["architecture"] == RELATIVE_ARCHITECTURE:  # an export: timm's plain ViT with position tables
         index = Fields(document, where).text("relative_index")
         if index not in ("relaxed", "rounded"):
             raise RefusedError(f"{where}: relative_index is {quote(index)}, allowed: relaxed, rounded")
@@ -186,24 +186,24 @@ def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> Encode
 
 
 def _build_timm(path: str, fields: Fields) -> Any:
-    """timm's model without memory.
+    """Build timm's model on the meta device.
 
     Raises:
-        RefusedError: timm does not know the architecture, or it computes what `ImageEncoder` does not.
+        RefusedError: timm cannot build it, or `ImageEncoder` does not support it.
     """
     import timm
 
     architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
     arguments = _model_arguments(fields)
     try:
-        if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
+        if not timm.is_model(architecture):  # timm would download hf-hub:USER/MODEL
             raise RuntimeError(f"Unknown model ({shorten(architecture)})")
         with torch.device("meta"):
             options = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
             model = timm.create_model(architecture, pretrained=False, **options)
-    except Exception as error:  # whatever settings that do not go together lead to
+    except Exception as error:  # timm raises many types for settings that do not fit together
         raise RefusedError(
-            f"--from {path}: timm cannot make {shorten(architecture)} {quote(arguments)}: {error_text(error)}"
+            f"--from {path}: timm cannot build {shorten(architecture)} {quote(arguments)}: {error_text(error)}"
         ) from error
     if differences := _list_differences(model):
         raise RefusedError(
@@ -214,14 +214,16 @@ def _build_timm(path: str, fields: Fields) -> Any:
 
 
 MAX_TIMM_BLOCKS, MAX_TIMM_SIZE = 1_000, 1 << 16
-"""Largest number of blocks, and largest other size, of a model that timm builds."""
+"""Largest depth and largest other size of a model that timm builds."""
 
 
 def _model_arguments(fields: Fields) -> dict[str, Any]:
-    """Read the arguments of timm's model. Its function takes others too, such as a checkpoint that it would unpickle.
+    """Return the file's arguments of timm's `VisionTransformer`.
+
+    `timm.create_model` also accepts others, such as a checkpoint that it would unpickle.
 
     Raises:
-        RefusedError: an argument that a vision transformer has not, or a size that none has.
+        RefusedError: an unknown argument, or a size that is too large.
     """
     from timm.models.vision_transformer import VisionTransformer
 
@@ -238,14 +240,14 @@ def _model_arguments(fields: Fields) -> dict[str, Any]:
 
 
 def _list_differences(model: nn.Module) -> list[str]:
-    """Describe what the model has and `ImageEncoder` lacks."""
+    """Describe features of the model that `ImageEncoder` does not support."""
     if type(model).__name__ != "VisionTransformer":
         return [f"class {type(model).__name__}"]
     block: Any = model.blocks[0]  # type: ignore[index]
     vit: Any = model
     odd = {
         "no class token, or registers": vit.num_prefix_tokens != 1,
-        "no positions, or none of the class token": vit.pos_embed is None or vit.no_embed_class,
+        "no positions, or no position of the class token": vit.pos_embed is None or vit.no_embed_class,
         "a norm before the blocks": not isinstance(vit.norm_pre, nn.Identity),
         "a norm in the patch embedding": not isinstance(vit.patch_embed.norm, nn.Identity),
         "no last norm": isinstance(vit.norm, nn.Identity) and isinstance(vit.fc_norm, nn.Identity),
@@ -265,7 +267,7 @@ def _list_differences(model: nn.Module) -> list[str]:
 
 
 def _read_positions(path: str) -> Tensor:
-    """[1 + N, D] as stored."""
+    """Return the stored positions, [1 + N, D]."""
     with reading(path, FILE), safe_open(Path(path) / FILE, framework="pt") as file:
         if TIMM_POSITIONS not in file.keys():  # noqa: SIM118 - not a mapping
             raise RefusedError(f"--from {path}: {FILE} has no {TIMM_POSITIONS}; allowed: weights of the whole model")
@@ -274,7 +276,7 @@ def _read_positions(path: str) -> Tensor:
 
 
 def _pixel_statistics(fields: Fields) -> tuple[Tensor, Tensor]:
-    """[3] mean and deviation that the model wants taken out of pixels in [0, 1]."""
+    """Return the mean [3] and deviation [3] with which the model normalises pixels in [0, 1]."""
     described = fields.section("pretrained_cfg") if fields.document.get("pretrained_cfg") else fields
     three = tuple[float, float, float]
     mean, deviation = described.take("mean", three, CHANNEL_MEAN), described.take("std", three, CHANNEL_DEVIATION)
@@ -284,19 +286,19 @@ def _pixel_statistics(fields: Fields) -> tuple[Tensor, Tensor]:
 def _weights_from_timm(
     path: str, stored: dict[str, Tensor], patch_size: int, statistics: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """Weights by our names; learned positions under pos_embed, the class token's own in the class token."""
+    """Return the weights by the names of `ImageEncoder`, with the class token's position added to the class token."""
     if other := sorted({name.split(".")[0] for name in stored if not is_encoder(name)} - set(HEADS)):
         raise RefusedError(
-            f"--from {path}: {FILE} has weights of {shorten(', '.join(other))}, which this encoder has not"
+            f"--from {path}: {FILE} has weights of {shorten(', '.join(other))}, which this encoder does not have"
         )
     named = {name: TIMM.our_name(name) for name in stored}
     weights = {ours: TIMM.to_ours(ours, [stored[name]]) for name, ours in named.items() if ours}
-    if "norm.weight" not in weights:  # that of the mean of the tokens is the only one there is
+    if "norm.weight" not in weights:  # mean pooling: fc_norm is the only last norm
         weights |= {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias")}
     positions = stored[TIMM_POSITIONS].squeeze(0)
     weights["cls_token"] = weights["cls_token"] + positions[0]
     weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:1]), positions[1:]])
-    # theirs = (pixel - mean) / deviation, ours = (pixel - m) / d: theirs = ours d / deviation + (m - mean) / deviation.
+    # timm's input (p - mean) / deviation = ours x d / deviation + (m - mean) / deviation, where ours is (p - m) / d.
     mean, deviation = statistics
     scale = torch.tensor(CHANNEL_DEVIATION) / deviation
     offset = (torch.tensor(CHANNEL_MEAN) - mean) / deviation

@@ -1,4 +1,4 @@
-"""Measuring: outputs of all ranks' rows become figures or files; trained runs are read back to be measured again."""
+"""Evaluation: metrics or prediction files from the outputs of all ranks, and opening finished runs to evaluate them."""
 
 from __future__ import annotations
 
@@ -36,41 +36,40 @@ from trp_scale.storage.files import atomic_write
 
 
 class Collector(Protocol):
-    """Takes what a task predicts of the measured rows, one micro-batch after another; all ranks have as many. Rows that
-    only fill a batch are left out, so that any number of ranks gives the same."""
+    """Collects predictions for the measured rows, one micro-batch at a time; all ranks have equally many.
+
+    Padding rows are skipped, so the result does not depend on the number of ranks.
+    """
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Add the result of `DownstreamTask.predict` for a micro-batch. Collective."""
+        """Add the outputs of `DownstreamTask.predict` for a micro-batch. Collective."""
         ...
 
 
 class Metrics(Collector, Protocol):
-    """Collects figures of one rank's rows, then joins the ranks."""
+    """Collects statistics of one rank's rows and combines them over ranks."""
 
     def finish(self, group: Group) -> dict[str, Any]:
-        """Figures by name, the same on all ranks; under "detail" what a table has no place for (per class, say).
-        Collective."""
+        """Return metric values by name, the same on all ranks; "detail" has values that tables omit, such as values per
+        class. Collective."""
         ...
 
 
 class Predictions(Collector, Protocol):
-    """Writes predictions into files: rank 0 writes, whatever rank predicts."""
+    """Writes the predictions of all ranks into files, on rank 0."""
 
     def finish(self) -> list[Path]:
-        """Write what is not written yet; returns the files, or the directory of many. Collective."""
+        """Write the remaining predictions; returns the files, or their directory if there are many. Collective."""
         ...
 
 
 def predict(
     engine: Engine, compute: Callable[..., Any], windows: Iterable[Batch], collectors: Sequence[Collector]
 ) -> None:
-    """Hand the outputs of all measured rows to the collectors. Collective.
+    """Pass the outputs of all measured rows to the collectors. Collective.
 
     Args:
         compute: `DownstreamTask.predict`.
-
-    Raises:
-        RefusedError: rows that cannot be read.
     """
     corrupt: set[str] = set()
     engine.train(False)
@@ -88,8 +87,8 @@ def predict(
 def read_once(
     rows: Rows, plan: HeldOutPlan, config: Config, group: Group, *, pin_memory: bool = False
 ) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of the planned rows, each row once, in stored order; the last ones are filled
-    with rows of row_weights 0."""
+    """Yield this rank's micro-batches of the planned rows: each row once, in stored order, then padding rows with
+    row_weights 0."""
     source = ValidationSource(
         plan,
         rows.builder,
@@ -106,41 +105,38 @@ def read_once(
 
 
 def every_block(blocks: Sequence[Blocks]) -> list[Chosen]:
-    """[n] of each data set, all of its blocks."""
+    """Return masks [n] that choose all blocks of each data set."""
     return [np.ones(len(table.rows), dtype=np.bool_) for table in blocks]
 
 
 def refuse_unread(corrupt: Iterable[str], group: Group) -> None:
-    """Refuse a figure of some rows only. Collective.
+    """Raise `UnreadableError` if any rank has unreadable rows: metrics are of all rows. Collective.
 
     Args:
-        corrupt: names of this rank's rows that could not be read.
-
-    Raises:
-        UnreadableError: there are any, on whatever rank.
+        corrupt: names of this rank's unreadable rows.
     """
     if unread := sorted(set().union(*group.gather_objects(set(corrupt)))):
         raise UnreadableError(
-            f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), and the metric is that "
-            "of all; copy or shard the data again"
+            f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), but metrics need all "
+            "samples; copy or shard the data again"
         )
 
 
 def distinct(classes: Sequence[str]) -> list[str]:
-    """Names of the classes, with their number where two have the same (ImageNet has two cranes): tables go by name."""
+    """Return unique names of the classes, with the class number for repeated names (ImageNet has two cranes)."""
     counts = Counter(classes)
     return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
 
 
 class GatheredRows:
-    """Per-row outputs of all ranks, in stored order: what metrics over whole sets of predictions need."""
+    """Per-row outputs of all ranks in stored order, for metrics over whole sets of predictions."""
 
     def __init__(self) -> None:
         self._positions: list[np.ndarray] = []
         self._arrays: dict[str, list[np.ndarray]] = {}
 
     def add(self, batch: Batch, **arrays: torch.Tensor) -> None:
-        """Keep the rows that are there; each array [R, ...]."""
+        """Store the rows of a micro-batch, without padding rows; each array is [R, ...]."""
         present = batch["row_weights"].cpu() > 0
         self._positions.append(batch.start + np.flatnonzero(present.numpy()))
         for name, values in arrays.items():
@@ -148,7 +144,7 @@ class GatheredRows:
             self._arrays.setdefault(name, []).append(wide.cpu()[present].numpy())
 
     def gather(self, group: Group) -> dict[str, np.ndarray]:
-        """All rows of all ranks by name, [n, ...], on every rank. Collective."""
+        """Return the arrays [n, ...] of all ranks' rows by name, on every rank. Collective."""
         mine = (
             np.concatenate(self._positions),
             {name: np.concatenate(values) for name, values in self._arrays.items()},
@@ -159,7 +155,7 @@ class GatheredRows:
 
 
 def write_table(path: Path, columns: Sequence[str], lines: Iterable[Sequence[object]], *, separator: str) -> None:
-    """Write a table with a header by `atomic_write`."""
+    """Write a table with a header atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
@@ -170,15 +166,17 @@ def write_table(path: Path, columns: Sequence[str], lines: Iterable[Sequence[obj
 
 
 def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
-    """The key of each measured image, in the order of positions: of a folder that was sharded, its path in there
-    without a suffix. Of a mixture MEMBER/KEY. Where a data set has a key several times, in several tars, TAR/KEY.
+    """Return a key for each measured image, in stored order.
+
+    For a sharded folder the key is the image's path without suffix. Keys of a mixture are MEMBER/KEY. If several tars
+    of a data set repeat keys, its keys are TAR/KEY.
 
     Args:
         plan: of the measured rows.
         datasets: members of the mixture.
 
     Raises:
-        DataError: an index is no longer there, or has a key that leads out of a folder.
+        DataError: an index is missing, or a key is not a relative path within a folder.
     """
     addresses = plan.locate(np.arange(plan.rows))
     keys = [_keys(dataset) for dataset in datasets]
@@ -189,11 +187,10 @@ def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
 
 
 def _keys(dataset: ImageDataset) -> list[str]:
-    """Keys of all images of a data set."""
     keys = dataset.samples.keys()
     wrong = next((key for key in keys if not is_within(key)), None)
     if wrong is not None:
-        raise DataError(f"{dataset.directory}: an image has the key {quote(wrong)}, which names no file in a folder")
+        raise DataError(f"{dataset.directory}: image key {quote(wrong)} is not the path of a file within a folder")
     if max(Counter(keys).values()) > 1:
         counts = np.diff(dataset.samples.starts).tolist()
         tars = [path.stem for path, count in zip(dataset.samples.shards, counts, strict=True) for _ in range(count)]
@@ -203,14 +200,12 @@ def _keys(dataset: ImageDataset) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRun:
-    """Files and settings of a run that is read back.
+    """Newest checkpoint and settings of a run.
 
     Attributes:
-        directory: of the run; of `trp-scale finetune` that of its task and seed.
-        checkpoint: its newest.
+        directory: of the run; for `trp-scale finetune` of one task and seed.
         document: of the checkpoint.
-        config: of the run.
-        weights: which of its weights are measured.
+        weights: last or average.
     """
 
     directory: Path
@@ -221,16 +216,16 @@ class ReadRun:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes that a fine-tuned model tells apart; `None` if it has none."""
+        """Names of the fine-tuned model's classes; `None` if it has none."""
         names = self.document.extra.get("classes")
         return None if names is None else tuple(names)
 
 
 def open_run(source: Path, weights: Weights = "last") -> ReadRun:
-    """Open the newest checkpoint of a run directory, or the checkpoint itself.
+    """Open a checkpoint, or the newest checkpoint of a run directory.
 
     Raises:
-        RefusedError: there is no checkpoint.
+        RefusedError: no checkpoint exists.
     """
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
@@ -247,38 +242,38 @@ def read_run(directory: Path, weights: Weights = "last") -> ReadRun:
     """Open one task and seed of `trp-scale finetune`.
 
     Raises:
-        RefusedError: there is no checkpoint, it is of no fine-tuning, or of one that has not ended.
+        RefusedError: no checkpoint exists, or it is not of a finished fine-tuning run.
     """
     run = open_run(directory, weights)
     config, document = run.config, run.document
     if not isinstance(config, FinetuneConfig):
         raise RefusedError(
-            f"--run {directory}: a run of pre-training, which has no downstream task; allowed: a directory of "
+            f"--run {directory}: a pre-training run, which has no downstream task; allowed: a directory of "
             "trp-scale finetune"
         )
     if document.step < config.training.steps:
         raise RefusedError(
-            f"--run {directory}: stopped after {document.step} of {config.training.steps} steps; repeat the command "
-            "that began it, and it goes on to its end"
+            f"--run {directory}: stopped after {document.step} of {config.training.steps} steps; repeat its command "
+            "to finish it"
         )
     return run
 
 
 def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[ReadRun]]:
-    """The runs of a directory, by task: one alone, or all tasks and seeds of a `trp-scale finetune`.
+    """Open all tasks and seeds of a `trp-scale finetune` directory, or a single run; returns the runs by task.
 
     Raises:
-        RefusedError: there is none, or one of them as `read_run` refuses.
+        RefusedError: no run exists, or `read_run` refuses one.
     """
     if (run / "checkpoints").is_dir():
         directories = [run]
     else:
-        begun = (path for path in run.glob("*/seed_*") if any(path.iterdir()))  # one that was refused left it empty
+        begun = (path for path in run.glob("*/seed_*") if any(path.iterdir()))  # a refused run leaves it empty
         directories = sorted(begun, key=lambda path: (path.parent.name, len(path.name), path.name))
     if not directories:
         raise RefusedError(
-            f"--run {run}: no trained run is there; allowed: a run directory of trp-scale pretrain, or a directory of "
-            "trp-scale finetune, with TASK/seed_N/checkpoints, or one of those seeds"
+            f"--run {run}: no checkpoints found; allowed: a run directory of trp-scale pretrain, a directory of "
+            "trp-scale finetune with TASK/seed_N/checkpoints, or one of its seeds"
         )
     by_task: dict[str, list[ReadRun]] = {}
     for directory in directories:
@@ -288,7 +283,7 @@ def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[ReadRun]]:
 
 
 def read_origin(run: Path, runs: dict[str, list[ReadRun]]) -> tuple[str, str]:
-    """Recipe and pre-trained encoder, for the results."""
+    """Return the recipe and the pre-trained encoder of the runs."""
     if (run / RESULTS_FILE).is_file():
         results = read_results(run)
         return results.recipe, results.encoder
@@ -297,25 +292,22 @@ def read_origin(run: Path, runs: dict[str, list[ReadRun]]) -> tuple[str, str]:
 
 
 class PredictingEngine(PlainEngine):
-    """Whole weights on each of any number of ranks: nothing is learned, so nothing need be sharded or reduced."""
+    """Keeps frozen, unsharded weights on every rank."""
 
     def place(self, module: nn.Module) -> nn.Module:
         return module.requires_grad_(False).to(self.device)
 
 
 def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment) -> PredictingEngine:
-    """The model with the weights of the run's checkpoint.
-
-    Args:
-        module: of the run, with any weights.
+    """Return an engine for `module` with the weights of the run's checkpoint.
 
     Raises:
-        RefusedError: the checkpoint has other tensors, or no average where run.weights asks for it.
+        RefusedError: the checkpoint has other tensors, or lacks the averaged weights that run.weights selects.
     """
     weights = read_full_state(run.checkpoint, STATE_OF[run.weights])
-    take_weights(module, weights, str(run.checkpoint), "; measured on data of other classes")
+    take_weights(module, weights, str(run.checkpoint), "; does the measured data have other classes?")
     config = run.config
     config.training.compile = "none"
     if config.training.precision == "fp16":
-        config.training.precision = "fp32"  # needs a loss scaler, which is DeepSpeed's
+        config.training.precision = "fp32"  # fp16 needs DeepSpeed's loss scaler
     return PredictingEngine(module, config, device=environment.device, data_group=environment.data)

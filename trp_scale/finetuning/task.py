@@ -1,4 +1,4 @@
-"""Downstream tasks: their base, their data, and fine-tuning on a few rows of it."""
+"""Base classes of downstream tasks, their data sources, and sampling of few-shot training rows."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 
 class TaskObjective:
-    """Shared parts of the objectives: one balanced task, whose elements are the rows that are there."""
+    """Shared parts of objectives: one balanced task, averaged over rows."""
 
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
     in_a_graph = True
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """[1] float64, rows that are there."""
+        """Return the number of rows without padding, [1] float64."""
         return batch["row_weights"].double().sum().reshape(1)
 
     def outside_weights(self, counts: torch.Tensor) -> torch.Tensor:
-        """No task is outside the balance."""
+        """Return zeros: every task is balanced."""
         return torch.zeros_like(counts)
 
 
@@ -62,16 +62,14 @@ ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
 
 class DownstreamTask(ABC, Generic[Run]):
-    """A task to fine-tune on: what a run asks of an upstream (pretraining/base.py), and how its figures are measured.
+    """Data, model, objective and metrics of fine-tuning; has the interface of an upstream (pretraining/base.py).
 
     Attributes:
         name: in tables.
-        metric: the figure of `metrics` that the task is judged by; higher is better unless lower_is_better.
-        lower_is_better: of the metric.
-        split: what the measured rows are: dev or test.
-        unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
-        pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns);
-            "" if there is none.
+        metric: main metric, a key of `metrics`; higher is better unless lower_is_better.
+        split: of the measured rows: dev, test or held_out.
+        unlabelled: why the measured rows have no labels; "" if they have labels.
+        pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns), or "".
         positions_per_step: sequence positions of a step on all ranks, padding included.
     """
 
@@ -90,20 +88,20 @@ class DownstreamTask(ABC, Generic[Run]):
 
     @property
     def step_flops(self) -> float:
-        """Model FLOPs of a training step on all ranks; 0.0 of a task that does not count them."""
+        """Model FLOPs of a training step on all ranks; 0.0 if the task does not count them."""
         return 0.0
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model with its initial weights, whole, on the CPU."""
+        """Build the unsharded model with its initial weights on the CPU."""
 
     @abstractmethod
     def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
-        """Return the outputs of one micro-batch for the metrics, from a forward pass without gradients."""
+        """Return the outputs for a micro-batch that `metrics` and `predictions` collect."""
 
     @abstractmethod
     def metrics(self) -> Metrics:
-        """Return an empty collection."""
+        """Return an empty collector of metrics."""
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
@@ -112,40 +110,40 @@ class DownstreamTask(ABC, Generic[Run]):
         return []
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
-        """Store nothing: the settings describe the model."""
+        """Store files that the settings do not describe, such as a tokenizer."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
 
     def recall(self, extra: Mapping[str, Any]) -> None:
-        """Take what `checkpoint_extra` gave to a trained run's checkpoint: rows that it learned from may be gone."""
+        """Restore the values that `checkpoint_extra` stored: the training data may no longer exist."""
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
-        """Return a writer of the predictions for the measured rows.
+        """Return a collector that writes the predictions for the measured rows.
 
         Args:
-            directory: for the files; other tasks may have theirs there.
+            directory: of the files, shared with other tasks.
             group: ranks that predict; its rank 0 writes.
 
         Raises:
-            RefusedError: the task has no form for them.
+            RefusedError: the task does not support it.
         """
         raise RefusedError(
-            f"--predictions {directory}: --downstream.kind {self.config.downstream.kind} has no form for saved "
-            f"predictions; {type(self).__name__} can bring one by a method `predictions`"
+            f"--predictions {directory}: --downstream.kind {self.config.downstream.kind} cannot save predictions; "
+            f"define the method `predictions` of {type(self).__name__}"
         )
 
     @classmethod
     def measure_on(cls, config: Run, checkpoint: Path, data: str, images: str) -> None:
-        """Change the settings of a run that has ended so that it is measured, in place.
+        """Change the settings of a finished run in place, to measure it again.
 
         Args:
-            checkpoint: of the run. What it was pre-trained from may be gone.
-            data: what is measured, all of it; "" = what the run was measured on.
-            images: folder of its images, where they lie apart; "" = they do not.
+            checkpoint: of the run. Its pre-trained encoder may no longer exist.
+            data: data set to measure on; "" = that of the run.
+            images: folder of the images of `data`, for detection; else "".
 
         Raises:
-            RefusedError: the task's images lie nowhere else.
+            RefusedError: `images` with another task.
         """
         if images:
             raise RefusedError(f"--images {images} is for detection; the run's task is {config.downstream.kind}")
@@ -154,13 +152,13 @@ class DownstreamTask(ABC, Generic[Run]):
 
 
 def image_step_flops(config: ImageTaskConfig, make_model: Callable[[], nn.Module]) -> float:
-    """Return the model FLOPs of a training step on all ranks of a model of crops [B, 3, S, S]."""
+    """Return the FLOPs of a training step on all ranks for a model whose inputs are crops [B, 3, S, S]."""
     crop = torch.empty(1, 3, config.crops.size, config.crops.size, device="meta")
     return TRAINING_OVER_FORWARD * config.batch.global_size * count_flops(make_model, lambda model: model(crop))
 
 
 class ImageTask(DownstreamTask[ImageRun]):
-    """Shared parts of the tasks of images."""
+    """Shared parts of image tasks."""
 
     def __init__(self, config: ImageRun, sources: Sources) -> None:
         super().__init__(config, sources)
@@ -177,16 +175,15 @@ class ImageTask(DownstreamTask[ImageRun]):
 
     @property
     def measured_plan(self) -> Plan:
-        """Plan of the measured rows."""
         plan = self.sources.validation.plan
         assert plan is not None, "measured rows have a plan"
         return plan
 
     def take_encoder(self, model: OnImageEncoder, *, last_norm: bool = True) -> None:
-        """Give a model the encoder of --from, if there is one.
+        """Load the encoder of --from into a model; no-op for scratch.
 
         Args:
-            last_norm: whether the model's encoder has one.
+            last_norm: whether the model's encoder has a last norm.
         """
         if (path := self.config.model.weights) and path != SCRATCH:
             weights = open_encoder(path).image_weights(self.config)
@@ -197,13 +194,15 @@ class ImageTask(DownstreamTask[ImageRun]):
 
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:
-    """Whether the data that a run has learned from is still in its place."""
+    """Return whether the run's training data still exists."""
     return all((member.path / "dataset.json").is_file() for member in parse_paths(config.data.path))
 
 
 def set_length(config: FinetuneConfig, rows: int) -> None:
-    """training.steps from the epochs, and the warm-up from its share of them, in place. Steps go across the end of an
-    epoch: there is no short last batch."""
+    """Set training.steps from downstream.epochs, and optimizer.warmup_steps from warmup_share.
+
+    Epochs have no short last batch: a batch continues with rows of the next epoch.
+    """
     downstream = config.downstream
     if downstream.epochs > 0:
         config.training.steps = max(1, math.ceil(downstream.epochs * rows / config.batch.global_size))
@@ -221,18 +220,18 @@ def open_task_sources(
     measured_paths: Sequence[MemberPath] | None,
     learned: Sequence[npt.NDArray[np.bool_]] | None = None,
 ) -> Sources:
-    """The training rows in their endless order, and the measured rows once, in stored order.
+    """Return sources that yield training rows endlessly, and each measured row once in stored order.
 
     Args:
-        train: builds training batches, augmented; with the labels by which downstream.rows are drawn evenly.
-        measured: builds the batches that are measured.
-        train_paths: of `train`.
-        measured_paths: of `measured`, all of whose rows are measured; None = it is the same data as `train`, and what
-            data.validation_fraction holds out is measured.
-        learned: [n] of each data set, blocks that may be trained on; None = all.
+        train: rows with augmentation, and with labels if downstream.rows samples by label.
+        measured: rows without augmentation.
+        train_paths: data sets of `train`.
+        measured_paths: data sets of `measured`, which are measured as a whole. `None` = the data sets of `train`, of
+            which the share data.validation_fraction is held out and measured.
+        learned: masks [n] of blocks that may be trained on; `None` = all.
 
     Raises:
-        RefusedError: a data set has nothing left to train on.
+        RefusedError: a data set has no rows left to train on.
     """
     config = within_cpus(config, environment.cpus)
     held = config.data.validation_fraction if measured_paths is None else 0.0
@@ -243,8 +242,8 @@ def open_task_sources(
     for mask, path in zip(chosen, train_paths, strict=True):
         if not mask.any():
             raise RefusedError(
-                f"{path.path}: nothing is left to train on, beside what is held out to be measured or left out; lower "
-                "--data.validation_fraction, or give --downstream.test_path"
+                f"{path.path}: no training rows remain after held-out and skipped rows; lower "
+                "--data.validation_fraction, or set --downstream.test_path"
             )
     learned_from = train
     if config.downstream.rows:
@@ -272,10 +271,10 @@ def open_task_sources(
 def blocks_to_learn(
     blocks: Sequence[Blocks], paths: Sequence[MemberPath], fraction: float
 ) -> list[npt.NDArray[np.bool_]]:
-    """[n] of each data set, the blocks that are not held out to be measured.
+    """Return masks [n] of the blocks that are not held out.
 
     Args:
-        fraction: data.validation_fraction; 0 where other data is measured.
+        fraction: data.validation_fraction; 0 with a separate test set.
     """
     return [
         ~held_out(table.identities, fraction, where=str(path.path)) for table, path in zip(blocks, paths, strict=True)
@@ -283,20 +282,20 @@ def blocks_to_learn(
 
 
 def task_class(config: FinetuneConfig) -> type[DownstreamTask[Any]]:
-    """Return the class of `downstream.kind`; its module is imported now, since each has libraries of its own."""
+    """Import the class of `downstream.kind`."""
     kind: type[DownstreamTask[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
     return kind
 
 
 def build_task(config: FinetuneConfig, environment: Environment, *, figures: bool = True) -> DownstreamTask[Any]:
-    """Open the data of `downstream.kind`, and complete the settings that follow from them, in place.
+    """Open the task's data, and set the settings that follow from it in place.
 
     Args:
-        figures: of the measured rows are wanted; False: predictions will do.
+        figures: metrics are computed, which needs labels; otherwise only predictions.
 
     Raises:
         DataError: the data is missing, damaged or of another format.
-        RefusedError: settings that do not fit the data or each other, or measured rows without labels.
+        RefusedError: the settings do not fit the data or each other, or labels are missing.
     """
     build: Callable[[FinetuneConfig, Environment], DownstreamTask[Any]] = task_class(config)  # type: ignore[assignment]
     task = build(config, environment)
@@ -307,11 +306,11 @@ def build_task(config: FinetuneConfig, environment: Environment, *, figures: boo
 
 
 def seed_result(task: DownstreamTask[Any], seed: int, metrics: dict[str, Any], **fields: Any) -> SeedResult:
-    """Return the result of one run of a task.
+    """Return the result of one run.
 
     Args:
-        metrics: of `DownstreamTask.metrics`, with their `detail`.
-        fields: others of the result, such as `settings`.
+        metrics: values that `DownstreamTask.metrics` returned, with `detail`.
+        fields: further fields of the result, such as `settings`.
     """
     detail = metrics.pop("detail", {})
     return SeedResult(
@@ -328,11 +327,11 @@ def seed_result(task: DownstreamTask[Any], seed: int, metrics: dict[str, Any], *
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Rows of one data set, each a block of its own, so that the order shuffles them all; see `plan.Blocks`.
+    """Sampled rows of a data set, each as a block of one row, so that single rows are shuffled; see `plan.Blocks`.
 
     Attributes:
-        identities: [n] of the rows; those of a single data set keep the keys that they have in the whole of it.
-        block, row: [n] where each is stored.
+        identities: [n] of the rows; equal to their identities in the whole data set.
+        block, row: [n] stored block, and row within it.
     """
 
     identities: Words
@@ -350,13 +349,13 @@ class ChosenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRowsBuilder:
-    """Makes batches of chosen rows by the builder of the whole data sets; see `fetch.BatchBuilder`."""
+    """Builds batches of sampled rows with the builder of the whole data sets; see `fetch.BatchBuilder`."""
 
     builder: BatchBuilder
     chosen: Sequence[ChosenRows]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         block, row = np.zeros_like(addresses.block), np.zeros_like(addresses.row)
         for member, chosen in enumerate(self.chosen):
             here = addresses.present & (addresses.member == member)
@@ -365,16 +364,15 @@ class ChosenRowsBuilder:
 
 
 def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
-    """`count` rows of the data sets, each label's share as in all of them, drawn by the seed. Of two counts the larger
-    one holds the smaller one's rows, but for rounding.
+    """Sample `count` rows by the seed, stratified by label. A larger sample contains a smaller one, up to rounding.
 
     Args:
-        whole: the data sets; `labels` of each row, or None: of one kind.
-        allowed: [n] of each data set, the blocks that rows may be taken from.
-        count: rows in all.
+        whole: the data sets; `labels` `None` = not stratified.
+        allowed: masks [n] of blocks to sample from.
+        count: rows in total.
 
     Raises:
-        RefusedError: there are fewer.
+        RefusedError: fewer rows exist, or a data set gets none.
     """
     identities, member, block, row = (np.concatenate(parts) for parts in zip(*_places(whole.blocks), strict=True))
     labels = np.zeros(len(block), np.int64) if whole.labels is None else np.concatenate(whole.labels)
@@ -385,9 +383,9 @@ def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) 
             f"--downstream.rows is {count}, allowed: at most the {len(usable)} training rows, or 0 for all"
         )
     drawn = mix(identities[usable] ^ np.uint64(stream(seed, "few rows")))
-    usable = usable[np.lexsort((drawn, labels[usable]))]  # label by label, each in the order drawn
+    usable = usable[np.lexsort((drawn, labels[usable]))]  # by label, then in random order
     _, sizes = np.unique(labels[usable], return_counts=True)
-    rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row among its label's
+    rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row within its label
     picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
     chosen = [
         ChosenRows(identities=identities[rows], block=block[rows], row=row[rows])
@@ -395,15 +393,14 @@ def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) 
     ]
     if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:
         raise RefusedError(
-            f"--downstream.rows is {count}: none is of data set {empty[0]} of the mixture; allowed: more"
+            f"--downstream.rows is {count}: data set {empty[0]} of the mixture gets no row; allowed: more rows"
         )
     builder = ChosenRowsBuilder(builder=whole.builder, chosen=chosen)
     return replace(whole, blocks=chosen, builder=builder, labels=None, stored=())
 
 
 def label_counts(sizes: Integers, count: int) -> Integers:
-    """[C] rows of each label -> [C] of `count` rows, in proportion; what rounding leaves goes to the largest
-    remainders."""
+    """Split `count` over labels in proportion to `sizes` [C], by largest remainders; returns [C]."""
     exact = count * sizes / sizes.sum()
     rows: Integers = np.floor(exact).astype(np.int64)
     rows[np.argsort(rows - exact, kind="stable")[: count - rows.sum()]] += 1
@@ -416,7 +413,7 @@ def _block_of_rows(blocks: Blocks) -> Integers:
 
 
 def _places(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
-    """Columns of each data set's rows in stored order, [n]: identity, number of the data set, block, row in it."""
+    """Return columns [n] for each data set's rows in stored order: identity, number of the data set, block, row."""
     columns = []
     for number, blocks in enumerate(tables):
         counts = np.asarray(blocks.rows, dtype=np.int64)

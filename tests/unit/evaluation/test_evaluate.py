@@ -126,7 +126,7 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
     for flags, message in (
         ([], "--run is missing"),
         (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
-        (["--run", str(tmp_path / "empty")], "no trained run is there"),
+        (["--run", str(tmp_path / "empty")], "no checkpoints found"),
         ([*run, "--output", __file__], "is a file; allowed: a directory"),
         ([*run, "--predictions", __file__], "is a file; allowed: a directory"),
         ([*run, "--rows", "3"], "--rows is for"),

@@ -1,8 +1,7 @@
-"""How images with classes become a Batch: decoded, cut, augmented, mixed; or cut as they are measured.
+"""Batches of images with classes: augmented for training, resized or cropped for evaluation.
 
-RandAugment, erasing, mixup and cutmix are timm's, jitter of colours is torchvision's. These libraries draw from the
-process's generators. So that an image's changes follow from its row's word alone, the generators are seeded from it
-before each image and put back after the batch: nothing else in the process notices.
+timm's RandAugment, erasing, mixup and cutmix, and torchvision's colour jitter, use global random generators. These are
+seeded for each image from its row's 64-bit word, and restored after the batch.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from trp_scale.data.plan import Addresses, row_states
 from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
 
 HIGHEST = 9.999
-"""RandAugment's magnitudes are cut here: at 10, timm would keep no bit of a posterised image, which Pillow refuses."""
+"""Largest RandAugment magnitude: at 10, timm's posterize keeps 0 bits, which Pillow refuses."""
 
 
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
-    """Python's, numpy's and torch's generators are as before afterwards. Not CUDA's: nothing here draws from those."""
+    """Restore the generators of Python, numpy and torch (CPU) at exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -47,24 +46,19 @@ def borrowed_generators() -> Iterator[None]:
 
 
 def seed_generators(word: int) -> None:
-    """Seed all three from a 64-bit word; torch's for the CPU alone (torch.manual_seed would move CUDA's too)."""
+    """Seed all three from a 64-bit word; torch.manual_seed would seed CUDA too."""
     random.seed(word)
     np.random.seed([word & 0xFFFFFFFF, word >> 32])
     torch.default_generator.manual_seed(word >> 1)
 
 
 class ImageAugmentation:
-    """RandAugment, then colour jitter, then erasing; for one image at a time, inside `borrowed_generators`.
-
-    Args:
-        settings: which, and how strong.
-        crops: side of the images, and how they are resized.
-    """
+    """Applies RandAugment, colour jitter and erasing to one image; call it inside `borrowed_generators`."""
 
     def __init__(self, settings: AugmentationConfig, crops: CropConfig) -> None:
         self._rand_augment = None
         if settings.magnitude > 0:
-            # The operations that grow stronger with the magnitude (inc1), as He et al. take them.
+            # inc1: the variants of operations that grow stronger with the magnitude, as in He et al.
             name = f"rand-m{settings.magnitude}-n{settings.operations}-mstd{settings.magnitude_deviation:f}-inc1"
             parameters = {
                 "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
@@ -79,7 +73,7 @@ class ImageAugmentation:
         self.active = any(step is not None for step in (self._rand_augment, self._jitter, self._erasing))
 
     def __call__(self, image: Tensor, word: int) -> Tensor:
-        """[3, S, S] uint8 -> the same, changed as `word` says."""
+        """Augment an image [3, S, S] uint8; `word` is the seed."""
         seed_generators(word)
         if self._rand_augment is not None:
             image = functional.pil_to_tensor(self._rand_augment(functional.to_pil_image(image)))
@@ -88,7 +82,7 @@ class ImageAugmentation:
         return image if self._erasing is None else self._erase(image)
 
     def _erase(self, image: Tensor) -> Tensor:
-        """timm's noise is normal where mean and deviation of the data are 0 and 1; beyond black and white it is cut."""
+        """Erase a rectangle; timm's noise is standard normal, so the image is normalised first."""
         assert self._erasing is not None
         mean, deviation = self._statistics  # [3, 1, 1]
         normalised = self._erasing((image / 255.0 - mean) / deviation)
@@ -97,14 +91,13 @@ class ImageAugmentation:
 
 
 class PairMixing:
-    """Mixup and cutmix of two images and their classes, and label smoothing.
+    """Mixup and cutmix of pairs of images, and label smoothing.
 
     Args:
-        settings: alphas, smoothing.
         classes: C.
 
     Attributes:
-        active: whether images are mixed.
+        active: whether mixup or cutmix is on.
     """
 
     def __init__(self, settings: AugmentationConfig, classes: int) -> None:
@@ -120,20 +113,20 @@ class PairMixing:
         )
 
     def targets(self, labels: Tensor) -> Tensor:
-        """[R] classes -> [R, C] smoothed."""
+        """Return smoothed targets [R, C] of classes [R]."""
         targets: Tensor = mixup_target(labels, self._classes, smoothing=self._smoothing)
         return targets
 
     def __call__(self, images: Tensor, labels: Tensor, word: int) -> tuple[Tensor, Tensor]:
-        """One pair, inside `borrowed_generators`.
+        """Mix one pair, inside `borrowed_generators`.
 
         Args:
             images: [2, 3, S, S] uint8.
             labels: [2].
-            word: all draws come from it.
+            word: seed.
 
         Returns:
-            images as given, values rounded; targets [2, C] that add up to 1.
+            Mixed images [2, 3, S, S] uint8, and targets [2, C] with rows that sum to 1.
         """
         seed_generators(word)
         mixed, targets = self._mixup(images.float(), labels)
@@ -145,19 +138,19 @@ _PAIR = np.uint64(name_hash("augment: pair"))
 
 
 class TrainingImages:
-    """Makes batches of R augmented images of S x S pixels with targets over C classes.
+    """Builds batches of R augmented images of S x S pixels, with targets over C classes.
 
-    Fields of the batch, first dimension rows:
-        images [R, 3, S, S] uint8: red, green, blue.
-        targets [R, C] float32: shares of the classes, adding up to 1.
-        labels [R] int64: the class of the image itself, or -1.
-        row_weights [R] float32: 1, or 0 for a row that cannot be decoded; it then is grey, and its neighbour unmixed.
+    Fields of the batch:
+        images [R, 3, S, S] uint8: RGB.
+        targets [R, C] float32: class probabilities.
+        labels [R] int64: class before mixing, or -1.
+        row_weights [R] float32: 1; 0 for an undecodable row, which is grey and not mixed.
 
-    All draws come from (training.seed, row key, epoch), those of a pair from its first row's: with pairs that never lie
-    across two micro-batches, the global batch is the same however it is split.
+    Random numbers depend on (training.seed, row key, epoch), for a pair on those of its first row. A pair never spans
+    two micro-batches, so the global batch does not depend on how it is split.
     """
 
-    limit = 0  # no places are predicted
+    limit = 0  # no masked positions
 
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._seed = config.training.seed
@@ -167,7 +160,7 @@ class TrainingImages:
         self._mixing = PairMixing(config.augmentation, config.downstream.classes)
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=0)
         rows = self._rows.read(addresses, self._cropper.scales(states))
@@ -182,7 +175,7 @@ class TrainingImages:
     def _change(
         self, images: Tensor, targets: Tensor, labels: Tensor, states: Words, rows: DecodedRows, start: int
     ) -> None:
-        """Augment each image, then mix neighbours, in place."""
+        """Augment each image, then mix pairs of neighbours, in place."""
         present = [sample is not None for sample in rows.samples]
         if self._augmentation.active:
             for row, word in enumerate(mix(states ^ _AUGMENT).tolist()):
@@ -191,7 +184,7 @@ class TrainingImages:
         if not self._mixing.active:
             return
         if start % 2 or len(present) % 2:
-            raise ValueError(f"rows {start} to {start + len(present)}: pairs to mix begin and end at even positions")
+            raise ValueError(f"rows {start} to {start + len(present)}: mixing needs even positions")
         for first, word in zip(range(0, len(present), 2), mix(states[::2] ^ _PAIR).tolist(), strict=True):
             pair = slice(first, first + 2)
             if all(present[pair]):
@@ -199,10 +192,9 @@ class TrainingImages:
 
 
 class MeasuredImages:
-    """Makes batches of the images that a classifier is measured on: fields as `TrainingImages`', targets 1 for the
-    class and 0 for all others, nothing drawn at random."""
+    """Builds batches of measured images without augmentation; fields as `TrainingImages`, with one-hot targets."""
 
-    limit = 0  # no places are predicted
+    limit = 0  # no masked positions
 
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -211,7 +203,7 @@ class MeasuredImages:
         self._mode = InterpolationMode[config.crops.interpolation.upper()]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         count = len(rows.samples)
@@ -224,7 +216,7 @@ class MeasuredImages:
         return rows.batch({"images": images, "targets": targets}, addresses, start=start, began=began)
 
     def cut(self, image: Tensor) -> Tensor:
-        """[3, H, W] uint8 -> [3, S, S]."""
+        """Resize and crop an image [3, H, W] uint8 to [3, S, S]."""
         size = self._size
         if self._settings.measured == "whole":
             return self._resize(image, [size, size])
@@ -232,6 +224,5 @@ class MeasuredImages:
         return functional.center_crop(self._resize(image, [shorter]), [size, size])  # type: ignore[no-any-return]
 
     def _resize(self, image: Tensor, sides: list[int]) -> Tensor:
-        """Resize to a height and width, or the shorter side to a length."""
         resized: Tensor = functional.resize(image, sides, interpolation=self._mode, antialias=True)
         return resized

@@ -1,5 +1,5 @@
-"""Image classification: an encoder with a linear head, fine-tuned as a whole (He et al., A.1; TRP 001 Table 7; AdPE
-A)."""
+"""Image classification: end-to-end fine-tuning of an encoder with a linear head (He et al., A.1; TRP 001 Table 7;
+AdPE A)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from trp_scale.models.patches import Pixels
 from trp_scale.reporting.results import CONSTANT
 
 MOST_FREQUENT = "most_frequent_class"
-"""In a checkpoint: number of the class of most training images."""
+"""Key in a checkpoint: number of the most frequent class of the training images."""
 
 TOP = 5
 MANY_CLASSES = 10
-"""Top-5 accuracy is given from this many classes on; of fewer it says little."""
+"""Fewest classes for which top-5 accuracy is reported."""
 
 
 class ClassificationTask(ImageTask[ClassificationTaskConfig]):
-    """Classes of images; see `DownstreamTask`."""
+    """Image classification; see `DownstreamTask`."""
 
     objective: ImageClassification
     metric = "accuracy"
@@ -82,7 +82,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         return model
 
     def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """[R, C] logits."""
+        """Return logits [R, C]."""
         return self.objective.logits(forward, batch)
 
     def metrics(self) -> Accuracy:
@@ -100,14 +100,12 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
 
 
 class PredictedClasses:
-    """A line for each image: its key, the predicted class's number and name, its probability, and the number of the
-    image's own class, empty where it has none; see `Predictions`.
+    """Writes a CSV file with a line for each image: key, number and name of the predicted class, its probability, and
+    the true class, empty if unknown; see `Predictions`.
 
     Args:
-        path: of the CSV file.
-        classes: their names.
-        plan: of the measured rows.
-        datasets: that they are of.
+        classes: names.
+        plan, datasets: of the measured rows.
         group: ranks that predict.
     """
 
@@ -120,7 +118,7 @@ class PredictedClasses:
         self._group, self._rows = group, GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """[R, C] logits."""
+        """Add logits [R, C]."""
         probability, predicted = outputs.float().softmax(1).max(1)  # [R]
         self._rows.add(batch, predicted=predicted, probability=probability, labels=batch["labels"])
 
@@ -141,12 +139,11 @@ class PredictedClasses:
 
 
 class Accuracy:
-    """Share of the images whose class has the highest logit, or one of the five highest; and for each class, of its
-    own images; see `Metrics`.
+    """Top-1 and top-5 accuracy, and accuracy per class; see `Metrics`.
 
     Args:
-        classes: their names.
-        constant: the class that a constant prediction takes; None: there is no such figure.
+        classes: names.
+        constant: class of the constant baseline; `None` = no baseline.
     """
 
     def __init__(self, classes: tuple[str, ...], constant: int | None = None) -> None:
@@ -176,8 +173,10 @@ class Accuracy:
 
 
 def places(logits: Tensor, labels: Tensor) -> Tensor:
-    """[R, C] and [R] -> [R] place of the class in the order of falling logits, from 0; of equal ones the lower class
-    comes first. C, wrong at any count, where a logit is not finite."""
+    """Return the rank [R] of each label [R] among the descending logits [R, C], from 0.
+
+    Ties go to the lower class. The rank is C if a logit is not finite.
+    """
     logit = logits.gather(1, labels[:, None])  # [R, 1]
     lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
     before = (logits > logit) | ((logits == logit) & lower)
@@ -186,12 +185,12 @@ def places(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledImages:
-    """Opened data sets whose images all have classes.
+    """Data sets of images with classes.
 
     Attributes:
         paths, datasets: of the mixture's members.
-        meta: what they have in common.
-        classes: names, or numbers where there are none.
+        meta: shared by the members.
+        classes: names, or numbers if the data sets have no names.
     """
 
     paths: list[MemberPath]
@@ -200,36 +199,35 @@ class LabelledImages:
     classes: tuple[str, ...]
 
     def most_frequent(self, fraction: float) -> int:
-        """The class of most training images; of equal ones the first.
+        """Return the most frequent class of the training images; ties go to the lower class.
 
         Args:
-            fraction: of the blocks that are held out.
+            fraction: of held-out blocks.
         """
         blocks = [dataset.blocks for dataset in self.datasets]
         counts = np.zeros(len(self.classes), dtype=np.int64)
         for dataset, chosen in zip(self.datasets, blocks_to_learn(blocks, self.paths, fraction), strict=True):
-            of_images = np.repeat(chosen, dataset.blocks.rows)  # [n] blocks follow each other as images do
+            of_images = np.repeat(chosen, dataset.blocks.rows)  # [n], in the order of the images
             counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
         return int(counts.argmax())
 
     def rows(self, builder: TrainingImages | MeasuredImages) -> Rows:
-        """Return their rows with a builder of batches."""
         labels = [np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets]
         return Rows.from_datasets(self.datasets, self.meta, builder, labels)
 
 
 def open_labelled(path: str) -> LabelledImages:
-    """Open a data set of images with classes, or a mixture of such.
+    """Open a data set of images with classes, or a mixture.
 
     Raises:
         DataError: it is missing, damaged or of another format, or its members differ.
-        RefusedError: images without classes.
+        RefusedError: the images have no classes.
     """
     paths = parse_paths(path)
     datasets = [open_image_dataset(member.path, member.name) for member in paths]
     meta = agree_images(datasets)
     if "cls" not in meta.suffixes:
-        raise RefusedError(f"{path}: the images have no classes (no .cls members), and classification needs them")
+        raise RefusedError(f"{path}: the images have no classes (no .cls members), which classification needs")
     classes = meta.classes
     if classes is None:
         highest = max(int(dataset.samples.labels.max()) for dataset in datasets)
@@ -238,11 +236,7 @@ def open_labelled(path: str) -> LabelledImages:
 
 
 def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
-    """Refuse to measure classes that training does not have.
-
-    Raises:
-        RefusedError: other names, or more classes.
-    """
+    """Refuse measured classes that the training data does not have."""
     if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
         raise RefusedError(
             f"--downstream.test_path has {len(measured.classes)} classes ({', '.join(measured.classes[:3])}, ...), "
@@ -257,7 +251,7 @@ def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
 
 
 class ImageClassification(TaskObjective):
-    """The mean over images of the cross-entropy of their targets, which the batch builder makes."""
+    """Mean over images of the cross-entropy with the batch's targets."""
 
     tasks: tuple[str, ...] = ("classification",)
 
@@ -265,11 +259,11 @@ class ImageClassification(TaskObjective):
         self._pixels = Pixels()
 
     def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """[R, C] of a batch's images [R, 3, S, S] uint8."""
+        """Return logits [R, C] for a batch's images [R, 3, S, S] uint8."""
         return forward(self._pixels(batch["images"]))
 
     def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
-        """Sums over images, in float64 like every task's sum."""
+        """Return the sum of losses over images, in float64."""
         logits = self.logits(forward, batch)
         losses = F.cross_entropy(logits.float(), batch["targets"], reduction="none")  # [R]
         total = losses.double() @ batch["row_weights"].double()
@@ -277,19 +271,15 @@ class ImageClassification(TaskObjective):
 
 
 HEAD_DEVIATION = 2e-5
-"""Standard deviation of the head's first weights: all classes start equally likely. MAE truncates at 2, which is
-100,000 deviations."""
+"""Standard deviation of the head's initial weights: all classes start equally likely. MAE also truncates at 2, which
+is 100,000 deviations, so truncation has no effect."""
 
 
 class ImageClassifier(OnImageEncoder):
-    """Mean of the patch tokens, or the class token, through a norm, dropout and one linear layer.
+    """Encoder, pooling (mean of the patch tokens, or class token), norm, dropout and a linear layer.
 
-    With mean pooling the encoder has no last norm; the mean is normalised by one of the head's own, `fc_norm` (He et
-    al., A.1). It starts at gain 1 and offset 0: what a last norm has learned was for single tokens that a decoder
-    reads, and a mean of many tokens has another spread.
-
-    Args:
-        config: sizes, `downstream.classes`, pooling and dropout, and the seed of the initial weights.
+    With mean pooling the encoder has no last norm; `fc_norm` normalises the mean (He et al., A.1). It starts at weight
+    1 and bias 0: the encoder's last norm was trained on single tokens, and their mean has another variance.
     """
 
     def __init__(self, config: ClassificationTaskConfig) -> None:
@@ -306,7 +296,7 @@ class ImageClassifier(OnImageEncoder):
             self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, S, S] normalised pixels -> [B, C] logits."""
+        """Return logits [B, C] for normalised pixels [B, 3, S, S]."""
         tokens = self.encoder(images)[0]  # [B, 1 + N, D]
         pooled = tokens[:, 0] if self.fc_norm is None else self.fc_norm(tokens[:, 1:].mean(1))  # [B, D]
         return self.head(self.dropout(pooled))  # type: ignore[no-any-return]

@@ -1,5 +1,4 @@
-"""Images with one map as batches of fine-tuning: jittered crops to learn from, whole images to measure on. Targets are
-class numbers without ignored ones, or depth in metres."""
+"""Batches of images with a segmentation or depth map: jittered crops for training, whole images for evaluation."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from trp_scale.pretraining.modalities.semseg import VOID, Semseg, StoredClasses
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWindows:
-    """The windows of one image.
+    """Sliding windows over one scaled image.
 
     Attributes:
         images: [K, 3, S, S] uint8.
-        corners: [K, 2] top and left of each in the scaled image.
+        corners: [K, 2] top and left of each window in the scaled image.
         scaled: height and width of the scaled image.
     """
 
@@ -44,12 +43,7 @@ class ImageWindows:
 
 
 class WindowCutter:
-    """Scales whole images and cuts them into windows of crops.size.
-
-    Args:
-        crops: size and interpolation.
-        dense: windows or squashed, and the windows' overlap.
-    """
+    """Scales images and cuts them into windows of crops.size, or squashes each into a single window."""
 
     def __init__(self, crops: CropConfig, dense: DenseConfig) -> None:
         self.size = crops.size
@@ -58,7 +52,7 @@ class WindowCutter:
         self._mode = InterpolationMode[crops.interpolation.upper()]
 
     def cut(self, image: Tensor) -> ImageWindows:
-        """The windows of an image [3, H, W] uint8."""
+        """Return the windows of an image [3, H, W] uint8."""
         size, (height, width) = self.size, image.shape[1:]
         shorter = min(height, width)
         scaled = (size, size) if self._squashed else (round(height * size / shorter), round(width * size / shorter))
@@ -68,28 +62,28 @@ class WindowCutter:
         return ImageWindows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
 
     def _places(self, length: int) -> list[int]:
-        """Starts of the windows along a side, a stride apart, and the last one at the end."""
+        """Return the windows' offsets along a side: a stride apart, the last window flush with the end."""
         last = length - self.size
         return [*range(0, last, self._stride), last]
 
 
 FRESH = 0
-"""Maskings per row in row_states: none are drawn here, so that each epoch has jitters of its own."""
+"""Argument `maskings` of row_states without masking: the state changes in each epoch."""
 
 
 class JitteredBatchBuilder:
-    """Makes training batches of R crops of S x S pixels.
+    """Builds training batches of R crops of S x S pixels.
 
-    Fields of the batch, first dimension rows:
-        images [R, 3, S, S] uint8: red, green, blue; grey where there is no image.
-        semseg [R, S, S] uint8: class numbers, 255 void; or depth [R, S, S] float32: 0 where nothing was measured.
-        labels [R] int64: the class of the image, or -1.
-        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; its map then is empty.
+    Fields of the batch:
+        images [R, 3, S, S] uint8: RGB, padded with grey.
+        semseg [R, S, S] uint8: class numbers, 255 = void; or depth [R, S, S] float32: 0 = not measured.
+        labels [R] int64: class of the image, or -1.
+        row_weights [R] float32: 1; 0 for a padding row or an undecodable row, which has an empty map.
 
-    All draws come from (training.seed, row key, epoch).
+    Random numbers depend on (training.seed, row key, epoch).
     """
 
-    limit = 0  # no places are predicted
+    limit = 0  # no masked positions
 
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._seed = config.training.seed
@@ -99,7 +93,7 @@ class JitteredBatchBuilder:
         self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         jitters = self._jitter.draw(row_states(addresses, seed=self._seed, maskings=FRESH), rows.sizes)
@@ -115,17 +109,17 @@ class JitteredBatchBuilder:
 
 
 class WholeBatchBuilder:
-    """Makes batches of whole images to measure on.
+    """Builds batches of whole images for evaluation.
 
-    Fields as of `JitteredBatchBuilder`, of the image squashed into the crop (for the loss), and:
-        windows [R, K, 3, S, S] uint8: as many as the image with most of them has.
+    Fields of `JitteredBatchBuilder` for the image squashed into the crop, for the loss; and:
+        windows [R, K, 3, S, S] uint8: sliding windows, padded to the largest number of windows.
         window_corners [R, K, 2] int64: top and left in the scaled image.
-        window_counts [R] int64: windows of the image; 1 of a row that is not there.
-        scaled_sizes, sizes [R, 2] int64: height and width of the scaled image and of the stored one.
-        whole_semseg or whole_depth [R, H, W]: the stored map, in the upper left corner of the batch's largest.
+        window_counts [R] int64: windows of the image; 1 for a padding row.
+        scaled_sizes, sizes [R, 2] int64: height and width of the scaled image and of the stored image.
+        whole_semseg or whole_depth [R, H, W]: stored map, padded at right and bottom.
     """
 
-    limit = 0  # no places are predicted
+    limit = 0  # no masked positions
 
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
@@ -135,7 +129,7 @@ class WholeBatchBuilder:
         self._size, self._maps = config.crops.size, data.maps
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         shown = [self.show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
@@ -154,7 +148,7 @@ class WholeBatchBuilder:
         return rows.batch(fields, addresses, start=start, began=began)
 
     def show(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, ImageWindows, npt.NDArray[Any]]:
-        """Return a sample squashed into the crop [3, S, S], its windows, and its map [H, W]; of none grey and empty."""
+        """Return a sample squashed into the crop [3, S, S], its windows, and its map [H, W]; `None` gives grey."""
         if sample is None:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
             corner = np.zeros((1, 2), np.int64)
@@ -166,7 +160,7 @@ class WholeBatchBuilder:
 
 
 def _join_windows(windows: Sequence[ImageWindows]) -> dict[str, Tensor]:
-    """The windows of all rows, filled up to the largest number of them with zeros."""
+    """Stack the windows of all rows, padded with zeros to the largest number of windows."""
     most, first = max(len(cut.images) for cut in windows), windows[0].images
     images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)
     corners = torch.zeros(len(windows), most, 2, dtype=torch.int64)
@@ -182,26 +176,26 @@ def _join_windows(windows: Sequence[ImageWindows]) -> dict[str, Tensor]:
 
 
 UNMEASURED = 0.0
-"""In maps of depth: nothing was measured there, or it is out of dense.min_depth to dense.max_depth."""
+"""Depth value of pixels that were not measured, or are outside dense.min_depth to dense.max_depth."""
 
 
 class SegmentationMaps:
-    """Class numbers [H, W] uint8 of those classes that are not ignored, numbered anew from 0; 255 void.
+    """Reads segmentation maps [H, W] uint8, with classes renumbered from 0 without ignored ones; 255 = void.
 
     Args:
-        classes: names of all classes of the stored maps.
-        ignored: numbers of those that are void.
+        classes: names of the classes of the stored maps.
+        ignored: numbers of classes that become void.
 
     Attributes:
         name: of the modality and of the batch's field.
         all_classes: names of the classes of the stored maps.
-        classes: names of those that are left.
-        stored_numbers: [classes] uint8, the number in the stored maps of each that is left.
+        classes: names without ignored classes.
+        stored_numbers: [classes] uint8, number of each class in the stored maps.
     """
 
     name = Semseg.name
     sharded_with = "--semseg.classes NAMES.txt"
-    """What these maps are sharded with."""
+    """Flags of trp-scale shard-images for these maps, for messages."""
 
     def __init__(self, classes: Sequence[str], ignored: Sequence[int]) -> None:
         kept = [number for number in range(len(classes)) if number not in ignored]
@@ -212,10 +206,10 @@ class SegmentationMaps:
 
     @classmethod
     def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> SegmentationMaps:
-        """Open the maps of a mixture.
+        """Return a reader for the maps of a mixture.
 
         Raises:
-            RefusedError: there is no such class to ignore, or fewer than two are left.
+            RefusedError: an ignored class does not exist, or fewer than two classes remain.
         """
         assert isinstance(dense, SegmentationConfig)
         directory, stored = datasets[0].directory, datasets[0].meta.maps[cls.name]
@@ -223,37 +217,39 @@ class SegmentationMaps:
         classes = stored.classes or ()
         if wrong := [number for number in dense.ignored if not 0 <= number < len(classes)]:
             raise RefusedError(
-                f"--dense.ignored {wrong[0]}: {directory} has classes 0 to {len(classes) - 1}; 255 is void by itself"
+                f"--dense.ignored {wrong[0]}: {directory} has classes 0 to {len(classes) - 1}; 255 is always void"
             )
         maps = cls(classes, dense.ignored)
         if len(maps.classes) < 2:
-            raise RefusedError(f"{directory}: {len(maps.classes)} class is left of --dense.ignored, allowed: 2 or more")
+            raise RefusedError(
+                f"{directory}: {len(maps.classes)} class remains after --dense.ignored, allowed: 2 or more"
+            )
         return maps
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-        """Void maps."""
+        """Return void maps."""
         return np.full(shape, VOID, dtype=np.uint8)
 
     def read(self, sample: DecodedSample, member: int) -> npt.NDArray[Any]:
-        """The map of a sample."""
+        """Return the map of a sample."""
         return self._numbers[sample.maps[self.name]]
 
 
 class DepthMaps:
-    """Depth [H, W] float32 in metres, 0 where it is unknown; in shares of the map's range if it has no metres.
+    """Reads depth maps [H, W] float32 in metres, or in shares of the map's range for relative depth; 0 = unknown.
 
     Args:
         datasets: members of the mixture.
-        dense: nearest and farthest depth.
+        dense: limits of the depth.
 
     Attributes:
         name: of the modality and of the batch's field.
         metric: whether the maps are in metres.
-        nearer: whether larger numbers are nearer (inverse depth).
-        units: of each member, what a number of its stored maps counts.
+        nearer: whether larger values are nearer (inverse depth).
+        units: depth per stored number, for each member.
 
     Raises:
-        RefusedError: some members' maps are in metres, others not.
+        RefusedError: the mixture has both metric and relative maps.
     """
 
     name = Depth.name
@@ -265,8 +261,8 @@ class DepthMaps:
         self.metric = all(in_metres)
         if any(in_metres) and not self.metric:
             raise RefusedError(
-                f"{datasets[in_metres.index(False)].directory}: its depth maps have no metres (scale null in "
-                f"dataset.json), those of {datasets[in_metres.index(True)].directory} have; allowed: one or the other"
+                f"{datasets[in_metres.index(False)].directory} has relative depth maps (scale null in dataset.json), "
+                f"{datasets[in_metres.index(True)].directory} has maps in metres; allowed: one kind"
             )
         self.nearer = maps[0].larger_is == "nearer"
         self.units = [RELATIVE_SCALE if stored.scale is None else stored.scale for stored in maps]
@@ -274,16 +270,16 @@ class DepthMaps:
 
     @classmethod
     def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
-        """Open the maps of a mixture."""
+        """Return a reader for the maps of a mixture."""
         assert isinstance(dense, DepthConfig)
         return cls(datasets, dense)
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-        """Maps without measurements."""
+        """Return maps without measurements."""
         return np.full(shape, UNMEASURED, dtype=np.float32)
 
     def read(self, sample: DecodedSample, member: int) -> npt.NDArray[np.float32]:
-        """The map of a sample of this member of the mixture."""
+        """Return the map of a sample of this member of the mixture."""
         depth = sample.maps[self.name].astype(np.float32) * np.float32(self.units[member])
         depth[(depth < self._low) | (depth > self._high)] = UNMEASURED
         metres: npt.NDArray[np.float32] = depth
@@ -295,19 +291,13 @@ DenseMaps = SegmentationMaps | DepthMaps
 
 @dataclass(frozen=True, kw_only=True)
 class DenseData:
-    """Opened data sets with one map for each image.
-
-    Attributes:
-        datasets: members of the mixture.
-        meta: what they have in common.
-        maps: how their maps are read.
-    """
+    """Data sets of a mixture, with the metadata that they share and the reader of their maps."""
 
     datasets: list[ImageDataset]
     meta: ImageMeta
     maps: DenseMaps
 
     def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
-        """Their rows, as jittered crops or as whole images."""
+        """Return the rows as jittered crops or whole images."""
         kind = WholeBatchBuilder if whole else JitteredBatchBuilder
         return Rows.from_datasets(self.datasets, self.meta, kind(config, self))

@@ -1,6 +1,5 @@
-"""Depth estimation: fine-tuning on the distance of each pixel (TRP 4.2.3 and Table 7: NYUv2). The objective is the
-reverse Huber loss (Laina et al. 2016, eq. 2); the figures are errors of predicted depth (Eigen et al. 2014; TRP 4.3.2
-reports delta_1)."""
+"""Depth estimation (TRP 4.2.3 and Table 7: NYUv2), with the reverse Huber loss (Laina et al. 2016, eq. 2) and the
+metrics of Eigen et al. 2014 (TRP 4.3.2 reports delta_1)."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.reporting.results import CONSTANT
 
 SAMPLED_MAPS = 256
-"""Training maps from which mean and deviation are taken."""
+"""Number of training maps for the mean and deviation of depth."""
 
 NEARER = {True: "nearer", False: "farther"}
 
 
 class DepthTask(DenseTask[DepthTaskConfig]):
-    """Depth of pixels; see `DownstreamTask`."""
+    """Depth estimation; see `DownstreamTask`."""
 
     objective: DepthObjective
     metric = "delta_1"
@@ -67,20 +66,19 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         path, test_path = self.config.data.path, self.config.downstream.test_path or self.config.data.path
         if maps.nearer and dense.target == "metric":
             raise RefusedError(
-                f"{path}: larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric; "
-                "allowed: --dense.target inverse"
+                f"{path} has inverse depth maps (larger numbers are nearer), but --dense.target is metric; allowed: "
+                "--dense.target inverse"
             )
         if maps.nearer is not measured.maps.nearer:
             raise RefusedError(
-                f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, of {path} "
-                f"{NEARER[maps.nearer]}; allowed: maps of one direction"
+                f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, those of {path} "
+                f"{NEARER[maps.nearer]}; allowed: the same direction"
             )
         for target, where in ((maps, path), (measured.maps, test_path)):
             if not target.metric and dense.alignment == "none":
                 raise RefusedError(
-                    f"{where}: its depth maps have no metres (scale null in dataset.json), so that errors of a "
-                    "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
-                    "--depth.scale"
+                    f"{where} has relative depth maps (scale null in dataset.json), for which unaligned errors mean "
+                    "nothing; allowed: --dense.alignment scale_shift, or shard again with --depth.scale"
                 )
         self._inverted, self._units = dense.target == "inverse" and not maps.nearer, measured.maps.units
         if dense.depth_deviation == 0:
@@ -88,8 +86,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return 1
 
     def _statistics(self, data: DenseData) -> tuple[float, float]:
-        """Mean and deviation of the measured pixels of the first maps in the training order, which is the same on all
-        ranks.
+        """Return mean and deviation of the measured pixels of the first maps in training order, the same on all ranks.
 
         Raises:
             DataError: none of these maps has a measured pixel.
@@ -122,16 +119,14 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return mean, float(np.sqrt(max(squares / count - mean**2, 0.0))) or 1.0
 
     def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
-        """The target (depth or its inverse) of each pixel of each whole image, [H, W] float32; `space.depth` turns it
-        into depth."""
+        """Return predicted targets for each whole image, [H, W] float32; `space.depth` converts them to depth."""
         space = self.space
         return [
             space.mean + space.deviation * output[0] for output in predict_whole(forward, self.objective.pixels, batch)
         ]
 
     def numbers(self, predicted: Tensor, member: int) -> Map:
-        """Depth in the unit of the stored maps, from 1, since 0 says that nothing was measured. It is as predicted:
-        dense.alignment is for errors alone."""
+        """Return unaligned depth in the unit of the stored maps, at least 1: 0 means not measured."""
         units = self.space.depth(predicted.double()).cpu().numpy() / self._units[member]
         stored: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
         return stored
@@ -142,20 +137,20 @@ class DepthTask(DenseTask[DepthTaskConfig]):
 
 
 THRESHOLD = 0.2
-"""c, as a share of the largest error."""
+"""Threshold c of the loss as a share of the largest error."""
 
 LARGEST = Extra("largest_error")
-"""In `Batch.extras`: [] the largest error of the global batch."""
+"""Key in `Batch.extras`: largest error of the global batch, []."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthSpace:
-    """How what the head gives becomes depth.
+    """Conversion between depth and the head's outputs.
 
     Attributes:
         inverse: targets are 1 / depth.
         mean, deviation: target = mean + deviation x output.
-        low, high: depth that may be predicted; high is infinite without a limit.
+        low, high: limits of predicted depth.
     """
 
     inverse: bool
@@ -165,25 +160,21 @@ class DepthSpace:
     high: float
 
     def target(self, depth: Tensor) -> Tensor:
-        """Depth of any shape, 0 where it is unknown -> what is learned; 0 stays 0."""
+        """Convert depth of any shape to targets; unknown depth 0 stays 0."""
         return torch.where(depth > 0, 1 / depth.clamp(min=1e-12), 0.0) if self.inverse else depth
 
     def depth(self, target: Tensor) -> Tensor:
-        """Back, within the limits."""
+        """Convert targets to depth within the limits."""
         depth = 1 / target.clamp(min=1e-12) if self.inverse else target
         return depth.clamp(self.low, self.high)
 
 
 class DepthObjective(TaskObjective):
-    """The mean over all measured pixels of the reverse Huber loss of the standardised target.
+    """Mean over all measured pixels of the reverse Huber loss on standardised targets.
 
-    Its threshold c is a fifth of the largest error of the image; an image is never split. Laina et al. and MultiMAE's
-    code take the largest of the batch. With dense.threshold batch that is the global batch's, which `LargestError`
-    finds beforehand: the largest of a micro-batch or of a rank would be another loss for every split of the same batch.
-
-    Args:
-        space: targets.
-        threshold: image or batch.
+    The threshold c is a fifth of the largest error of the image. Laina et al. and MultiMAE's code use the largest error
+    of the batch. With dense.threshold batch, `LargestError` computes that of the global batch before the step, so the
+    loss does not depend on how the batch is split.
     """
 
     tasks: tuple[str, ...] = ("depth",)
@@ -194,18 +185,18 @@ class DepthObjective(TaskObjective):
         self.pixels = Pixels()
 
     def count(self, batch: Batch) -> Tensor:
-        """[1] float64, measured pixels."""
+        """Return the number of measured pixels, [1] float64."""
         return (batch["depth"] > 0).sum().double().reshape(1)
 
     def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
-        """Sums over measured pixels; rows that are not there have none."""
+        """Return the sum of losses over measured pixels."""
         errors = self.errors(forward, batch)
         largest = None if self._per_image else batch.extras.get(LARGEST, errors.detach().abs().max())
         total = reverse_huber(errors, largest).sum(dtype=torch.float64)
         return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
 
     def errors(self, forward: Callable[..., list[Tensor]], batch: Batch) -> Tensor:
-        """[R, S, S] fp32 in standardised units; 0 where nothing was measured."""
+        """Return errors [R, S, S] float32 in standardised units; 0 where depth is unknown."""
         depth = batch["depth"]  # [R, S, S]
         outputs = forward(self.pixels(batch["images"]))[0].squeeze(1).float()  # [R, S, S]
         target = (self._space.target(depth) - self._space.mean) / self._space.deviation
@@ -213,11 +204,11 @@ class DepthObjective(TaskObjective):
 
 
 def reverse_huber(errors: Tensor, largest: Tensor | None = None) -> Tensor:
-    """|e| where it is at most c, else (e^2 + c^2) / 2 c; c = a fifth of the largest |e|, taken as a constant.
+    """Return |e| if |e| <= c, else (e^2 + c^2) / 2 c. The threshold c = 0.2 x largest |e| has no gradient.
 
     Args:
-        errors: [R, ...]; 0 where there is none.
-        largest: [] the largest |e|; None = each image's own.
+        errors: [R, ...]; 0 where unknown.
+        largest: largest |e|, []; `None` = that of each image.
     """
     size = errors.abs()
     if largest is None:
@@ -227,13 +218,8 @@ def reverse_huber(errors: Tensor, largest: Tensor | None = None) -> Tensor:
 
 
 class LargestError(Hook):
-    """Adds the largest error of the global batch to each of its micro-batches: a pass over the window beforehand,
-    without gradients, which sees what the weighted pass sees. Where one rank holds the whole batch in one micro-batch
-    the objective finds it there itself.
-
-    Args:
-        objective: the run's.
-    """
+    """Adds the largest error of the global batch to its micro-batches, from an additional forward pass without
+    gradients. A batch of a single micro-batch needs no such pass."""
 
     name = "largest_error"
 
@@ -260,18 +246,12 @@ DELTA = 1.25
 NAMES = ("delta_1", "delta_2", "delta_3", "rmse", "rel", "log10")
 
 EIGEN = (45 / 480, 471 / 480, 41 / 640, 601 / 640)
-"""Top, bottom, left and right of the measured region of NYUv2, as shares of the height and width."""
+"""Top, bottom, left and right of Eigen's crop of NYUv2, as shares of height and width."""
 
 
 class DepthErrors:
-    """Collects each image's sums of errors; see `Metrics`. All ranks' images are added in stored order, so any number
-    of ranks gives the same figures.
-
-    Args:
-        space: of what the model predicts.
-        alignment: none, or scale_shift.
-        region: whole or eigen.
-    """
+    """Sums errors of each image; see `Metrics`. Sums are added in stored order, so metrics do not depend on the number
+    of ranks."""
 
     def __init__(
         self,
@@ -283,7 +263,7 @@ class DepthErrors:
         self._rows = GatheredRows()
 
     def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
-        """Each row's predicted targets [H, W], before they become depth."""
+        """Add the predicted targets [H, W] of each row."""
         sums, constants = [], []
         for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
             true = batch["whole_depth"][row, :height, :width].double()
@@ -299,8 +279,9 @@ class DepthErrors:
         return error_sums(self._space.depth(predicted), true)
 
     def finish(self, group: Group) -> dict[str, Any]:
-        """Over all measured pixels, and under "detail" the means over images of each image's own figures.
-        constant_delta_1 is delta_1 of predicting the training maps' mean everywhere.
+        """Return metrics over all measured pixels; "detail" has means over images of each image's metrics.
+
+        constant_delta_1 is delta_1 of predicting the training mean everywhere.
 
         Raises:
             RefusedError: no pixel was measured.
@@ -309,7 +290,7 @@ class DepthErrors:
         sums = rows["sums"]  # [n, 7]
         if not sums[:, 0].sum():
             raise RefusedError(
-                "no measured pixel in the maps that are measured on; look at --dense.min_depth, --dense.max_depth and "
+                "the evaluated depth maps have no measured pixel; check --dense.min_depth, --dense.max_depth and "
                 "--dense.region"
             )
         images = sums[sums[:, 0] > 0]
@@ -325,7 +306,7 @@ class DepthErrors:
 
 
 def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
-    """[7] float64: number of pixels, then of each of NAMES the sum of what its mean is taken of.
+    """Return [7] float64: the number of pixels, then sums over pixels for each metric of NAMES.
 
     Args:
         predicted, true: [n] positive depth.
@@ -338,19 +319,15 @@ def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
 
 
 def figures(sums: Any) -> dict[str, float]:
-    """The figures of `error_sums`: delta_k the share of pixels with max(p / t, t / p) < 1.25^k; rmse in the depth's
-    unit; rel the mean of |p - t| / t; log10 the mean of |log10 p - log10 t|."""
+    """Return metrics from `error_sums`: delta_k is the share of pixels with max(p / t, t / p) < 1.25^k; rmse is in the
+    unit of depth; rel is the mean of |p - t| / t; log10 is the mean of |log10 p - log10 t|."""
     means = dict(zip(NAMES, (sums[1:] / sums[0]).tolist(), strict=True))
     return {**means, "rmse": means["rmse"] ** 0.5}
 
 
 def align_prediction(predicted: Tensor, target: Tensor) -> Tensor:
-    """s predicted + b, with s and b that make the squared difference to the target smallest (Ranftl et al. 2022); of a
-    constant prediction the target's mean.
-
-    Args:
-        predicted, target: [n] float64.
-    """
+    """Return s predicted + b with the least-squares scale s and shift b (Ranftl et al. 2022); s = 0 for a constant
+    prediction. All are [n] float64."""
     if not len(target):
         return predicted
     centred, wanted = predicted - predicted.mean(), target - target.mean()
@@ -362,7 +339,7 @@ def align_prediction(predicted: Tensor, target: Tensor) -> Tensor:
 def measured_region(
     height: int, width: int, region: Literal["whole", "eigen"], device: torch.device | None = None
 ) -> Tensor:
-    """[H, W] bool: pixels that are measured."""
+    """Return the mask [H, W] of evaluated pixels."""
     mask = torch.ones(height, width, dtype=torch.bool, device=device)
     if region == "eigen":
         top, bottom, left, right = EIGEN

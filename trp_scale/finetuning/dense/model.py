@@ -1,8 +1,7 @@
-"""An image encoder with a head that gives every pixel a value, and the heads.
+"""Heads for dense prediction, and the model of encoder and head.
 
-linear: one layer on each patch token. convnext: as MultiMAE fine-tunes (Bachmann et al. 2022). dpt: the neck and depth
-head of the dense prediction transformer (Ranftl et al. 2021). upernet: Xiao et al. 2018. The last two are transformers'
-modules on our tokens.
+linear: one layer on each patch token. convnext: the head of MultiMAE (Bachmann et al. 2022). dpt: neck and depth head
+of DPT (Ranftl et al. 2021). upernet: Xiao et al. 2018. The last two are modules of transformers.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ from trp_scale.models.image_encoder import EncoderShape, ImageEncoder, OnImageEn
 from trp_scale.models.initialise import initialise_vision, write
 
 NORM_CHANNELS = 16
-"""Fewest channels of a group of a group norm: over fewer, values on a 1 x 1 map would be little but their order."""
+"""Fewest channels in a group of a group norm: on a 1 x 1 map, a norm over fewer channels loses too much."""
 
 MOST_GROUPS = 32
 
 OUTPUT_SCALE = 0.01
-"""The last layer starts this much smaller, so that all classes start almost equally likely, and depth at its mean."""
+"""Scale of the last layer's initial weights: classes start almost equally likely, and depth at its mean."""
 
 
 class DenseHead(nn.Module):
-    """Turns tokens of some blocks into maps.
+    """Converts tokens of encoder blocks to maps.
 
     Attributes:
-        after: numbers of the blocks that are read, ascending, perhaps repeated; empty: the last block's tokens through
-            the encoder's norm.
+        after: numbers of the blocks to read, ascending, with possible repeats; empty = the encoder's normalised output.
         outputs: names of the last layers.
     """
 
@@ -41,27 +39,29 @@ class DenseHead(nn.Module):
     outputs: tuple[str, ...] = ()
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Tokens [B, 1 + G^2, D] of each block of `after` -> maps [B, C, H, W]: the prediction, and perhaps that of an
-        auxiliary head."""
+        """Convert tokens [B, 1 + G^2, D] of each block of `after` to maps [B, C, H, W]: the prediction, and that of an
+        auxiliary head if one exists."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
 def as_map(tokens: Tensor) -> Tensor:
-    """Patch tokens without the class token: [B, 1 + G^2, D] -> [B, D, G, G]."""
+    """Drop the class token and reshape: [B, 1 + G^2, D] -> [B, D, G, G]."""
     batch, length, width = tokens.shape
     grid = math.isqrt(length - 1)
     return tokens[:, 1:].transpose(1, 2).reshape(batch, width, grid, grid)
 
 
 def quarters(blocks: int) -> tuple[int, ...]:
-    """The last block of each quarter of an encoder: 2, 5, 8, 11 of 12; some repeat if there are fewer than four."""
+    """Return the last block of each quarter: 2, 5, 8, 11 of 12; encoders of fewer than four blocks repeat some."""
     return tuple(-(-quarter * blocks // 4) - 1 for quarter in (1, 2, 3, 4))
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """A group norm of at most 32 groups. It normalises each image by itself; a batch norm would make an image's result
-    depend on how the batch is split over ranks and micro-batches, and its running statistics are no parameters, so no
-    checkpoint would hold them."""
+    """Return a group norm of at most 32 groups.
+
+    With a batch norm, results would depend on how the batch is split over ranks and micro-batches, and checkpoints
+    would lack its running statistics.
+    """
     groups = max(1, min(MOST_GROUPS, channels // NORM_CHANNELS))
     while channels % groups:
         groups -= 1
@@ -69,7 +69,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 def without_batch_norms(module: nn.Module) -> None:
-    """Put a group norm in the place of every batch norm, in place."""
+    """Replace every batch norm by a group norm, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             setattr(module, name, group_norm(child.num_features))
@@ -78,8 +78,8 @@ def without_batch_norms(module: nn.Module) -> None:
 
 
 def initialise_head(head: DenseHead, *, seed: int) -> None:
-    """Initial weights from (seed, name): matrices and kernels uniform within fan_in^(-1/2), as torch's own layers,
-    those of the last layers scaled by OUTPUT_SCALE; biases 0, norm weights 1."""
+    """Initialise from (seed, name): matrices and kernels uniform within fan_in^(-1/2), as torch's layers, those of last
+    layers scaled by OUTPUT_SCALE; biases 0, norm weights 1."""
     fans = {name: _fan_in(module) for name, module in head.named_modules()}
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
@@ -94,8 +94,7 @@ def initialise_head(head: DenseHead, *, seed: int) -> None:
 
 
 def _fan_in(module: nn.Module) -> int:
-    """Inputs of each output of a layer; 0 of others."""
-    if isinstance(module, nn.ConvTranspose2d):  # its strides are its kernel's sides: kernels do not overlap
+    if isinstance(module, nn.ConvTranspose2d):  # stride = kernel size, so kernels do not overlap
         return module.in_channels
     if isinstance(module, nn.Conv2d):
         return module.in_channels // module.groups * math.prod(module.kernel_size)
@@ -103,11 +102,11 @@ def _fan_in(module: nn.Module) -> int:
 
 
 class LinearHead(DenseHead):
-    """A 1 x 1 convolution of the last block's normalised tokens.
+    """1 x 1 convolution of the encoder's normalised output.
 
     Args:
-        width: D, of a token.
-        outputs: C, channels of the result.
+        width: D of tokens.
+        outputs: C of maps.
     """
 
     outputs = ("classifier",)
@@ -117,26 +116,26 @@ class LinearHead(DenseHead):
         self.classifier = nn.Conv2d(width, outputs, 1)
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
-        """[B, 1 + G^2, D] -> [B, C, G, G]."""
+        """Map tokens [B, 1 + G^2, D] to [B, C, G, G]."""
         return [self.classifier(as_map(tokens[-1]))]
 
 
 FINER = 4
-"""Cells along each side of a patch."""
+"""Cells of the ConvNeXt head along each side of a patch."""
 
 BLOCKS = 4
 
 CONVNEXT_WIDTH = 384
-"""Channels of a cell: a token is projected to 6144 = 16 x 384 values."""
+"""Channels of a cell: tokens are projected to 6144 = 16 x 384 values."""
 
 
 class ConvNextHead(DenseHead):
-    """Each token of the last block becomes 4 x 4 cells; timm's ConvNeXt blocks without layer scale (Liu et al. 2022)
-    join them, and a linear layer reads each cell.
+    """Splits each token into 4 x 4 cells, then applies timm's ConvNeXt blocks without layer scale (Liu et al. 2022) and
+    a 1 x 1 convolution.
 
     Args:
-        width: D, of a token.
-        outputs: C, channels of the result.
+        width: D of tokens.
+        outputs: C of maps.
         cell: channels of a cell.
     """
 
@@ -149,13 +148,13 @@ class ConvNextHead(DenseHead):
         self.classifier = nn.Conv2d(cell, outputs, 1)
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
-        """[B, 1 + G^2, D] -> [B, C, 4 G, 4 G]."""
+        """Map tokens [B, 1 + G^2, D] to [B, C, 4 G, 4 G]."""
         cells = self.projection(tokens[-1][:, 1:])  # [B, G^2, 16 W]
         return [self.classifier(self.blocks(finer_map(cells)))]
 
 
 def finer_map(cells: Tensor) -> Tensor:
-    """[B, G^2, 16 W] -> [B, W, 4 G, 4 G]: the 16 parts of a token are its cells, row by row."""
+    """Reshape [B, G^2, 16 W] -> [B, W, 4 G, 4 G]: each token has 4 x 4 cells in row-major order."""
     batch, patches, _ = cells.shape
     grid = round(patches**0.5)
     parts = cells.view(batch, grid, grid, FINER, FINER, -1)  # [B, row, column, cell row, cell column, W]
@@ -166,18 +165,17 @@ DPT_WIDTH = 256
 
 
 class DptHead(DenseHead):
-    """Tokens of four blocks, each with the class token mixed in, become maps of 4, 2, 1 and 1/2 times the patches'
-    grid, are fused from the coarsest on, and give one value for each pixel.
+    """Transformers' DPT neck and depth head on tokens of four blocks: maps of 4, 2, 1 and 1/2 times the patch grid,
+    fused from coarse to fine.
 
-    It differs from transformers' in two places. The first fusion has nothing to fuse, so its first residual unit, whose
-    weights nothing would ever reach, is left out. And the last ReLU is left out: the result is in standard deviations
-    from a mean, of either sign, and a head that begins at zero would have no gradient.
+    Two modules of transformers are removed: the first residual unit of the first fusion, whose weights get no gradient;
+    and the last ReLU, since outputs are standardised depth of either sign and start near zero.
 
     Args:
-        width: D, of a token.
+        width: D of tokens.
         outputs: 1.
         after: four blocks.
-        channels: of the fused maps; those before have 3/8, 3/4, 3/2 and 3 times as many (96 to 768 of 256).
+        channels: of the fused maps; maps before fusion have 3/8, 3/4, 3/2 and 3 times as many.
     """
 
     def __init__(self, width: int, outputs: int, after: tuple[int, ...], channels: int = DPT_WIDTH) -> None:
@@ -186,7 +184,7 @@ class DptHead(DenseHead):
         from transformers.models.dpt.modeling_dpt import DPTDepthEstimationHead, DPTNeck
 
         if outputs != 1:
-            raise ValueError(f"{outputs} outputs: the DPT head here is of depth, 1 is allowed")
+            raise ValueError(f"{outputs} outputs: the DPT head predicts depth; 1 is allowed")
         self.after = after
         settings = DPTConfig(
             hidden_size=width,
@@ -202,7 +200,7 @@ class DptHead(DenseHead):
         self.outputs = (f"decoder.head.{len(self.decoder.head) - 2}",)
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Four times [B, 1 + G^2, D] -> [B, 1, 16 G, 16 G]."""
+        """Map four tensors [B, 1 + G^2, D] to [B, 1, 16 G, 16 G]."""
         return [self.decoder(self.neck(tokens)).unsqueeze(1)]
 
 
@@ -213,17 +211,15 @@ AUXILIARY_LEVEL = 2
 
 
 class UperNetHead(DenseHead):
-    """The tokens after four blocks as maps of 4, 2, 1 and 1/2 times the patches' grid: by transposed convolutions and
-    pooling (Bao et al. 2022, He et al.), then transformers' UPerNet.
-
-    The published head has batch norms over all ranks; here they are group norms (`group_norm`).
+    """Transformers' UPerNet on tokens of four blocks, rescaled to 4, 2, 1 and 1/2 times the patch grid by transposed
+    convolutions and pooling (Bao et al. 2022, He et al.). Batch norms are replaced by `group_norm`.
 
     Args:
-        width: D, of a token.
-        outputs: C, channels of the result.
+        width: D of tokens.
+        outputs: C of maps.
         after: four blocks.
         channels: within the head.
-        auxiliary: whether there is a second, small head on the third map.
+        auxiliary: add a small second head on the third map.
     """
 
     def __init__(
@@ -246,18 +242,14 @@ class UperNetHead(DenseHead):
         self.outputs = ("decoder.classifier", "auxiliary.classifier")
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Four times [B, 1 + G^2, D] -> [B, C, 4 G, 4 G], and with an auxiliary head [B, C, G, G]."""
+        """Map four tensors [B, 1 + G^2, D] to [B, C, 4 G, 4 G], and [B, C, G, G] for an auxiliary head."""
         maps = self.pyramid([as_map(layer) for layer in tokens])
         outputs = [self.decoder(maps)]
         return outputs if self.auxiliary is None else [*outputs, self.auxiliary(maps)]
 
 
 class Pyramid(nn.Module):
-    """Maps of one resolution become four.
-
-    Args:
-        width: D, of every map.
-    """
+    """Rescales four maps of D = `width` channels to four resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -271,7 +263,7 @@ class Pyramid(nn.Module):
         )
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """Four times [B, D, G, G] -> [B, D, 4 G, 4 G], [B, D, 2 G, 2 G], [B, D, G, G], [B, D, G / 2, G / 2]."""
+        """Map four tensors [B, D, G, G] to [B, D, 4 G, 4 G], [B, D, 2 G, 2 G], [B, D, G, G], [B, D, G / 2, G / 2]."""
         return [level(tokens) for level, tokens in zip(self.levels, maps, strict=True)]
 
 
@@ -280,7 +272,7 @@ def _double_side(width: int) -> nn.ConvTranspose2d:
 
 
 def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
-    """Build the head of a checked section `dense`, without its initial weights."""
+    """Build the head of a checked section `dense`, not yet initialised."""
     dense = config.dense
     if dense.head == "linear":
         return LinearHead(shape.width, outputs)
@@ -294,12 +286,7 @@ def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> De
 
 
 class PixelModel(OnImageEncoder):
-    """Encoder and head.
-
-    Args:
-        config: sizes, section dense, and the seed of the initial weights.
-        outputs: C, values of each pixel.
-    """
+    """Encoder and head; `outputs` is C, the values of a pixel."""
 
     def __init__(self, config: DenseTaskConfig, outputs: int) -> None:
         super().__init__()
@@ -309,7 +296,7 @@ class PixelModel(OnImageEncoder):
         initialise_head(self.head, seed=config.training.seed)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """[B, 3, S, S] normalised pixels -> [B, C, S, S], and as many of an auxiliary head if there is one."""
+        """Map normalised pixels [B, 3, S, S] to [B, C, S, S], and another [B, C, S, S] for an auxiliary head."""
         blocks = sorted(set(self.head.after))
         tokens = dict(zip(blocks or [0], self.encoder(images, after=blocks), strict=True))
         maps = self.head([tokens[number] for number in self.head.after] or [tokens[0]])

@@ -1,5 +1,4 @@
-"""Shared parts of the tasks of pixels: opening images with one map, jittered to learn from, whole to measure on; the
-model; and its predictions for whole images, joined from those for an image's windows."""
+"""Dense prediction: data and model of segmentation and depth, sliding-window inference, and segmentation."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[
 
     Raises:
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: images without such maps, a folder that is not sharded yet, or settings that do not fit them.
+        RefusedError: the images have no such maps, are not sharded, or do not fit the settings.
     """
     for path in paths:
         _check(path, kind)
@@ -49,7 +48,7 @@ def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[
 
 
 def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
-    """Refuse what is no data set with such maps, with the command that makes one."""
+    """Refuse a path without such maps; the message names the command that creates them."""
     name = kind.name
     command = (
         f"trp-scale shard-images --inputs IMAGES --modality {name}=MAPS {kind.sharded_with} --output DATA, then "
@@ -57,29 +56,28 @@ def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
     )
     document = path.path / "dataset.json"
     if path.path.is_dir() and not document.is_file():
-        raise RefusedError(f"{path.path}: no dataset.json, so these are not shards yet; make them: {command}")
+        raise RefusedError(f"{path.path}: no dataset.json, so the folder is not sharded; create shards with {command}")
     try:
         stored = stored_maps(document, read_json(document))
     except DataError as error:
-        raise DataError(f"{error}; images with maps are made with {command}") from error
+        raise DataError(f"{error}; create images with maps with {command}") from error
     if name not in stored:
         names = ", ".join(["images", *stored])
-        raise RefusedError(f"{path.path} has {names} only, --downstream.kind needs {name} maps; make them: {command}")
+        raise RefusedError(f"{path.path} has only {names}; --downstream.kind needs {name} maps; create them: {command}")
     map_formats()[name].require(document, stored[name])
 
 
 Numbers = Callable[[Tensor, int], Map]
-"""From what was predicted of an image [H, W], and the number of its data set in the mixture, to what is stored."""
+"""Converts a prediction [H, W], and the number of its data set in the mixture, to a map to store."""
 
 
 class PredictedMaps:
-    """DIRECTORY/KEY.png, one for each image; see `Predictions`. They are written batch by batch: there may be many.
+    """Writes DIRECTORY/KEY.png for each image, batch by batch; see `Predictions`.
 
     Args:
-        directory: for the files.
-        numbers: of a map.
-        plan: of the measured rows.
-        datasets: that they are of.
+        directory: of the files.
+        numbers: converts a prediction.
+        plan, datasets: of the measured rows.
         group: ranks that predict.
     """
 
@@ -90,7 +88,7 @@ class PredictedMaps:
         self._names = on_rank_zero(group, "reading the keys of the images", lambda: image_names(plan, datasets))
 
     def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
-        """Each row's prediction [H, W]."""
+        """Write each row's prediction [H, W]."""
         members = self._plan.locate(np.arange(batch.start, batch.start + len(outputs))).member.tolist()
         encoded = [
             (batch.start + row, write_png(self._numbers(output, member)))
@@ -117,7 +115,7 @@ DenseRun = TypeVar("DenseRun", bound=DenseTaskConfig)
 
 
 class DenseTask(ImageTask[DenseRun]):
-    """Data and model of a task of pixels; what is learned and measured is the subclass's."""
+    """Data and model of dense prediction; subclasses define objective and metrics."""
 
     maps: type[DenseMaps]
     pictures = "trp_scale.evaluation.figures.finetuned:draw_pixel_maps"
@@ -144,14 +142,14 @@ class DenseTask(ImageTask[DenseRun]):
 
     @abstractmethod
     def complete(self, data: DenseData, measured: DenseData) -> int:
-        """Write the settings that follow from the data into the configuration; returns the model's outputs.
+        """Set the settings that follow from the data; returns C, the model's output channels.
 
         Args:
-            data: to learn from.
-            measured: what is measured, which may be the same.
+            data: for training.
+            measured: for evaluation; may be the same.
 
         Raises:
-            RefusedError: the two do not fit each other.
+            RefusedError: the data sets do not fit each other or the settings.
         """
 
     def predictions(self, directory: Path, group: Group) -> PredictedMaps:
@@ -159,11 +157,10 @@ class DenseTask(ImageTask[DenseRun]):
 
     @abstractmethod
     def numbers(self, predicted: Tensor, member: int) -> Map:
-        """Convert a prediction to the numbers of the measured data's own maps, [H, W] uint8 or uint16.
+        """Convert a prediction [H, W] to the number format of the measured data set's maps, [H, W] uint8 or uint16.
 
         Args:
-            predicted: [H, W] as `predict` gives it.
-            member: number of the data set in the measured mixture.
+            member: number of the data set in the mixture.
         """
 
     def model(self) -> nn.Module:
@@ -177,14 +174,13 @@ class DenseTask(ImageTask[DenseRun]):
 
 
 def predict_whole(forward: Callable[..., list[Tensor]], pixels: Pixels, batch: Batch) -> Iterator[Tensor]:
-    """Each image's prediction at its stored size, [C, H, W] float32, in the order of the rows.
+    """Yield each image's prediction at its stored size, [C, H, W] float32; predictions of windows are averaged.
 
-    The windows of all images go through the model in one pass, so every rank makes as many passes, as sharded engines
-    need. Where windows overlap their predictions are averaged.
+    One forward pass computes the windows of all images: with sharded engines all ranks must run equally many passes.
 
     Args:
-        forward: the model, [B, 3, S, S] -> a list whose first item is [B, C, S, S].
-        pixels: bytes into normalised pixels.
+        forward: model [B, 3, S, S] -> list with first item [B, C, S, S].
+        pixels: normalisation of pixels.
         batch: of `WholeBatchBuilder`.
     """
     counts = batch["window_counts"]
@@ -203,7 +199,7 @@ def predict_whole(forward: Callable[..., list[Tensor]], pixels: Pixels, batch: B
 
 
 def join_windows(windows: Tensor, corners: list[list[int]], scaled: tuple[int, int]) -> Tensor:
-    """[K, C, S, S] at K corners -> [C, H, W] of the scaled image, the mean where windows overlap."""
+    """Average overlapping windows [K, C, S, S] at K corners to a map [C, H, W] of the scaled image."""
     size = windows.shape[-1]
     total = windows.new_zeros(windows.shape[1], *scaled)
     times = windows.new_zeros(scaled)
@@ -214,7 +210,7 @@ def join_windows(windows: Tensor, corners: list[list[int]], scaled: tuple[int, i
 
 
 class SegmentationTask(DenseTask[SegmentationTaskConfig]):
-    """Classes of pixels; see `DownstreamTask`."""
+    """Semantic segmentation; see `DownstreamTask`."""
 
     objective: Segmentation
     metric = "mean_iou"
@@ -236,11 +232,11 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
         return len(self.classes)
 
     def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
-        """The class of each pixel of each whole image, [H, W] int64."""
+        """Return the predicted classes of each whole image, [H, W] int64."""
         return [logits.argmax(0) for logits in predict_whole(forward, self.objective.pixels, batch)]
 
     def numbers(self, predicted: Tensor, member: int) -> Map:
-        """Each class by its number in the stored maps, ignored classes counted."""
+        """Return class numbers of the stored maps."""
         stored: Map = self._stored[predicted.cpu().numpy()]
         return stored
 
@@ -252,11 +248,7 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
 
 
 class Segmentation(TaskObjective):
-    """The mean over all pixels with a class of the cross-entropy; that of an auxiliary head is added with its weight.
-
-    Args:
-        auxiliary_weight: of the second prediction, where the model has one.
-    """
+    """Mean cross-entropy over all labelled pixels, plus that of an auxiliary head times `auxiliary_weight`."""
 
     tasks: tuple[str, ...] = ("segmentation",)
 
@@ -265,11 +257,11 @@ class Segmentation(TaskObjective):
         self.pixels = Pixels()
 
     def count(self, batch: Batch) -> Tensor:
-        """[1] float64, pixels with a class."""
+        """Return the number of labelled pixels, [1] float64."""
         return (batch["semseg"] != VOID).sum().double().reshape(1)
 
     def __call__(self, forward: Callable[..., list[Tensor]], batch: Batch) -> TaskLosses:
-        """Sums over pixels. Rows that are not there are void."""
+        """Return the sum of losses over labelled pixels; padding rows are void."""
         labels = batch["semseg"].long()  # [R, S, S]
         total = torch.zeros((), dtype=torch.float64, device=labels.device)
         for weight, logits in zip(self._weights, forward(self.pixels(batch["images"])), strict=False):
@@ -279,19 +271,15 @@ class Segmentation(TaskObjective):
 
 
 class Confusion:
-    """Counts pixels by their class and the predicted one; see `Metrics`. The counts are integers, so any number of
-    ranks gives the same figures.
-
-    Args:
-        classes: their names.
-    """
+    """Confusion matrix over pixels; see `Metrics`. Counts are integers, so metrics do not depend on the number of
+    ranks."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._classes = tuple(classes)
         self._counts: Tensor | None = None
 
     def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
-        """Each row's predicted classes [H, W]; those of rows that are not there meet void labels alone."""
+        """Add each row's predicted classes [H, W]; labels of padding rows are void."""
         size = len(self._classes)
         for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
             labels = batch["whole_semseg"][row, :height, :width].long()
@@ -301,35 +289,32 @@ class Confusion:
             self._counts = counts if self._counts is None else self._counts + counts
 
     def finish(self, group: Group) -> dict[str, Any]:
-        """The figures (`figures`) of all ranks' pixels."""
-        assert self._counts is not None  # every rank has micro-batches, if only of rows that are not there
+        assert self._counts is not None  # every rank has micro-batches, if only of padding rows
         return figures(group.sum(self._counts).cpu(), self._classes)
 
 
 def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    """The figures of a confusion matrix.
+    """Return the metrics of a confusion matrix.
 
-    mean_iou: the mean over classes of intersection / union; a class that is neither labelled nor predicted anywhere has
-    none and is left out. pixel_accuracy: share of the labelled pixels. class_accuracy: the mean over labelled classes
-    of the share of their pixels. constant_mean_iou: mean_iou of predicting the most frequent class everywhere: what a
-    model that has learned nothing of images gets.
+    mean_iou: mean over classes of intersection / union, without classes that are neither labelled nor predicted.
+    pixel_accuracy: accuracy over labelled pixels. class_accuracy: mean over labelled classes of their accuracy.
+    constant_mean_iou: mean_iou of predicting the most frequent class everywhere.
 
     Args:
         counts: [C, C] integers, labels x predictions.
         classes: names.
 
     Raises:
-        RefusedError: no pixel has a class.
+        RefusedError: no pixel has a label.
     """
     counts = counts.double()  # exact up to 2^53 pixels
     labelled, predicted, right = counts.sum(1), counts.sum(0), counts.diagonal()
     if not labelled.sum():
         raise RefusedError(
-            "every measured pixel is void: there is nothing to measure; look at the label maps, --dense.ignored and "
-            "--downstream.test_path"
+            "every measured pixel is void; check the label maps, --dense.ignored and --downstream.test_path"
         )
     union = labelled + predicted - right
-    iou, accuracy = right / union, right / labelled  # not a number where there is no pixel
+    iou, accuracy = right / union, right / labelled  # NaN for classes without pixels
     names = distinct(classes)
     constant = labelled.max() / labelled.sum() / (labelled > 0).sum()
     return {

@@ -1,4 +1,4 @@
-"""Objects of a data set of images as arrays: small enough to hand to every worker, whatever format they came in.
+"""Object annotations of COCO and Pascal VOC as arrays, small enough to copy to every worker.
 
 COCO: images, annotations, categories (cocodataset.org, "Data format", object detection).
 Pascal VOC: Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/*.txt.
@@ -27,33 +27,32 @@ from trp_scale.finetuning.detection.masks import StoredMasks, encode_segmentatio
 Floats = npt.NDArray[np.float64]
 
 BOX, OUTSIDE, MASK = "boxes without an area", "boxes outside their image", "masks without an area"
-"""Why objects are skipped."""
+"""Reasons to skip an object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotations:
-    """Objects of n images, m in all. As blocks of order and split: one image each.
+    """The m objects of n images. As `plan.Blocks`, each image is a block of one row.
 
     Attributes:
-        path: file or folder it was read from.
+        path: file or folder of the annotations.
         folder: of the images.
-        voc: whether it is Pascal VOC's, with its own metric; otherwise COCO's.
-        keys: [n] names of the images' files in the folder, each once.
+        voc: Pascal VOC with its own metric; otherwise COCO.
+        keys: [n] unique file names of the images in the folder.
         identities: [n] uint64, `hashing.name_hash` of the key.
         rows: [n] ones.
-        sizes: [n, 2] height and width in pixels; 0 where the file says nothing.
-        firsts: [n + 1] number of each image's first object; the objects of an image follow each other.
-        boxes: [m, 4] left, top, right, bottom in pixels; a pixel is one unit wide, the first from 0 to 1.
+        sizes: [n, 2] height and width in pixels; 0 = unknown.
+        firsts: [n + 1] index of each image's first object, and m.
+        boxes: [m, 4] left, top, right, bottom in pixels; the first pixel extends from 0 to 1.
         labels: [m] 1 + number of the class.
-        ignored: [m] crowds (COCO) and difficult objects (VOC): neither learned nor required.
+        ignored: [m] crowds (COCO) and difficult objects (VOC), which are neither learned nor required.
         areas: [m] pixels of the mask, or of the box.
-        masks: of all objects; None where one that counts has none.
+        masks: of all objects; `None` if an object that is not ignored has no mask.
         classes: names, by number.
-        skipped: objects that were left out, by reason.
-        digest: hash of all that was read.
-        image_ids: [n] what the file calls each image: COCO's ids, Pascal VOC's names.
-        category_ids: COCO's id of each class, by number; None where the file has no such class. Pascal VOC's are
-            1 + number of the class.
+        skipped: number of skipped objects, by reason.
+        digest: hash of the files.
+        image_ids: [n] COCO's ids or Pascal VOC's names of the images.
+        category_ids: COCO's id of each class, by number; `None` if the file lacks the class. 1 + number for Pascal VOC.
     """
 
     path: Path
@@ -76,24 +75,24 @@ class Annotations:
     category_ids: tuple[int | None, ...] = ()
 
     def objects(self, image: int) -> range:
-        """Numbers of an image's objects."""
+        """Return the indices of an image's objects."""
         return range(int(self.firsts[image]), int(self.firsts[image + 1]))
 
     def learned_objects(self, image: int) -> list[int]:
-        """Numbers of an image's objects that are learned."""
+        """Return the indices of an image's objects without ignored ones."""
         return [number for number in self.objects(image) if not self.ignored[number]]
 
     def counts(self) -> Integers:
-        """[n] objects of each image that are learned."""
+        """Return the number of objects of each image without ignored ones, [n]."""
         before = np.concatenate([[0], np.cumsum(~self.ignored)])
         counts: Integers = before[self.firsts[1:]] - before[self.firsts[:-1]]
         return counts
 
     def with_classes(self, classes: Sequence[str]) -> Annotations:
-        """Return a copy with other numbers of the classes.
+        """Return a copy with classes renumbered in the order of `classes`.
 
         Raises:
-            DataError: a class of an object is not among them.
+            DataError: an object has another class.
         """
         if tuple(classes) == self.classes:
             return self
@@ -102,7 +101,7 @@ class Annotations:
         lacking = [name for number, name in enumerate(self.classes) if number + 1 in used and name not in numbers]
         if lacking:
             raise DataError(
-                f"{self.path}: objects of class {lacking[0]!r} found, which the training data does not have; it has "
+                f"{self.path}: objects of class {lacking[0]!r} found; classes of the training data: "
                 f"{', '.join(classes)}"
             )
         new = np.array([0, *(numbers.get(name, -1) + 1 for name in self.classes)], dtype=np.int64)
@@ -115,9 +114,9 @@ class Annotations:
         )
 
     def notices(self) -> list[str]:
-        """Notices about objects that were left out."""
+        """Return a notice about skipped objects, if any."""
         listed = [f"{count} {reason}" for reason, count in self.skipped.items() if count]
-        return [f"{self.path}: left out {' and '.join(listed)}"] if listed else []
+        return [f"{self.path}: skipped {' and '.join(listed)}"] if listed else []
 
 
 class ReadObject(NamedTuple):
@@ -126,8 +125,8 @@ class ReadObject(NamedTuple):
     Attributes:
         box: left, top, right, bottom.
         label, ignored: as in `Annotations`.
-        runs: its mask; b"" if that has no area, None if there is none.
-        area: of the mask; None = the box's.
+        runs: run lengths of the mask; b"" for a mask without area; `None` = no mask.
+        area: of the mask; `None` = that of the box.
     """
 
     box: tuple[float, float, float, float]
@@ -138,18 +137,18 @@ class ReadObject(NamedTuple):
 
 
 ReadImage = tuple[str, int, int, Iterable[ReadObject]]
-"""Key, height, width and objects of an image."""
 
 
 def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **fields: Any) -> Annotations:
-    """Return the images and objects of a file as arrays, without objects that cannot be found.
+    """Convert images and objects to arrays, and skip empty objects and those outside their image.
 
     Args:
+        images: key, height, width and objects of each image.
         digest: of the file's bytes.
-        fields: others of `Annotations`.
+        fields: further fields of `Annotations`.
 
     Raises:
-        DataError: no images, or one twice.
+        DataError: no image, or a repeated one.
     """
     skipped = dict.fromkeys((BOX, OUTSIDE, MASK), 0)
     keys, sizes, firsts, objects = list[str](), list[tuple[int, int]](), [0], list[ReadObject]()
@@ -197,11 +196,7 @@ def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **field
 
 
 def check_images(annotations: Annotations) -> None:
-    """Look for every listed image's file, folder by folder.
-
-    Raises:
-        DataError: naming how many are missing, and the first.
-    """
+    """Raise `DataError` if files of listed images are missing."""
     names: dict[Path, set[str]] = {}
     missing = []
     for key in annotations.keys:
@@ -213,33 +208,31 @@ def check_images(annotations: Annotations) -> None:
     if missing:
         raise DataError(
             f"{annotations.path}: {len(missing)} of {len(annotations.keys)} images are not in {annotations.folder} "
-            f"(the first: {shorten(missing[0])}); copy them there, or say where they are with --detection.images or "
+            f"(the first: {shorten(missing[0])}); copy them there, or set --detection.images or "
             "--detection.test_images"
         )
 
 
 LONGEST_SIDE = 1 << 20
-"""Pixels of an image, each way."""
+"""Largest height or width of an image in pixels."""
 
 FARTHEST_BOX = 1e9
-"""Pixels that a side of a box may lie from the image's corner."""
+"""Largest coordinate of a box in pixels."""
 
 LARGEST_XML = 16 << 20
-"""Bytes of one annotation of Pascal VOC."""
+"""Largest size of a Pascal VOC annotation in bytes."""
 
 
 def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
-    """Read a COCO file.
-
-    The classes are its categories by ascending id, which need not be contiguous.
+    """Read a COCO file. Classes are its categories by ascending id, which need not be contiguous.
 
     Args:
-        path: the JSON file.
-        images: folder of the images; empty = looked for.
+        path: of the JSON file.
+        images: folder of the images; empty = search the usual folders.
         masks: read masks too.
 
     Raises:
-        DataError: it is not JSON or lacks what the format demands; names the annotation.
+        DataError: the file is damaged or of another format; names the annotation.
     """
     document, digest = _read(path)
     categories = {_integer(entry, "id", path, "category"): entry for entry in document["categories"]}
@@ -247,12 +240,14 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
     labels = {category: number + 1 for number, category in enumerate(ids)}
     classes = [_class_name(categories[category].get("name", str(category)), path) for category in ids]
     if not classes or len(set(classes)) != len(classes) or len(ids) != len(document["categories"]):
-        raise DataError(f"{path}: {len(document['categories'])} categories, allowed: one or more, ids and names once")
+        raise DataError(
+            f"{path}: {len(document['categories'])} categories; allowed: one or more with unique ids and names"
+        )
     listed: dict[int, dict[str, Any]] = {}
     for entry in document["images"]:
         number = _integer(entry, "id", path, "image")
         if number in listed:
-            raise DataError(f"{path}: image id {number} is given twice")
+            raise DataError(f"{path}: image id {number} is repeated; expected: unique ids")
         listed[number] = entry
     of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in listed}
     for entry in document["annotations"]:
@@ -286,7 +281,6 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """The document, and a hash of its bytes."""
     content = read_content(path, DataError, largest=LARGEST_INDEX)
     document = parse_json(content, str(path), DataError, looked_through=False)
     for name in ("images", "annotations", "categories"):
@@ -325,7 +319,7 @@ def _read_object(
 
 
 def _is_length(value: object) -> TypeGuard[float]:
-    """Whether it is a number that pixels can be measured by."""
+    """Return whether the value is a valid coordinate or length in pixels."""
     return is_finite(value) and abs(value) < FARTHEST_BOX
 
 
@@ -348,7 +342,7 @@ def _file_name(image: dict[str, Any], path: Path) -> str:
 
 
 def _folder(path: Path, images: str, names: list[str]) -> Path:
-    """Folder of the images: `images`, or the first of the usual folders that has the first image."""
+    """Return `images`, or the first of the usual folders that contains the first image."""
     if images:
         return Path(images)
     split = path.stem.removeprefix("instances_")
@@ -358,23 +352,23 @@ def _folder(path: Path, images: str, names: list[str]) -> Path:
             return folder
     listed = ", ".join(str(folder) for folder in folders)
     raise DataError(
-        f"{path}: {names[0] if names else 'no image'} is in none of {listed}; say where the images are with "
+        f"{path}: {names[0] if names else 'no image'} is in none of {listed}; set the folder with "
         "--detection.images or --detection.test_images"
     )
 
 
 def read_voc(path: Path, images: str = "") -> Annotations:
-    """Read the annotations of a folder, or of the images that a list of it names.
+    """Read all annotations of a Pascal VOC folder, or those of a list of images.
 
-    The classes are the names that occur, sorted. VOC's boxes name their first and last pixel, counted from 1: here the
-    left side of a box is that of its first pixel, the right side that of its last.
+    Classes are the sorted names of objects. VOC's boxes are first and last pixel, counted from 1; here a box extends
+    from the left side of the first pixel to the right side of the last.
 
     Args:
-        path: the folder (VOC2007), or a list in it (VOC2007/ImageSets/Main/trainval.txt).
+        path: folder (VOC2007), or a list in it (VOC2007/ImageSets/Main/trainval.txt).
         images: folder of the images; empty = JPEGImages.
 
     Raises:
-        DataError: something is missing or is not what the format demands; names the file.
+        DataError: a file is missing, damaged or of another format; names the file.
     """
     root, names = _list_images(path)
     digest = hashlib.blake2b(digest_size=16)
@@ -384,7 +378,7 @@ def read_voc(path: Path, images: str = "") -> Annotations:
         try:
             content = read_content(file, DataError, largest=LARGEST_XML)
         except DataError as error:
-            raise DataError(f"{error}; {path} names it") from error
+            raise DataError(f"{error}; the file is listed in {path}") from error
         digest.update(content)
         described.append(_parse_annotation(file, content))
     classes = sorted({name for _, _, _, objects in described for name, _, _ in objects})
@@ -405,12 +399,12 @@ def read_voc(path: Path, images: str = "") -> Annotations:
 
 
 def _list_images(path: Path) -> tuple[Path, list[str]]:
-    """The folder that has Annotations, and the names of the images."""
+    """Return the folder with Annotations, and the names of the images."""
     if path.is_dir():
         return path, sorted(file.stem for file in (path / "Annotations").glob("*.xml"))
     root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
     if root is None:
-        raise DataError(f"{path}: no folder above it has Annotations; a list of Pascal VOC lies in ImageSets/Main")
+        raise DataError(f"{path}: no parent folder has Annotations; expected: a list in Pascal VOC's ImageSets/Main")
     lines = read_lines(path, DataError)
     names = []
     for number, line in enumerate(lines, start=1):
@@ -427,7 +421,7 @@ def _list_images(path: Path) -> tuple[Path, list[str]]:
 def _parse_annotation(
     file: Path, content: bytes
 ) -> tuple[str, int, int, list[tuple[str, bool, tuple[float, float, float, float]]]]:
-    """Name of the image's file, height, width, and class, difficulty and box of each object of one annotation."""
+    """Return the image's file name, height, width, and (class, difficult, box) of each object."""
     try:
         tree = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:

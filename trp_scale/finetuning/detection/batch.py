@@ -1,6 +1,6 @@
-"""How images with objects become a Batch: decode, place in a square, and take boxes and masks along.
+"""Batches of images with boxes and masks: images are decoded and placed in squares.
 
-Every draw is a hash of the row's state, so a placement depends on (seed, row key, epoch) and on the image's size.
+Random numbers are hashes of the row's state: a placement depends on (seed, row key, epoch) and the image's size.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _LEFT = np.uint64(name_hash("detection: left"))
 _FLIP = np.uint64(name_hash("detection: flip"))
 
 SMALLEST = 1.0
-"""Pixels of the square that an object's box has along each side at least; smaller ones are left out."""
+"""Smallest side of an object's box in pixels of the square; smaller objects are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How an image of size [H, W] gets into a square: mirrored, resized, and then cut or filled up at right and below.
+    """Transform of an image into a square: flip, resize, then crop, or pad at right and bottom.
 
     Attributes:
-        size: H, W.
-        resized: height and width that it is resized to.
-        top, left: first row and column that are shown.
-        flip: whether it is mirrored before.
+        size: height and width of the image.
+        resized: height and width after resizing.
+        top, left: corner of the crop.
+        flip: horizontal flip.
         side: of the square.
     """
 
@@ -62,11 +62,11 @@ class Placement:
 
     @property
     def shown(self) -> tuple[int, int]:
-        """Height and width of the part of the square that the image fills."""
+        """Height and width of the visible part of the image in the square."""
         return min(self.side, self.resized[0] - self.top), min(self.side, self.resized[1] - self.left)
 
     def image(self, image: Tensor, mode: InterpolationMode, out: Tensor) -> None:
-        """Draw an image [3, H, W] uint8 into the square `out` [3, side, side]."""
+        """Write an image [3, H, W] uint8 into the square `out` [3, side, side]."""
         resized = functional.resize(image, list(self.resized), interpolation=mode, antialias=True)
         if self.flip:
             resized = functional.horizontal_flip(resized)
@@ -75,7 +75,7 @@ class Placement:
         out[:, :height, :width] = resized[:, self.top : self.top + height, self.left : self.left + width]
 
     def boxes(self, boxes: Floats) -> Floats:
-        """[n, 4] left, top, right, bottom in the image -> in the square, cut to what is shown of the image."""
+        """Transform boxes [n, 4] of the image to the square, clipped to the visible part of the image."""
         height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
         left, right = boxes[:, 0] * width, boxes[:, 2] * width
         if self.flip:
@@ -87,7 +87,7 @@ class Placement:
         return cut
 
     def sources(self, boxes: Floats) -> Floats:
-        """The inverse of `boxes` for boxes that lie in what is shown, [n, 4]."""
+        """Transform visible boxes [n, 4] of the square back to the image."""
         height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
         left, right = boxes[:, 0] + self.left, boxes[:, 2] + self.left
         if self.flip:
@@ -98,39 +98,36 @@ class Placement:
         return shares
 
     def mask(self, mask: npt.NDArray[np.uint8], box: Floats, grid: int) -> Tensor:
-        """An object's mask within its box.
+        """Return an object's mask on a grid over its box: covered share of each cell x 255, [grid, grid] uint8.
 
         Args:
             mask: [H, W] 0 or 1, of the whole image.
-            box: [4] of the object in the square.
+            box: [4] in the square.
             grid: cells along each side.
-
-        Returns:
-            [grid, grid] uint8, share of each cell that the mask covers, times 255.
         """
         source = torch.from_numpy(self.sources(box[None])).float()  # [1, 4]
         whole = torch.from_numpy(mask).float()[None, None]  # [1, 1, H, W]
-        # Without a sampling ratio each cell is the mean over its pixels.
+        # The default sampling ratio averages over all pixels of a cell.
         cells: Tensor = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]
         return (cells.flip(-1) if self.flip else cells).mul(255.0).round().to(torch.uint8)
 
 
 def letterbox(sizes: Integers, side: int) -> list[Placement]:
-    """Each image whole, its longer side as long as the square's."""
+    """Return placements of whole images; the longer side fills the square."""
     return [_scale_placement(size, side, 1.0) for size in sizes.tolist()]
 
 
 def draw_placements(
     states: Words, sizes: Integers, side: int, *, scales: tuple[float, float], flip: float
 ) -> list[Placement]:
-    """Random mirroring and large-scale jitter (Ghiasi et al. 2021).
+    """Return placements with random flips and large-scale jitter (Ghiasi et al. 2021).
 
     Args:
-        states: [R] a word per row (`plan.row_states`).
-        sizes: [R, 2] height and width of its image.
+        states: [R] of `plan.row_states`.
+        sizes: [R, 2] height and width of the images.
         side: of the squares.
-        scales: the longer side is scaled to `side` times a number drawn from the first to the second.
-        flip: probability of mirroring.
+        scales: range of the longer side after resizing, in units of `side`.
+        flip: probability of a flip.
     """
     smallest, largest = scales
     ratios = smallest + (largest - smallest) * uniform(mix(states ^ _SCALE))
@@ -152,21 +149,21 @@ def _scale_placement(size: list[int], side: int, ratio: float, flip: bool = Fals
 
 
 class DetectionBatchBuilder:
-    """Makes batches of R images in squares of S pixels, with at most K objects each.
+    """Builds batches of R images in squares of S pixels, with at most K objects each.
 
-    Fields of the batch, first dimension rows:
+    Fields of the batch:
         images [R, 3, S, S] uint8.
         boxes [R, K, 4] float32: left, top, right, bottom in pixels of the square; classes [R, K] int64, from 1.
-        masks [R, K, m, m] uint8: share of each cell of the box that the object covers, times 255; if masks are learned.
-        counts [R] int64: objects; the places behind them are zero.
-        sizes [R, 2], resized [R, 2] int64: height and width of the stored image, and what they were resized to.
-        image [R, 2] int64: number of the data set in a mixture, and of the image in it.
-        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be read; it then is grey.
+        masks [R, K, m, m] uint8: covered share of each cell of the box x 255; only with detection.masks on.
+        counts [R] int64: number of objects; further slots are zero.
+        sizes, resized [R, 2] int64: height and width of the stored image, and after resizing.
+        image [R, 2] int64: number of the data set in the mixture, and of the image in it.
+        row_weights [R] float32: 1; 0 for a padding row or an unreadable image, which is grey.
 
     Args:
-        config: the run; detection.masks is on or off.
+        config: with detection.masks on or off.
         datasets: members of the mixture, of the same classes.
-        augment: draw placements; else each image is shown whole.
+        augment: random placements; otherwise whole images.
     """
 
     def __init__(self, config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> None:
@@ -178,7 +175,7 @@ class DetectionBatchBuilder:
         self._masks, self._augment, self._seed = detection.masks == "on", augment, config.training.seed
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         images, corrupt = self._read(addresses)
         sizes = np.array([(1, 1) if image is None else image.shape[1:] for image in images], dtype=np.int64)  # [R, 2]
@@ -202,7 +199,7 @@ class DetectionBatchBuilder:
         )
 
     def _read(self, addresses: Addresses) -> tuple[list[Tensor | None], dict[str, str]]:
-        """The decoded images, and why some cannot be, by their names."""
+        """Return the decoded images, and reasons by path for unreadable ones."""
         images: list[Tensor | None] = []
         corrupt: dict[str, str] = {}
         for row, present in enumerate(addresses.present.tolist()):
@@ -214,7 +211,7 @@ class DetectionBatchBuilder:
             path = dataset.folder / dataset.keys[number]
             try:
                 images[-1] = read_image(path, tuple(dataset.sizes[number].tolist()))
-            except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
+            except Exception as error:  # damaged files raise many types; the loop limits their number
                 corrupt[str(path)] = failure_reason(error)
         return images, corrupt
 
@@ -238,7 +235,7 @@ class DetectionBatchBuilder:
     def _fill(
         self, fields: dict[str, Tensor], row: int, image: Tensor, placement: Placement, member: int, number: int
     ) -> None:
-        """One image with its objects."""
+        """Write one image and its objects into a row."""
         placement.image(image, self._mode, out=fields["images"][row])
         dataset = self._datasets[member]
         objects = dataset.learned_objects(number)
@@ -250,9 +247,9 @@ class DetectionBatchBuilder:
             if (box[2:] - box[:2]).min() < SMALLEST:
                 continue
             if self._masks:
-                assert dataset.masks is not None, "detection.masks is on only where all data sets have them"
+                assert dataset.masks is not None, "detection.masks is on only if all data sets have masks"
                 mask = placement.mask(decode(dataset.masks[of_dataset], *placement.size), box, self._grid)
-                if int(mask.max()) < 128:  # only an empty corner of the box is left
+                if int(mask.max()) < 128:  # the visible part of the box is empty
                     continue
                 fields["masks"][row, slot] = mask
             fields["boxes"][row, slot] = torch.from_numpy(box).float()
@@ -262,33 +259,33 @@ class DetectionBatchBuilder:
 
 
 def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
-    """[3, H, W] uint8 of a JPEG, PNG, GIF or WebP; transparency is dropped.
+    """Return the pixels [3, H, W] uint8 of a JPEG, PNG, GIF or WebP without transparency.
 
-    All but JPEG by Pillow: torchvision's PNG decoder ends the process by SIGSEGV on most damaged files.
+    Pillow decodes all but JPEG: torchvision's PNG decoder crashes (SIGSEGV) on most damaged files.
 
     Args:
-        size: H, W as the annotations say; 0 where they say nothing.
+        size: H, W of the annotations; 0 = unknown.
 
     Raises:
-        DataError: it cannot be read or decoded, has 16 bits a channel, or has another size.
+        DataError: the image is unreadable, has 16 bits per channel, or has another size.
     """
     try:
         content = path.read_bytes()
         if content.startswith(b"\xff\xd8"):  # a JPEG
             pixels = decode_image(bytearray(content))
         elif png_format(content)[0] == 16:
-            raise DataError("16 bits a channel found, images of 8 bits are allowed; convert it")
+            raise DataError("16 bits per channel found; allowed: 8 bits; convert the image")
         else:
             image = Image.open(io.BytesIO(content), formats=("PNG", "GIF", "WEBP"))
             refuse_too_many_pixels(image.height, image.width)
             pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    except Exception as error:  # decoders raise whatever a broken file leads them to
+    except Exception as error:  # decoders raise many types for damaged files
         raise DataError(f"{path}: cannot be read ({error_text(error)})") from error
     if any(wanted and wanted != actual for wanted, actual in zip(size, pixels.shape[1:], strict=True)):
-        raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
+        raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found; size in the annotations: {size}")
     return pixels
 
 
 def _address(addresses: Addresses, row: int) -> tuple[int, int]:
-    """Number of the data set, and of the image in it."""
+    """Return the number of the data set, and of the image in it."""
     return int(addresses.member[row]), int(addresses.block[row])

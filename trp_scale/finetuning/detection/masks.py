@@ -1,4 +1,4 @@
-"""Masks of objects as COCO's run lengths, through pycocotools, which believes whatever it is given."""
+"""Object masks as COCO's run lengths, through pycocotools, which does not validate its input."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from trp_scale.errors import DataError
 Bits = npt.NDArray[np.uint8]
 
 FARTHEST = 1e6
-"""Pixels that a polygon's points may lie from the image's corner. pycocotools walks along every edge, and ends the
-process where one is much longer or a number is none."""
+"""Largest coordinate of a polygon in pixels. pycocotools crashes on much longer edges and on non-finite numbers."""
 
 LONGEST_OUTLINE = 1e7
-"""Pixels that all edges of a mask's polygons may have together. pycocotools takes some 40 bytes a pixel, and does not
-look whether it got them: 200 edges from one end to the other, in 4 KB, ended the process."""
+"""Largest total length of a mask's polygon edges in pixels. pycocotools allocates about 40 bytes per pixel unchecked:
+200 edges across the image, in 4 KB, crashed the process."""
 
 LONGEST_NUMBER = 60
-"""Bits of a run length in text: pixels have 32. One of millions of bits took hours."""
+"""Largest size of a run length in bits; pixel counts have 32. Decoding a number of millions of bits took hours."""
 
 
 def mask_functions() -> Any:
-    """pycocotools.mask.
+    """Import pycocotools.mask.
 
     Raises:
         RefusedError: it is not installed.
@@ -38,37 +37,37 @@ def mask_functions() -> Any:
         from pycocotools import mask
     except ImportError as error:
         raise RefusedError(
-            "masks of objects and COCO's metric need `pip install trp-scale[evaluation]` (pycocotools); without it: "
-            "Pascal VOC, whose metric needs none"
+            "masks and COCO's metric need pycocotools; run `pip install trp-scale[evaluation]`, or use Pascal VOC, "
+            "whose metric does not need it"
         ) from error
     return mask
 
 
 def encode_segmentation(segmentation: object, height: int, width: int, *, where: str) -> bytes:
-    """Compressed runs of what a COCO file says of a mask: polygons, run lengths, or compressed ones.
+    """Return compressed run lengths for a COCO mask of polygons, run lengths or compressed run lengths.
 
     Args:
         height, width: of the image.
-        where: the annotation, for messages.
+        where: annotation, for messages.
 
     Returns:
-        The runs; b"" for a mask without an area.
+        Run lengths; b"" for a mask without an area.
 
     Raises:
-        DataError: it is none of these, or of another size.
+        DataError: the mask is of another format or size.
     """
     functions = mask_functions()
     if height * width >= 1 << 32:
-        raise DataError(f"{where}: an image of {height} x {width} pixels, which has no mask")
+        raise DataError(f"{where}: the image has {height} x {width} pixels; masks allow fewer than 2^32")
     if isinstance(segmentation, list):
         polygons = [xy for xy in segmentation if isinstance(xy, list) and len(xy) >= 6 and len(xy) % 2 == 0]
         if any(not (is_finite(number) and abs(number) <= FARTHEST) for number in chain(*polygons)):
-            raise DataError(f"{where}: a polygon holds something else than numbers of pixels, up to {FARTHEST:.0f}")
+            raise DataError(f"{where}: invalid coordinate in a polygon; allowed: finite numbers up to {FARTHEST:.0f}")
         if not polygons:
             return b""
         if (outline := sum(map(_outline, polygons))) > LONGEST_OUTLINE:
             raise DataError(
-                f"{where}: polygons with an outline of {outline:.0f} pixels, at most {LONGEST_OUTLINE:.0f} are drawn"
+                f"{where}: polygons with an outline of {outline:.0f} pixels; allowed: at most {LONGEST_OUTLINE:.0f}"
             )
         encoded = functions.merge(functions.frPyObjects(polygons, height, width))
     elif isinstance(segmentation, dict) and segmentation.get("size") == [height, width]:
@@ -77,7 +76,7 @@ def encode_segmentation(segmentation: object, height: int, width: int, *, where:
             raise DataError(f"{where}: segmentation.counts is {type(counts).__name__}, a list or a text expected")
         lengths = counts if isinstance(counts, list) else _lengths(counts)
         if lengths is None or any(type(length) is not int or not 0 <= length < 1 << 32 for length in lengths):
-            raise DataError(f"{where}: segmentation.counts holds something else than run lengths")
+            raise DataError(f"{where}: invalid run length in segmentation.counts; expected: numbers of pixels")
         if sum(lengths) != height * width:
             raise DataError(f"{where}: run lengths of {sum(lengths)} pixels, {height} x {width} expected")
         encoded = functions.frPyObjects({"size": [height, width], "counts": lengths}, height, width)
@@ -89,17 +88,17 @@ def encode_segmentation(segmentation: object, height: int, width: int, *, where:
 
 
 def _outline(polygon: list[float]) -> float:
-    """Pixels along all edges of a closed polygon, x and y in turn, as pycocotools counts them."""
+    """Return the number of pixels along all edges of a closed polygon x, y, x, y, ..., as pycocotools counts."""
     points = np.array(polygon, dtype=np.float64).reshape(-1, 2)
     return float(np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum())
 
 
 def _lengths(text: str) -> list[int] | None:
-    """The run lengths of COCO's text, or None if it is none.
+    """Decode COCO's compressed run lengths; `None` if the text is invalid.
 
-    Each character holds five bits of a number, the lowest first, and a sixth that says that it goes on; from the fourth
-    number on they are differences to the number before the last. pycocotools believes any text, and masks of too few
-    pixels then end in what the memory held before.
+    Each character has five bits of a number, lowest first, and a continuation bit. From the fourth number on, a number
+    is the difference to the number two before. pycocotools accepts any text, and reads uninitialised memory for masks
+    of too few pixels.
     """
     lengths: list[int] = []
     number = shift = 0
@@ -119,23 +118,23 @@ def _lengths(text: str) -> list[int] | None:
 
 
 def decode(runs: bytes, height: int, width: int) -> Bits:
-    """[height, width] 0 or 1."""
+    """Return the mask [height, width], 0 or 1."""
     bits: Bits = mask_functions().decode({"size": [height, width], "counts": runs})
     return bits
 
 
 def encode(bits: Bits) -> bytes:
-    """The compressed runs of [height, width] 0 or 1."""
+    """Return compressed run lengths of a mask [height, width], 0 or 1."""
     return bytes(mask_functions().encode(np.asfortranarray(bits))["counts"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMasks:
-    """Masks in COCO's compressed run lengths, one after the other.
+    """Concatenated COCO run lengths of m masks.
 
     Attributes:
         runs: all bytes.
-        ends: [m + 1] where each ends, from 0.
+        ends: [m + 1] offsets in `runs`.
     """
 
     runs: bytes

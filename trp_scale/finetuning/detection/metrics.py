@@ -1,6 +1,5 @@
-"""Detections of all ranks, gathered once, and the average precision of COCO or of Pascal VOC 2007 (one threshold of
-overlap, eleven points of recall: Everingham et al. 2010, 4.2).
-"""
+"""Average precision of detections: that of COCO, or that of Pascal VOC 2007 (IoU 0.5, eleven recall points; Everingham
+et al. 2010, 4.2)."""
 
 from __future__ import annotations
 
@@ -29,13 +28,12 @@ POINTS = 11
 
 
 Truth = tuple[Floats, npt.NDArray[np.bool_]]
-"""Objects of one class in one image: boxes [n, 4] left, top, right, bottom; and [n] which are difficult: they need not
-be found, and their detection counts neither way."""
+"""Objects of one class in one image: boxes [n, 4] left, top, right, bottom, and difficult [n]. Detections of difficult
+objects are neither true nor false positives."""
 
 
 class ClassDetections(NamedTuple):
-    """Detections of one class, of all images: [n] number of the image in the list of truths, boxes [n, 4], scores
-    [n]."""
+    """Detections of one class in all images: index [n] of the image, boxes [n, 4], scores [n]."""
 
     image: npt.NDArray[np.int64]
     boxes: Floats
@@ -43,27 +41,27 @@ class ClassDetections(NamedTuple):
 
 
 def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> float | None:
-    """The mean over the recalls 0, 0.1, ..., 1 of the highest precision at that recall or a higher one.
+    """Return the mean over recalls 0, 0.1, ..., 1 of the highest precision at that recall or above.
 
-    Detections are taken by falling score, equal ones in the order they are given. Each belongs to the object of its
-    image that it overlaps most. If that is by a half or more, the first detection of the object is right and every
-    further one wrong; detections of difficult objects count neither way; all others are wrong.
+    Detections are sorted by descending score, stably. Each is matched with the object of largest IoU in its image. At
+    an IoU of 0.5 or more, the first detection of an object is a true positive and further ones are false positives;
+    matches with difficult objects are ignored. All other detections are false positives.
 
     Returns:
-        None where there is no object that has to be found.
+        `None` if all objects are difficult.
     """
     objects = sum(int((~difficult).sum()) for _, difficult in truths)
     if objects == 0:
         return None
     right = np.cumsum(counted) if len(counted := matches(truths, detections)) else np.zeros(0, dtype=np.int64)  # [k]
     precision = right / np.arange(1, len(right) + 1)
-    # In whole numbers, since 3 objects of 10 would not reach the recall 3 x 0.1 in floating point.
+    # Integers: in floating point 3 of 10 objects do not reach the recall 3 x 0.1.
     reached = [right * (POINTS - 1) >= point * objects for point in range(POINTS)]
     return float(np.mean([precision[beyond].max() if beyond.any() else 0.0 for beyond in reached]))
 
 
 def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
-    """[k] by falling score: whether each detection that counts is right."""
+    """Return for each detection that is not ignored whether it is a true positive, [k] by descending score."""
     seen = [np.zeros(len(boxes), dtype=np.bool_) for boxes, _ in truths]
     right = []
     for rank in np.argsort(-detections.scores, kind="stable").tolist():
@@ -79,7 +77,7 @@ def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray
 
 
 def overlaps(box: Floats, boxes: Floats) -> Floats:
-    """[n] intersection over union of a box [4] with boxes [n, 4]."""
+    """Return the intersection over union [n] of a box [4] with boxes [n, 4]."""
     sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])  # [n, 2]
     both = np.clip(sides, 0.0, None).prod(axis=1)
     either = (box[2:] - box[:2]).prod() + (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) - both
@@ -88,23 +86,23 @@ def overlaps(box: Floats, boxes: Floats) -> Floats:
 
 
 COCO_FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-"""The first six of COCOeval's statistics: means over the overlaps 0.5, 0.55 ... 0.95, at 0.5, at 0.75, and of objects
-below 32^2 pixels, up to 96^2, and above."""
+"""First six statistics of COCOeval: mean over IoU 0.5, 0.55 ... 0.95; at 0.5; at 0.75; and for objects below 32^2
+pixels, up to 96^2, and above."""
 
 VOC_METRIC = "AP50_11_points"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDetections:
-    """Detections of one image, in its own pixels.
+    """Detections of one image in pixels of the stored image.
 
     Attributes:
         position: of the row in the measured source.
         address: number of the data set, and of the image in it.
         size: height and width.
         boxes: [n, 4] left, top, right, bottom.
-        scores, labels: [n], by falling score.
-        masks: runs of each; empty if there are none.
+        scores, labels: [n], by descending score.
+        masks: run lengths of each detection; empty without masks.
     """
 
     position: int
@@ -116,11 +114,11 @@ class ImageDetections:
     masks: list[bytes]
 
     def entries(self, image_id: int | str, categories: Sequence[int | None]) -> Iterator[dict[str, Any]]:
-        """Yield the detections in COCO's form of results, by falling score.
+        """Yield the detections in COCO's result format, by descending score.
 
         Args:
-            image_id: how the file names the image.
-            categories: how it numbers each class; `None`: it has no such class, and its detections are left out.
+            image_id: of the annotation file.
+            categories: category id of each class; detections of classes with `None` are skipped.
         """
         for rank, label in enumerate(self.labels.tolist()):
             if (category := categories[label - 1]) is None:
@@ -143,7 +141,7 @@ class CollectedDetections:
         self._found: list[ImageDetections] = []
 
     def add(self, outputs: list[Target], batch: Batch) -> None:
-        """Detections of a micro-batch, in pixels of its squares."""
+        """Add detections of a micro-batch in pixels of its squares."""
         columns = ("row_weights", "sizes", "resized", "image")
         present, sizes, resized, images = (batch[name].tolist() for name in columns)
         for row, target in enumerate(outputs):
@@ -153,28 +151,24 @@ class CollectedDetections:
                 self._found.append(ImageDetections(position=batch.start + row, address=(member, image), **values))
 
     def gather(self, group: Group) -> list[ImageDetections]:
-        """Gather the detections of all ranks, in stored order. Collective."""
+        """Gather the detections of all ranks in stored order. Collective."""
         gathered = [image for part in group.gather_objects(self._found) for image in part]
         return sorted(gathered, key=lambda image: image.position)
 
 
 class DetectionMetrics(CollectedDetections):
-    """The figures of all ranks' detections; see `Metrics`.
-
-    Args:
-        datasets: that are measured.
-    """
+    """Average precision of all ranks' detections; see `Metrics`."""
 
     def __init__(self, datasets: Sequence[Annotations]) -> None:
         super().__init__()
         self._datasets = list(datasets)
 
     def finish(self, group: Group) -> dict[str, Any]:
-        """AP, AP50 ... of boxes, and mask_AP ... of masks (COCO), or the mean over classes of the eleven-point average
-        precision (VOC); per class under "detail". Figures without an object to find are left out. Collective.
+        """Return AP, AP50 ... of boxes and mask_AP ... of masks (COCO), or the mean over classes of the eleven-point AP
+        (VOC); "detail" has AP by class. Metrics without objects are omitted. Collective.
 
         Raises:
-            RefusedError: the measured images have no object to find.
+            RefusedError: the measured images have no objects.
         """
         gathered = self.gather(group)
         if self._datasets[0].voc:
@@ -188,12 +182,12 @@ class DetectionMetrics(CollectedDetections):
 
 
 def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dict[str, Any]:
-    """Boxes and masks of a letterboxed image in its own pixels; what lies outside it is cut off, or left out.
+    """Transform detections of a letterboxed image to pixels of the stored image, clipped to it.
 
     Args:
-        target: as finetuning/detection/model.py gives it.
+        target: output of `Detector`.
         size: height and width of the image.
-        resized: what they were resized to.
+        resized: height and width in the square.
     """
     (height, width), (tall, wide) = size, resized
     whole = target["boxes"].double().cpu() * torch.tensor([width / wide, height / tall] * 2, dtype=torch.float64)
@@ -203,7 +197,7 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
     masks = []
     if "masks" in target:
         inside = target["masks"].float().cpu()[kept]  # [n, 1, 28, 28]
-        # A mask is of the box as it was found, padding and all: in the cut box it would be squeezed.
+        # The mask belongs to the unclipped box; pasted into the clipped box it would be squeezed.
         shares = paste(inside[:, 0], whole[kept], (height, width))  # [n, H, W]
         masks = [encode(mask) for mask in (shares > 0.5).byte().numpy()]
     return {
@@ -216,7 +210,7 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
 
 
 def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections]) -> dict[str, Any]:
-    """The mean of the classes' average precisions, and each."""
+    """Return the mean over classes of the average precision, and the values by class."""
     of_class = {}
     for number, name in enumerate(datasets[0].classes, start=1):
         truths = []
@@ -241,16 +235,12 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
 def coco_figures(
     datasets: Sequence[Annotations], images: Sequence[ImageDetections], kind: str
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """COCO's figures by name, and AP by class, through pycocotools.
-
-    Args:
-        kind: bbox or segm.
-    """
-    mask_functions()  # says what is missing, if it is
+    """Return COCO's metrics by name and AP by class, through pycocotools; `kind` is bbox or segm."""
+    mask_functions()  # refuses if pycocotools is missing
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints a page
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
         sides = []
         for annotations in (
             _coco_truths(datasets, images, kind),
@@ -297,8 +287,8 @@ def _coco_truths(
                 "iscrowd": int(data.ignored[number]),
             }
             if kind == "segm":
-                assert data.masks is not None, "masks are measured only where the truth has them"
-                # A crowd may have none; then it is all of its box.
+                assert data.masks is not None, "masks are measured only if the annotations have them"
+                # A crowd without a mask fills its box.
                 runs = data.masks[number] or _encode_box(data.boxes[number], image.size)
                 entry["segmentation"] = {"size": list(image.size), "counts": runs}
             yield entry
@@ -314,7 +304,6 @@ def _coco_detections(images: Sequence[ImageDetections], kind: str, classes: int)
 
 
 def _encode_box(box: Floats, size: tuple[int, int]) -> bytes:
-    """Encode a mask that fills its box."""
     mask = np.zeros(size, dtype=np.uint8)
     left, top, right, bottom = np.rint(np.clip(box, 0, None)).astype(np.int64).tolist()
     mask[top:bottom, left:right] = 1
@@ -322,27 +311,23 @@ def _encode_box(box: Floats, size: tuple[int, int]) -> bytes:
 
 
 def corner_and_size(box: Floats) -> list[float]:
-    """COCO's left, top, width, height of left, top, right, bottom."""
+    """Convert left, top, right, bottom to COCO's left, top, width, height."""
     left, top, right, bottom = (float(side) for side in box)
     return [left, top, right - left, bottom - top]
 
 
 def _nothing(datasets: Sequence[Annotations]) -> RefusedError:
     return RefusedError(
-        f"{datasets[0].path}: the measured images have no object to find; hold out more of them "
-        "(--data.validation_fraction), or give --downstream.test_path"
+        f"{datasets[0].path}: the measured images have no objects; raise --data.validation_fraction, or set "
+        "--downstream.test_path"
     )
 
 
 class PredictedObjects(CollectedDetections):
-    """One JSON file with an entry for each detection; see `Predictions`. Ids are those of the measured file, so that
-    `COCO.loadRes` reads it beside that; of Pascal VOC they are the images' names and 1 + number of the class. What is
-    detected of a class that the file has not is left out: it has no id.
+    """Writes a JSON file with an entry for each detection; see `Predictions`.
 
-    Args:
-        path: of the file.
-        datasets: that are measured.
-        group: ranks that predict.
+    Ids are those of the annotation file, so `COCO.loadRes` can read the predictions. For Pascal VOC they are image
+    names and 1 + number of the class. Detections of classes without an id in the file are skipped.
     """
 
     def __init__(self, path: Path, datasets: Sequence[Annotations], group: Group) -> None:

@@ -1,7 +1,4 @@
-"""Mask R-CNN, or Faster R-CNN, on an image encoder: torchvision's heads on a pyramid of ours.
-
-The pyramid makes maps of several strides from the single stride of a plain vision transformer.
-"""
+"""Mask R-CNN or Faster R-CNN on a plain vision transformer: torchvision's heads on a feature pyramid."""
 
 from __future__ import annotations
 
@@ -30,13 +27,15 @@ from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision, write
 
 LEVELS = ("0", "1", "2", "3")
-"""Names of the maps of strides p/4, p/2, p and 2p, as torchvision's heads call them; "pool" has 4p."""
+"""torchvision's names of the maps of strides p/4, p/2, p and 2p; "pool" has stride 4p."""
 
 
 def rescale(width: int, level: int) -> tuple[nn.Module, int]:
-    """Module that turns the map of stride p into that of a level, and its output channels: a transposed convolution of
-    stride 2 for each doubling, with a norm and GELU between two, nothing, or the maximum of 2 x 2 (Li et al. 2021;
-    Li et al. 2022, where each doubling halves the channels)."""
+    """Return a module that rescales the map of stride p to a level, and its output channels.
+
+    Each doubling of the resolution is a transposed convolution of stride 2, with a norm and GELU between two; halving
+    is max pooling (Li et al. 2021; Li et al. 2022, where each doubling halves the channels).
+    """
     half = nn.ConvTranspose2d(width, width // 2, 2, stride=2)
     if level == 0:
         quarter = nn.ConvTranspose2d(width // 2, width // 4, 2, stride=2)
@@ -47,11 +46,11 @@ def rescale(width: int, level: int) -> tuple[nn.Module, int]:
 
 
 class SimplePyramid(nn.Module):
-    """All levels from the last map alone (Li et al. 2022, section 3): rescaled, then a 1 x 1 and a 3 x 3 convolution,
-    each with a norm over the channels.
+    """Computes all levels from the last block's map (Li et al. 2022, section 3): rescaling, then a 1 x 1 and a 3 x 3
+    convolution, each with a norm over channels.
 
     Args:
-        width: D, of the tokens.
+        width: D of tokens.
         channels: of each level.
     """
 
@@ -71,23 +70,20 @@ class SimplePyramid(nn.Module):
             )
 
     def reads(self, blocks: int) -> list[int]:
-        """Numbers of the blocks whose tokens it takes; empty = the last block's, normalised."""
+        """Return the numbers of the blocks to read; empty = the encoder's normalised output."""
         return []
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
-        """[[B, 1 + G^2, D]] -> maps [B, channels, H, W] by level, the finest first."""
+        """Map one tensor of tokens [B, 1 + G^2, D] to maps [B, channels, H, W] by level, from fine to coarse."""
         last = as_map(tokens[0])  # [B, D, G, G]
         maps = [output(scaled(last)) for scaled, output in zip(self.rescale, self.output, strict=True)]
         return with_pool(OrderedDict(zip(LEVELS, maps, strict=True)))
 
 
 class BlockPyramid(nn.Module):
-    """A level from the last block of each quarter of the encoder, joined from the top down (Li et al. 2021).
+    """Feature pyramid network on the last block of each quarter of the encoder (Li et al. 2021).
 
-    Where the papers normalise over the batch, this does over the channels: images stay independent of each other.
-
-    Args:
-        width, channels: as for SimplePyramid.
+    Norms are over channels, not over the batch as in the paper, so images stay independent of each other.
     """
 
     def __init__(self, width: int, channels: int) -> None:
@@ -97,18 +93,20 @@ class BlockPyramid(nn.Module):
         self.join = FeaturePyramidNetwork([in_channels for _, in_channels in scaled], channels, norm_layer=LayerNorm2d)
 
     def reads(self, blocks: int) -> list[int]:
-        """Numbers of the blocks whose tokens it takes."""
+        """Return the numbers of the blocks to read."""
         return list(quarters(blocks))
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
-        """Four of [B, 1 + G^2, D] -> maps [B, channels, H, W] by level, the finest first."""
+        """Map four tensors [B, 1 + G^2, D] to maps [B, channels, H, W] by level, from fine to coarse."""
         maps = [scaled(as_map(last)) for scaled, last in zip(self.rescale, tokens, strict=True)]
         return with_pool(self.join(OrderedDict(zip(LEVELS, maps, strict=True))))
 
 
 def with_pool(maps: OrderedDict[str, Tensor]) -> OrderedDict[str, Tensor]:
-    """The maps in single precision, with every other cell of the coarsest as one more, for the largest anchors. Box
-    coordinates follow their type: in bf16 they would be off by pixels."""
+    """Convert the maps to float32 and add the level "pool", a subsampled copy of the coarsest map.
+
+    Box coordinates have the maps' dtype; in bf16 they would be off by pixels.
+    """
     single = OrderedDict((name, level.float()) for name, level in maps.items())
     single["pool"] = F.max_pool2d(single[LEVELS[-1]], kernel_size=1, stride=2)
     return single
@@ -118,13 +116,13 @@ PYRAMIDS: dict[str, type[SimplePyramid] | type[BlockPyramid]] = {"simple": Simpl
 
 
 RATIOS = (0.5, 1.0, 2.0)
-"""Height over width of the anchors."""
+"""Aspect ratios of the anchors, height / width."""
 
 Target = dict[str, Tensor]
 
 
 class SingleProposalHead(RPNHead):  # type: ignore[misc]
-    """Outputs in single precision: box coordinates take their type."""
+    """Returns float32, since box coordinates have the dtype of these outputs."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         logits, deltas = super().forward(x)
@@ -132,7 +130,7 @@ class SingleProposalHead(RPNHead):  # type: ignore[misc]
 
 
 class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
-    """Outputs in single precision, as above."""
+    """Returns float32, as `SingleProposalHead`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores, deltas = super().forward(x)
@@ -142,13 +140,12 @@ class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
 class Detector(OnImageEncoder):
     """Proposals from all levels of the pyramid, then classes, boxes and masks of the proposals (He et al. 2017).
 
-    Pixels come normalised and in squares, so torchvision's own transform has no part in it. Sizes of anchors and the
-    level of a proposal keep torchvision's proportion to the stride p of the encoder: for p = 16 anchors of 32 to 512
-    pixels, and a proposal of 224 pixels on the map of stride 16.
+    Images are normalised squares, so torchvision's transform is not used. Anchor sizes and the levels of proposals are
+    proportional to the encoder's stride p, with torchvision's values at p = 16: anchors of 32 to 512 pixels, and a
+    proposal of 224 pixels on the map of stride 16.
 
     Args:
-        config: sizes, the section `detection` with masks on or off, `downstream.classes` without the background, and
-            the seed of the initial weights.
+        config: with detection.masks on or off, and `downstream.classes` without background.
     """
 
     def __init__(self, config: DetectionTaskConfig) -> None:
@@ -164,20 +161,20 @@ class Detector(OnImageEncoder):
             _initialise(getattr(self, name), f"{name}.", config.training.seed)
 
     def forward(self, images: Tensor, targets: list[Target] | None = None) -> dict[str, Tensor] | list[Target]:
-        """Losses where targets are given, detections where not, whatever mode the module is in.
+        """Return losses if targets are given, else detections, in training and evaluation mode.
 
-        The samples that the losses are computed on are drawn by torch's generator.
+        torch's generator samples the proposals of the losses.
 
         Args:
             images: [B, 3, S, S] normalised pixels.
-            targets: of each image boxes [n, 4] in pixels, labels [n] from 1, and masks [n, S, S] 0 or 1 if masks are
+            targets: for each image boxes [n, 4] in pixels, labels [n] from 1, and masks [n, S, S] 0 or 1 if masks are
                 learned.
 
         Returns:
-            The means over the batch's samples by torchvision's names, or of each image boxes [n, 4], labels [n], scores
-            [n] descending, and masks [n, 1, 28, 28], probabilities within the box.
+            Mean losses of the batch by torchvision's names; or for each image boxes [n, 4], labels [n], descending
+            scores [n], and masks [n, 1, 28, 28], probabilities within the box.
         """
-        for part in (self.rpn, self.roi_heads):  # they have neither dropout nor statistics: their mode only says this
+        for part in (self.rpn, self.roi_heads):  # the mode only selects losses or detections: no dropout, no statistics
             part.train(targets is not None)
         with self._own_precision(images.device):
             levels = self.pyramid(self.encoder(images, self._after))
@@ -187,7 +184,7 @@ class Detector(OnImageEncoder):
         return detections if targets is None else {**proposal_losses, **losses}
 
     def _own_precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Weights of 16 bits (DeepSpeed's) meet levels in single precision, which autocast joins."""
+        """Return autocast for DeepSpeed's 16-bit weights, since the pyramid's levels are float32."""
         dtype = self.encoder.cls_token.dtype
         if dtype in (torch.bfloat16, torch.float16):
             return torch.autocast(device.type, dtype)
@@ -212,9 +209,9 @@ def _proposals(detection: DetectionConfig, patch_size: int) -> RegionProposalNet
 
 
 def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHeads:
-    """`classes` with the background."""
+    """Build the heads; `classes` includes the background."""
     width = detection.width
-    # torchvision's rule is stated for level 4, of stride 16, and a scale of 224 pixels there.
+    # torchvision's rule maps a scale of 224 pixels to level 4, which has stride 16.
     align = partial(
         MultiScaleRoIAlign,
         list(LEVELS),
@@ -250,19 +247,19 @@ def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHead
 
 
 SMALL = {"rpn.": 0.01, "roi_heads.box_predictor.cls_score.": 0.01, "roi_heads.box_predictor.bbox_pred.": 0.001}
-"""Standard deviation of the weights of outputs, by the beginning of their names (Girshick 2015; Ren et al. 2015)."""
+"""Standard deviation of initial weights by name prefix (Girshick 2015; Ren et al. 2015)."""
 
 
 def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
-    """Matrices and kernels normal: those above with a small deviation, the others with sqrt(2 / inputs) (He et al.
-    2015); biases 0, norm weights 1."""
+    """Initialise matrices and kernels from a normal distribution, with the deviations above, else sqrt(2 / inputs) (He
+    et al. 2015); biases 0, norm weights 1."""
     transposed = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.ConvTranspose2d)}
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
         if parameter.ndim < 2:
             return 1.0 if name.endswith(".weight") else 0.0
         whole = prefix + name
-        # Of a transposed convolution whose stride is its side every output pixel has one place of the kernel.
+        # Stride = kernel size: each output pixel of a transposed convolution uses a single kernel position.
         inputs = parameter.shape[0] if name in transposed else parameter[0].numel()
         small = [std for begin, std in SMALL.items() if whole.startswith(begin)]
         return initial_tensor(seed, whole, tuple(parameter.shape), small[0] if small else math.sqrt(2.0 / inputs))
@@ -272,7 +269,9 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
 
 @torch.no_grad()
 def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks within their boxes -> masks of the whole image, interpolated bilinearly; 0 outside the boxes.
+    """Paste masks of boxes into the image with bilinear interpolation; 0 outside the boxes.
+
+    torchvision's paste_masks_in_image enlarges a mask by up to a pixel on each side, much for a small object.
 
     Args:
         masks: [n, m, m] from 0 to 1.
@@ -280,8 +279,7 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
         size: height and width H, W of the image.
 
     Returns:
-        [n, H, W] float32 from 0 to 1. torchvision's own paste widens a mask by up to a pixel on each side, much of a
-        small object.
+        [n, H, W] float32 from 0 to 1.
     """
     height, width = size
     ringed = nn.functional.pad(masks.float(), (1, 1, 1, 1))[:, None]  # [n, 1, m + 2, m + 2]

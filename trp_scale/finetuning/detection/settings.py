@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on boxes and masks of objects."""
+"""Settings of object detection and instance segmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trp_scale.config.settings import Section, setting
 
 @dataclass(kw_only=True)
 class DetectionDownstreamConfig(ImageDownstreamConfig):
-    """The task, the length of the run and the measured images."""
+    """Task, length of the run and measured images."""
 
     kind: Literal["detection"] = "detection"
     """Boxes and masks of objects."""
@@ -21,21 +21,20 @@ class DetectionDownstreamConfig(ImageDownstreamConfig):
 
 @dataclass(kw_only=True)
 class DetectionConfig(Section):
-    """Mask R-CNN on a vision transformer. Images are scaled into squares of crops.size; crops.flip mirrors them, and
-    crops.interpolation says how they are resized. Anchors and levels follow from the patch size p: strides p/4, p/2, p,
-    2p and 4p, with anchors of 8 strides."""
+    """Mask R-CNN on a vision transformer. Images are resized (crops.interpolation) into squares of crops.size, and
+    flipped (crops.flip). For patch size p the pyramid has strides p/4, p/2, p, 2p and 4p, with anchors of 8 strides."""
 
     images: str = ""
-    """Folder with the images of --data.path. Empty: for a COCO file images/ beside it, ../NAME for
-    annotations/instances_NAME.json, or its own folder; for Pascal VOC JPEGImages."""
+    """Folder with the images of --data.path. Empty: for Pascal VOC JPEGImages; for annotations/instances_NAME.json of
+    COCO the first of images, ../NAME, NAME and the file's folder that has the first image."""
     test_images: str = ""
     """Folder with the images of --downstream.test_path, as `images`."""
     masks: Literal["auto", "on", "off"] = "auto"
     """on: masks and boxes (Mask R-CNN). off: boxes alone (Faster R-CNN). auto: on if every object has a mask, in the
     measured data too."""
     pyramid: Literal["simple", "fpn"] = "simple"
-    """simple: all levels from the last block's tokens (Li et al. 2022, ViTDet). fpn: a level from every fourth of the
-    blocks, joined from the top down (Li et al. 2021, which MAE and AdPE follow)."""
+    """simple: all levels from the last block's tokens (Li et al. 2022, ViTDet). fpn: a feature pyramid network on the
+    last block of each quarter (Li et al. 2021, as MAE and AdPE)."""
     width: int = setting(256, at_least=1)
     """Channels of the pyramid, and of the convolutions of all heads."""
     box_head: Literal["4conv_1fc", "2fc"] = "4conv_1fc"
@@ -53,26 +52,26 @@ class DetectionConfig(Section):
     box_samples: int = setting(512, at_least=1)
     """Proposals of an image that the box losses are computed on. Up to a quarter of them are on objects."""
     score_threshold: float = setting(0.05, at_least=0, at_most=1)
-    """Detections with a lower score are dropped."""
+    """Smallest score of a detection."""
     suppression_threshold: float = setting(0.5, at_least=0, at_most=1)
-    """Largest overlap of two detections of one class. Beyond it the one with the lower score is dropped."""
+    """IoU threshold of non-maximum suppression between detections of one class."""
     detections: int = setting(100, at_least=1)
     """Most detections of an image."""
     max_objects: int = setting(100, at_least=1)
     """Most objects of a training image. Further ones are left out, with a notice at the start."""
     mask_size: int = setting(112, at_least=2, at_most=1024)
-    """Side of the grid on which a training object's mask is kept, within its box."""
+    """Resolution of a training object's mask within its box."""
     min_scale: float = 1.0
-    """Large-scale jitter (Ghiasi et al. 2021): the longer side is scaled to crops.size times a number between min_scale
-    and max_scale. The image is then cut or padded to the square (ViTDet: 0.1 to 2)."""
+    """Large-scale jitter (Ghiasi et al. 2021): the longer side is resized to crops.size x a number from min_scale to
+    max_scale (ViTDet: 0.1 to 2). The image is then cropped or padded to the square."""
     max_scale: float = 1.0
     """See min_scale."""
     without_objects: Literal["left_out", "kept"] = "left_out"
-    """Training images without an object that counts are left out, or kept. Measured images are always kept."""
+    """Skip or keep training images without objects. Evaluation keeps all images."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.batch.micro_size == "auto":
-            yield "--batch.micro_size is auto, but the figures of detection depend on it; allowed: a number"
+            yield "--batch.micro_size is auto, but detection losses depend on it; allowed: a number"
         patch_size, blocks, size = config.vision.patch_size, config.model.layers, config.crops.size
         if not 0 < self.min_scale <= self.max_scale <= 4:
             yield (
@@ -81,8 +80,8 @@ class DetectionConfig(Section):
             )
         if patch_size < 4 or patch_size & (patch_size - 1):
             yield (
-                f"the encoder's patches have {patch_size} pixels; allowed for detection: a power of two from 4, since "
-                "the levels of the pyramid are halves and doubles of it"
+                f"the encoder's patches have {patch_size} pixels; allowed for detection: a power of two from 4, which "
+                "the pyramid halves and doubles"
             )
         elif size % (4 * patch_size):
             near = max(1, size // (4 * patch_size)) * 4 * patch_size
@@ -91,15 +90,13 @@ class DetectionConfig(Section):
                 f"for example {near}"
             )
         if self.pyramid == "fpn" and blocks % 4:
-            yield (
-                f"--detection.pyramid fpn reads every fourth of the blocks, the encoder has {blocks}; allowed: simple"
-            )
+            yield (f"--detection.pyramid fpn needs a multiple of 4 blocks, the encoder has {blocks}; allowed: simple")
 
 
 @component("task", "detection", "trp_scale.finetuning.detection.task:DetectionTask")
 @dataclass(kw_only=True)
 class DetectionTaskConfig(ImageTaskConfig):
-    """Boxes and masks of objects (AdPE 5.2; MLO-MAE 3.5.2 and D.1)."""
+    """Object detection and instance segmentation (AdPE 5.2; MLO-MAE 3.5.2 and D.1)."""
 
     downstream: DetectionDownstreamConfig = field(default_factory=DetectionDownstreamConfig)
     detection: DetectionConfig = field(default_factory=DetectionConfig)

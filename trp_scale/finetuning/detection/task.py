@@ -1,4 +1,4 @@
-"""Detection: boxes and masks of objects (AdPE 5.2; MLO-MAE 3.5.2 and D.1). One image is one block of one row."""
+"""Object detection and instance segmentation (AdPE 5.2; MLO-MAE 3.5.2 and D.1)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from trp_scale.models.patches import Pixels
 
 
 def open_detection(paths: Sequence[MemberPath], images: str, *, masks: bool) -> list[Annotations]:
-    """Read the annotations of data sets, and look for their images.
+    """Read the annotations of data sets, and check that their images exist.
 
     Args:
-        paths: each a COCO file (.json) or a folder with one in it, or a Pascal VOC folder or list (.txt).
-        images: folder of the images; empty = looked for.
+        paths: COCO files (.json), folders with one COCO file, or Pascal VOC folders or lists (.txt).
+        images: folder of the images; empty = search the usual folders.
         masks: read masks too.
 
     Raises:
-        DataError: something is missing, damaged or of another format.
-        RefusedError: COCO's and Pascal VOC's in one mixture.
+        DataError: a file is missing, damaged or of another format.
+        RefusedError: the mixture has COCO and Pascal VOC data sets.
     """
     datasets = [_open(path, images, masks=masks) for path in paths]
     for dataset in datasets:
         check_images(dataset)
     if len({dataset.voc for dataset in datasets}) > 1:
-        raise RefusedError("--data.path mixes COCO's and Pascal VOC's data sets, which are measured differently")
+        raise RefusedError("--data.path mixes COCO and Pascal VOC data sets, which have different metrics")
     classes = list(dict.fromkeys(name for dataset in datasets for name in dataset.classes))
     return [dataset.with_classes(classes) for dataset in datasets]
 
@@ -67,31 +67,23 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
 
 
 def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
-    """detection.masks: auto becomes what all data has, in place.
+    """Resolve detection.masks auto in place: on if all data sets have masks.
 
     Args:
-        datasets: to learn from and to measure on.
+        datasets: for training and evaluation.
 
     Raises:
-        RefusedError: they are asked for and are not there.
+        RefusedError: detection.masks is on, but a data set has no masks.
     """
     without = [dataset for dataset in datasets if dataset.masks is None]
     if config.detection.masks == "on" and without:
-        raise RefusedError(
-            f"--detection.masks on: objects of {without[0].path} have no masks; allowed there: auto, off"
-        )
+        raise RefusedError(f"--detection.masks on: objects of {without[0].path} have no masks; allowed: auto, off")
     if config.detection.masks == "auto":
         config.detection.masks = "off" if without else "on"
 
 
 def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> Rows:
-    """Data sets as rows.
-
-    Args:
-        config: the run; detection.masks is on or off.
-        datasets: of the same classes.
-        augment: for training.
-    """
+    """Return the rows of data sets with the same classes; detection.masks is on or off."""
     return Rows(
         blocks=datasets,
         meta=None,
@@ -102,27 +94,27 @@ def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations],
 
 
 def select_learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
-    """[n] of each data set, the images that may be trained on.
+    """Return masks [n] of the images to train on.
 
     Raises:
         RefusedError: no image has an object.
     """
     counts = [dataset.counts() for dataset in datasets]
     if not any((objects > 0).any() for objects in counts):
-        raise RefusedError(f"{datasets[0].path}: no image has an object to learn from")
+        raise RefusedError(f"{datasets[0].path}: no image has an object; expected: training images with objects")
     kept = config.detection.without_objects == "kept"
     return [np.ones(len(objects), dtype=np.bool_) if kept else objects > 0 for objects in counts]
 
 
 def training_notices(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[str]:
-    """Notices about the training images: objects that are skipped or cut, images that are left out."""
+    """Return notices about skipped objects and images of the training data."""
     counts = np.concatenate([dataset.counts() for dataset in datasets])
     notices = [notice for dataset in datasets for notice in dataset.notices()]
     most = config.detection.max_objects
     if cut := int((counts > most).sum()):
-        notices.append(f"{cut} images have more than --detection.max_objects {most} objects: the first are learned")
+        notices.append(f"{cut} images have more than --detection.max_objects {most} objects; further ones are skipped")
     if config.detection.without_objects == "left_out" and (empty := int((counts == 0).sum())):
-        notices.append(f"{empty} images without an object are left out of training (--detection.without_objects kept)")
+        notices.append(f"{empty} training images without objects are skipped (see --detection.without_objects)")
     return notices
 
 
@@ -139,20 +131,16 @@ LOSSES = {
 class Detection(TaskObjective):
     """Objectness and boxes of proposals; classes, boxes and masks of objects (He et al. 2017, section 3).
 
-    torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
-    its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
-    the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
-    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on
-    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice
-    too, that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each
-    step, since torchvision's choice of samples needs it.
+    torchvision returns each loss as a mean over the samples of a micro-batch. A task's sum is this mean times the
+    number of images, and its count is the number of images, so micro-batches are weighted by images.
 
-    Args:
-        masks: whether masks are learned.
+    Results do not depend on the number of ranks, but on batch.micro_size: micro-batches have different numbers of
+    samples, and the loop seeds torch's generator, which samples, for each micro-batch. Engines agree up to rounding
+    until a rounding error changes which proposals are kept. Sampling synchronises host and device in each step.
     """
 
     regression: tuple[int, ...] = (1, 3)
-    in_a_graph = False  # the host waits for the choice of samples
+    in_a_graph = False  # sampling synchronises with the host
 
     def __init__(self, *, masks: bool) -> None:
         self.tasks = tuple(task for task in LOSSES if masks or task != "mask")
@@ -160,15 +148,15 @@ class Detection(TaskObjective):
         self._pixels = Pixels()
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64, images that are there, for each task."""
+        """Return the number of images without padding for each task, [T] float64."""
         return batch["row_weights"].double().sum().expand(len(self.tasks)).clone()
 
     def detections(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
-        """Detections of each row, as finetuning/detection/model.py gives them."""
+        """Return the outputs of `Detector` for each row."""
         return forward(self._pixels(batch["images"]))  # type: ignore[no-any-return]
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        """Rows that are not there have no part; where none is, the first one's losses are taken no times."""
+        """Return the weighted losses of rows without padding; a batch of padding rows has losses x 0 of its first."""
         present = torch.nonzero(batch["row_weights"] > 0)[:, 0]
         rows = present if len(present) else present.new_zeros(1)
         losses = forward(self._pixels(batch["images"][rows]), targets(batch, rows.tolist()))
@@ -178,7 +166,7 @@ class Detection(TaskObjective):
 
 
 def targets(batch: Batch, rows: list[int]) -> list[Target]:
-    """Targets of the detector for some rows of a batch."""
+    """Return the targets of `Detector` for some rows of a batch."""
     side, numbers = batch["images"].shape[-1], batch["counts"].tolist()
     listed = []
     for row in rows:
@@ -192,8 +180,7 @@ def targets(batch: Batch, rows: list[int]) -> list[Target]:
 
 
 class DetectionTask(ImageTask[DetectionTaskConfig]):
-    """Boxes, and masks where there are any; see `DownstreamTask`. Of COCO's files the metric is COCO's AP of boxes, of
-    Pascal VOC's that of VOC 2007."""
+    """Object detection; see `DownstreamTask`. The metric is COCO's AP of boxes, or VOC 2007's for Pascal VOC."""
 
     objective: Detection
 
@@ -237,7 +224,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
         super().measure_on(config, checkpoint, data, "")
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
-        """Detections of each row, in pixels of its square."""
+        """Return the detections of each row in pixels of its square."""
         return self.objective.detections(forward, batch)
 
     def metrics(self) -> DetectionMetrics:

@@ -1,5 +1,4 @@
-"""How labelled sentences become a Batch: word pieces, all of a file at once, and short rows side by side in one
-sequence, so that little of it is padding."""
+"""Batches of labelled sentences: tokens of a whole file, and packing of short rows into shared sequences."""
 
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ from trp_scale.data.text.tokenizer import open_given, try_out, vocabulary_size
 from trp_scale.finetuning.glue.folders import Examples
 
 AT_ONCE = 4096
-"""Examples that the tokenizer takes at once: its own record of an example is large."""
+"""Number of examples that are tokenized at once: the tokenizer's `Encoding` of an example is large."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairTokenizer:
-    """A tokenizer that makes `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` of at most `length` pieces.
+    """Tokenizer for `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`.
 
     Attributes:
-        backend: of the tokenizers library, with truncation set (the longer sentence first).
-        pad: number of the padding piece.
-        vocabulary: one more than the largest number.
+        backend: of the tokenizers library, with truncation of the longer sentence first.
+        pad: id of [PAD].
+        vocabulary: largest id + 1.
     """
 
     backend: Tokenizer
@@ -44,10 +43,10 @@ class PairTokenizer:
 
 
 def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
-    """Open a Hugging Face tokenizer directory (tokenizer.json, or BERT's vocab.txt).
+    """Load a Hugging Face tokenizer directory (tokenizer.json, or BERT's vocab.txt).
 
     Raises:
-        RefusedError: there is no such directory, transformers cannot load it, or it is not one of BERT's kind.
+        RefusedError: the directory does not exist, or has no BERT tokenizer.
     """
     tokenizer = open_given(directory, flag="--downstream.tokenizer")
     if not getattr(tokenizer, "is_fast", False) or None in (
@@ -56,32 +55,32 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
         tokenizer.sep_token_id,
     ):
         raise RefusedError(
-            f"{directory}: {type(tokenizer).__name__} found; allowed: a tokenizer of BERT's kind, with [CLS], [SEP] "
-            "and [PAD], in its fast form (tokenizer.json or vocab.txt)"
+            f"{directory}: {type(tokenizer).__name__} found; allowed: a fast tokenizer (tokenizer.json or vocab.txt) "
+            "with [CLS], [SEP] and [PAD], as BERT's"
         )
     backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(length, strategy="longest_first")
-    backend.encode_special_tokens = True  # text that spells "[MASK]" stays text, as in pre-training
+    backend.encode_special_tokens = True  # "[MASK]" in text is text, as in pre-training
     probe = try_out(backend, directory)
     ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1])
     if ends != (tokenizer.cls_token_id, tokenizer.sep_token_id, 1):
         raise RefusedError(
-            f"{directory}: a pair becomes {' '.join(probe.tokens)}; allowed: a tokenizer that makes [CLS] A [SEP] B "
-            "[SEP] with types 0 and 1, as BERT's"
+            f"{directory}: a pair becomes {' '.join(probe.tokens)}; allowed: a tokenizer that returns [CLS] A [SEP] B "
+            "[SEP] with token types 0 and 1, as BERT's"
         )
     return PairTokenizer(backend=backend, pad=tokenizer.pad_token_id, vocabulary=vocabulary_size(backend))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """Examples as pieces; each is a block of one row, so that the order (data/plan.py) shuffles them as a whole.
+    """Tokens of examples; each example is a block of one row (data/plan.py), so single rows are shuffled.
 
     Attributes:
         keys, identities, rows: as `plan.Blocks`.
-        pieces: [total] all rows one after the other.
-        ends: [n + 1] place in `pieces` where each row starts, and the end.
-        second: [n] place in the row where its second sentence starts; its length where there is none.
+        pieces: [total] concatenated token ids of all rows.
+        ends: [n + 1] offsets of the rows in `pieces`.
+        second: [n] position in the row of its second sentence; the row's length for a single sentence.
         labels: [n] float64.
     """
 
@@ -95,11 +94,11 @@ class TokenTable:
 
     @property
     def lengths(self) -> Integers:
-        """[n] pieces of each row."""
+        """Number of tokens of each row, [n]."""
         return np.diff(self.ends)
 
     def digest(self) -> str:
-        """Hash of all that is learned from: equal on two ranks if they see the same files and the same tokenizer."""
+        """Return a hash of tokens and labels."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.identities, self.pieces, self.ends, self.second, self.labels):
             digest.update(array.tobytes())
@@ -107,7 +106,7 @@ class TokenTable:
 
 
 def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
-    """The pieces of all examples; labels are 0 where there are none."""
+    """Tokenize all examples; missing labels become 0."""
     dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
     texts = iter(zip(*examples.sentences, strict=True)) if len(examples.sentences) > 1 else iter(examples.sentences[0])
     pieces, lengths, second = [], [], []
@@ -129,8 +128,7 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
 
 
 class TokenPlaces(NamedTuple):
-    """Where each row lies: the number of its sequence, its first place there, and how many rows begin before it in that
-    sequence; [R] each."""
+    """Location of each row: its sequence, its first position there, and its index among the sequence's rows; [R]."""
 
     sequence: Integers
     first: Integers
@@ -138,10 +136,10 @@ class TokenPlaces(NamedTuple):
 
 
 def place_rows(lengths: Integers, width: int) -> TokenPlaces:
-    """Put rows into sequences of `width` places, the longest first, each into the first sequence that still has room.
+    """Pack rows into sequences of `width` positions by first-fit decreasing.
 
-    32 rows of SST-2 fill 93 % of the sequences they share, and 33 % of rows padded to the longest of them; of MRPC,
-    whose rows are long, 82 % and 65 %.
+    32 rows of SST-2 fill 93 % of packed sequences, and 33 % if padded to the longest row; for the longer rows of MRPC
+    82 % and 65 %.
 
     Args:
         lengths: [R], each at most `width`.
@@ -162,35 +160,39 @@ def place_rows(lengths: Integers, width: int) -> TokenPlaces:
 
 
 def one_each(count: int) -> TokenPlaces:
-    """A sequence for each of `count` rows."""
+    """Return the placement of `count` rows in a sequence each."""
     zeros = np.zeros(count, dtype=np.int64)
     return TokenPlaces(np.arange(count), zeros, zeros)
 
 
 WIDTH_MULTIPLE = 64
-"""Sequences that rows share have a multiple of this as their width: few shapes, that fill the hardware's tiles."""
+"""Packed sequences have a width that is a multiple of this: few shapes, which fit the GPU's tiles."""
 
 NOBODY = -1
-"""Owner of places that no row has."""
+"""Value of `owners` at padding."""
 
 
 class GlueBatchBuilder:
-    """Makes batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`; draws nothing.
+    """Builds batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, without random numbers.
 
-    A row is a part of a sequence: Q sequences of W places hold the R rows, at most S in one.
-        tokens [Q, W] int64. token_types [Q, W] int64: 1 on B and its [SEP]. places [Q, W] int64: of the piece in its
-        row. owners [Q, W] int64: the row of the batch that has the place, or -1. first_places [Q, S] int64: where the
-        rows of a sequence begin; unused slots are 0. slots [R] int64: of the row in the flattened first_places.
-        labels [R]: int64 numbers of labels, or float32 scores. row_weights [R] float32: 1, or 0 for a row that is not
-        there, which is [CLS] alone. measured_set [R] int64: which table the row is from.
+    Fields of the batch: R rows are packed into Q sequences of W positions, at most S rows in a sequence.
+        tokens [Q, W] int64.
+        token_types [Q, W] int64: 1 for B and its [SEP].
+        places [Q, W] int64: position of a token in its row.
+        owners [Q, W] int64: row of the token, or -1 for padding.
+        first_places [Q, S] int64: first position of each row of a sequence; unused slots are 0.
+        slots [R] int64: index of the row in the flattened first_places.
+        labels [R]: int64 numbers of labels, or float32 scores.
+        row_weights [R] float32: 1; 0 for a padding row, which is [CLS] alone.
+        measured_set [R] int64: number of the row's table.
 
     Args:
-        tables: the data sets.
-        tokenizer: that made them.
-        length: L, of the longest row.
-        padding: none: rows share sequences as wide as the longest of them, up to a multiple of 64 (at most L). length:
-            each has one of L places. What a row gives is the same up to rounding, and where it lies follows from the
-            positions of its micro-batch alone, so that a resumed run meets the same.
+        tables: data sets.
+        tokenizer: of the tables.
+        length: L, largest length of a row.
+        padding: none: packed sequences, as wide as the longest row rounded up to a multiple of 64, at most L. length:
+            one row of L positions per sequence. Outputs are equal up to rounding. Packing depends only on the rows of
+            the micro-batch, so a resumed run repeats it.
         scores: labels are scores.
     """
 
@@ -217,7 +219,7 @@ class GlueBatchBuilder:
         self._labels = labels.astype(np.float32) if scores else labels.astype(np.int64)
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         present = addresses.present
         stored = self._first_row[addresses.member] + addresses.block  # [R]
@@ -238,13 +240,13 @@ class GlueBatchBuilder:
         )
 
     def _lay_out(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
-        """The fields of the sequences that hold `lengths` pieces of each of the stored rows."""
+        """Pack `lengths` tokens of each stored row into sequences; returns the sequences' fields."""
         width, laid = self._length, one_each(len(lengths))
         if self._padding == "none":
             width = min(width, -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
             laid = place_rows(lengths, width)
         sequences, slots = int(laid.sequence.max()) + 1, int(laid.slot.max()) + 1
-        row = np.repeat(np.arange(len(lengths)), lengths)  # [pieces of all rows]
+        row = np.repeat(np.arange(len(lengths)), lengths)  # [tokens of all rows]
         within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         at = laid.sequence[row] * width + laid.first[row] + within
 

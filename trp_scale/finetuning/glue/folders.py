@@ -1,8 +1,5 @@
-"""Read a GLUE task from the GLUE directory.
-
-Files are GLUE's own (columns between tabs, nothing quoted, most with a header), or a Hugging Face dataset directory
-(save_to_disk), for which `datasets` is imported when one is met.
-"""
+"""Read GLUE tasks from GLUE's own files (tab-separated, unquoted, most with a header) or from Hugging Face dataset
+directories (save_to_disk)."""
 
 from __future__ import annotations
 
@@ -21,20 +18,17 @@ from trp_scale.errors import DataError, error_text, quote, shorten
 
 
 def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
-    """Read one file of a task, with or without a byte-order mark, its lines ended by LF or CR LF.
-
-    Quotation marks are text: GLUE quotes nothing, and has single ones in every file.
+    """Read one file of a task, with or without byte-order mark, with line ends LF or CR LF. Quotation marks are text.
 
     Args:
-        allowed_bad: lines with too few or too many columns that are left out (the published QQP has some, broken by a
-            line end within a question).
+        allowed_bad: largest number of lines with a wrong number of columns, which are skipped. The published QQP has
+            some, with line ends within questions.
 
     Raises:
-        DataError: no such file, not UTF-8, a column is missing, no examples, more bad lines than allowed, or a label
-            that is none of the task's; names file and line.
+        DataError: the file is missing, damaged or of another format, or has too many bad lines; names file and line.
     """
     lines = _lines(path)
-    # Only CoLA's training and dev files have no header: what a line of theirs holds is no column's name.
+    # Only CoLA's training and dev files have no header.
     names, first = list(task.headerless), 0
     if not names or not lines or all(any(name in lines[0].split("\t") for name in c) for c in task.sentences):
         names, first = (lines[0].split("\t") if lines else []), 1
@@ -48,7 +42,7 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
     if len(left_out) > allowed_bad:
         more = f" (and {len(left_out) - 1} more such lines)" if len(left_out) > 1 else ""
         raise DataError(
-            f"{left_out[0]}{more}; mend the file, or give --data.max_corrupt_blocks {len(left_out)} to leave them out"
+            f"{left_out[0]}{more}; repair the file, or set --data.max_corrupt_blocks {len(left_out)} to skip them"
         )
     rows = {number: row for number, row in cells.items() if len(row) == len(names)}
     if not rows:
@@ -66,7 +60,7 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
 
 
 def _lines(path: Path) -> list[str]:
-    """Split at line feeds alone: `splitlines` would also do so at characters that occur within sentences."""
+    """Split a file at line feeds only; `splitlines` would split at other characters, which sentences contain."""
     content = read_content(path, DataError, largest=MAX_TSV_BYTES)
     try:
         text = content.decode("utf-8-sig")
@@ -80,29 +74,27 @@ def _lines(path: Path) -> list[str]:
 
 
 MAX_TSV_BYTES = 4 << 30
-"""Bytes of a file; GLUE's largest, MNLI's, has 80 MB."""
+"""Largest size of a file in bytes; GLUE's largest, of MNLI, has 80 MB."""
 
 DICT_FILE = "dataset_dict.json"
-"""What save_to_disk leaves in the directory of a DatasetDict."""
+"""File that save_to_disk writes for a DatasetDict."""
 
 TRAIN, DEV = "train", "validation"
 
 
 def split_name(file: str) -> str:
-    """Hugging Face's name of a split, from the stem of GLUE's file: dev_matched -> validation_matched."""
+    """Convert the stem of GLUE's file to Hugging Face's split: dev_matched -> validation_matched."""
     return file.replace("dev", DEV, 1)
 
 
 def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:
-    """Read splits of one task.
+    """Read splits of one task from a dataset directory.
 
     Args:
-        files: by the name of a set, the stems of GLUE's files that it may have; the first that is there is taken, and
-            a set that is not there is left out.
+        files: possible file stems of each set; the first that exists is read, and missing sets are skipped.
 
     Raises:
-        DataError: the extra is not installed, the directory is damaged, a column is missing, or labels that are not
-            the task's.
+        DataError: `datasets` is not installed, or the directory is damaged or of another format.
     """
     try:
         import datasets
@@ -110,7 +102,7 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
         raise DataError(f"{directory}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
     loaded = open_dataset(directory, str(directory))
     if not isinstance(loaded, datasets.DatasetDict):
-        raise DataError(f"{directory}: cannot be read as a dataset directory with splits; save a DatasetDict")
+        raise DataError(f"{directory}: not a dataset directory with splits; save a DatasetDict")
     examples = {}
     for name, stems in files.items():
         stem = next((stem for stem in stems if split_name(stem) in loaded), None)
@@ -121,7 +113,7 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
                 examples[name] = _read(rows, task, stem, where)
             except RefusedError:
                 raise
-            except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
+            except Exception as error:  # pyarrow raises many types for damaged columns
                 raise DataError(f"{where}: cannot be read ({error_text(error)}); save it again") from error
     return examples
 
@@ -150,7 +142,7 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
 
 
 def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
-    """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
+    """Return label numbers [n]; named labels are renumbered in the order of `task.names`."""
     if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
         return None
     numbers = np.array([_number(value) for value in values])  # [n]
@@ -168,7 +160,7 @@ def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) 
 
 
 def _number(value: Any) -> float:
-    """NaN for what is no number: no label, or one in words."""
+    """Return NaN for values that are not numbers, such as missing labels."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -179,10 +171,10 @@ class GlueData(NamedTuple):
     """Examples of a task.
 
     Attributes:
-        train: examples to learn from.
-        measured: by the name of the set ("" where the task has one).
-        notices: remarks on the files for the user.
-        unlabelled: why no figure can be given of what is measured, "" if one can.
+        train: training examples.
+        measured: examples of each measured set; the name is "" for a single set.
+        notices: messages about the files for the user.
+        unlabelled: why measured examples have no labels; "" if they have labels.
     """
 
     train: Examples
@@ -192,19 +184,21 @@ class GlueData(NamedTuple):
 
 
 def find_folder(root: Path, task: str) -> Path:
-    """The task's directory: `root`/CoLA, /cola, /STS_B and the like, or `root` itself if it bears the task's name.
+    """Return the task's directory: `root`/CoLA, /cola, /STS_B and so on, or `root` if it has the task's name.
 
     Raises:
-        DataError: there is none, or there are several.
+        DataError: no or several directories match.
     """
     if not root.is_dir():
-        raise DataError(f"--data.path {root}: no such directory; allowed: the GLUE directory, one folder for each task")
+        raise DataError(
+            f"--data.path {root}: no such directory; allowed: the GLUE directory, with a folder for each task"
+        )
     standard = root / FORMATS[task].folder
     if standard.is_dir():
         return standard
     matches = sorted(path for path in root.iterdir() if path.is_dir() and _plain(path.name) == task)
     if len(matches) > 1:
-        raise DataError(f"{root}: {' and '.join(path.name for path in matches)} may both be {task}; leave one there")
+        raise DataError(f"{root}: {' and '.join(path.name for path in matches)} both match {task}; remove all but one")
     if matches:
         return matches[0]
     if _plain(root.resolve().name) == task:
@@ -216,11 +210,7 @@ def find_folder(root: Path, task: str) -> Path:
 
 
 def require_folders(root: Path, tasks: Sequence[str]) -> None:
-    """Check that all tasks are there before the first is trained.
-
-    Raises:
-        DataError: naming each that is not, and those that are.
-    """
+    """Raise `DataError` if folders of tasks are missing, before the first task is trained."""
     problems: dict[str, str] = {}
     for task in tasks:
         try:
@@ -234,16 +224,16 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
 
 
 def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueData:
-    """The training examples of a task and those to measure on.
+    """Read the training and measured examples of a task.
 
     Args:
-        root: the GLUE directory.
+        root: GLUE directory.
         split: dev or test.
-        allowed_bad: lines of each file that may be left out.
+        allowed_bad: largest number of skipped lines for each file.
 
     Raises:
-        DataError: as `find_folder`, `read_tsv` and `read_splits`, or a file is not there.
-        RefusedError: training examples without labels.
+        DataError: a file or folder is missing, damaged or of another format.
+        RefusedError: the training examples have no labels.
     """
     folder, form = find_folder(root, task), FORMATS[task]
     wanted = {"train": ("train",), **(form.dev if split == "dev" else form.test)}
@@ -253,14 +243,14 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
         paths = {name: [folder / f"{stem}.tsv" for stem in stems] for name, stems in wanted.items()}
         stored = {name: path for name, several in paths.items() for path in several[::-1] if path.is_file()}
         read = {name: read_tsv(path, form, allowed_bad=allowed_bad) for name, path in stored.items()}
-    for name in list(wanted)[:2]:  # the training set, and the first to be measured
+    for name in list(wanted)[:2]:  # the training set and the first measured set are required
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, wanted[name])}")
     unlabelled = {name: _explain_missing_labels(folder, examples, form, split) for name, examples in read.items()}
     if reason := unlabelled["train"]:
         raise RefusedError(reason)
-    notices = [f"left out: {line}" for examples in read.values() for line in examples.left_out]
-    notices += [f"{folder}: no {wanted[name][0]}: nothing is measured on it" for name in wanted if name not in read]
+    notices = [f"skipped: {line}" for examples in read.values() for line in examples.left_out]
+    notices += [f"{folder}: no {wanted[name][0]}; it is not measured" for name in wanted if name not in read]
     return GlueData(read.pop("train"), read, notices, next(filter(None, unlabelled.values()), ""))
 
 
@@ -275,34 +265,32 @@ def _missing(folder: Path, stems: Sequence[str]) -> str:
 
 
 def _explain_missing_labels(folder: Path, examples: Examples, form: GlueFormat, split: str) -> str:
-    """Explain that the examples have no labels; "" if they have."""
+    """Return why the examples have no labels; "" if they have labels."""
     if examples.labels is not None:
         return ""
     hidden = (
-        "; GLUE keeps the labels of its test sets back: --downstream.split dev, and trp-scale evaluate --split test "
-        "--predictions DIR for the files that its server measures"
+        "; GLUE does not publish test labels: use --downstream.split dev, and trp-scale evaluate --split test "
+        "--predictions DIR to write files for GLUE's server"
     )
     return (
-        f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}): nothing can be learned "
-        f"from it or measured on it{hidden if split == 'test' else ''}"
+        f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}), which training and metrics "
+        f"need{hidden if split == 'test' else ''}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlueFormat:
-    """How one task is stored.
+    """File format of one task.
 
     Attributes:
-        folder: its standard name; other spellings differ in case, "-" and "_" only.
-        sentences: for each sentence of an example, the names its column has: in GLUE's files, in Hugging Face's.
-        label: the same of the label's column.
-        names: of the labels; a label's number is its place here (Hugging Face's order). Empty = a score.
-        values: how GLUE's files spell the labels, in that order.
-        headerless: columns of training and dev files that have no header (test files have one).
-        dev: for each set to measure on ("" where there is one only), its file; the first that is there.
-        test: likewise of the test set.
-        submitted: for each measured set, the file of predictions that GLUE's server takes, without its suffix; empty:
-            one with the folder's name.
+        folder: standard name; other spellings differ only in case, "-" and "_".
+        sentences: for each sentence of an example, the possible names of its column (GLUE's, Hugging Face's).
+        label: possible names of the label's column.
+        names: of the labels, in the order of their numbers (Hugging Face's); empty = scores.
+        values: labels in GLUE's files, in the same order.
+        headerless: columns of training and dev files without header; test files have a header.
+        dev, test: possible file stems of each measured set; the set is named "" if the task has a single set.
+        submitted: stems of the files for GLUE's server by measured set; default: the folder's name.
     """
 
     folder: str
@@ -317,7 +305,7 @@ class GlueFormat:
 
     @property
     def outputs(self) -> int:
-        """Width of the head: one for each label, one for a score."""
+        """Width of the head: the number of labels, or 1 for scores."""
         return max(1, len(self.names))
 
 
@@ -363,7 +351,7 @@ FORMATS: dict[str, GlueFormat] = {
     "rte": GlueFormat(folder="RTE", sentences=_PAIR, names=_ENTAILMENT, values=_ENTAILMENT),
     "wnli": GlueFormat(folder="WNLI", sentences=_PAIR, names=("not_entailment", "entailment"), values=_BINARY),
 }
-"""By the name that --task takes."""
+"""Formats by the names of --task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,11 +360,11 @@ class Examples:
 
     Attributes:
         name: of the split: train, dev_matched, ...
-        sentences: one list for each sentence of an example, n texts each.
-        labels: [n] float64, the label's number or its score; None where the file has none, as GLUE's test files.
-        places: [n] line in the file, or row in the table.
-        indices: [n] what its column of numbers calls each; empty where it has none.
-        left_out: lines that do not have the columns of the others, each named.
+        sentences: n texts for each sentence of an example.
+        labels: [n] float64 numbers of labels, or scores; `None` for files without labels.
+        places: [n] line numbers of the file, or rows of the table.
+        indices: [n] values of the index column; empty without such a column.
+        left_out: messages about skipped lines.
     """
 
     name: str
@@ -388,14 +376,14 @@ class Examples:
 
 
 INDEX = ("index", "id", "idx")
-"""Names of the column by which GLUE's server knows an example: in GLUE's files, in QQP's, in Hugging Face's."""
+"""Names of the index column that GLUE's server reads: in GLUE's files, in QQP, in Hugging Face's data sets."""
 
 UNKNOWN = ("", "-1", "-1.0")
-"""What stands for a label that is kept back."""
+"""Values of unpublished labels."""
 
 
 def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[int], int | None, int | None]:
-    """Find the sentences, the label and the index among the names of a table's columns; `None` if it lacks one.
+    """Return the numbers of the columns of sentences, label and index; `None` for a missing label or index.
 
     Raises:
         DataError: a sentence's column is missing.
@@ -414,10 +402,10 @@ def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[i
 def number_labels(
     texts: Sequence[str], task: GlueFormat, places: Sequence[int], where: str
 ) -> npt.NDArray[np.float64] | None:
-    """[n] numbers of labels as a file spells them; None where none is known.
+    """Convert a file's labels to numbers [n]; `None` if all are unknown.
 
     Raises:
-        DataError: a label that is none of the task's, or known for some only; names file and line.
+        DataError: a label is unknown or not of the task; names file and line.
     """
     if all(text in UNKNOWN for text in texts):
         return None

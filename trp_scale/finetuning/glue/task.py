@@ -1,7 +1,7 @@
-"""GLUE: sentences and pairs of sentences (TRP 001, Tables 1 and 5).
+"""GLUE: classification of sentences and pairs of sentences (TRP 001, Tables 1 and 5).
 
-The figures are those of TRP's Table 1, through scikit-learn and scipy (extra `evaluation`). Where a figure is
-undefined, because predictions or labels are all the same, it is 0 and a warning says so.
+scikit-learn and scipy (extra `evaluation`) compute the metrics of TRP's Table 1. A metric that is undefined, because
+all predictions or all labels are equal, is 0, with a warning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trp_scale.reporting.results import CONSTANT
 
 
 def glue_step_flops(config: GlueTaskConfig, length: int) -> float:
-    """Return the model FLOPs of a training step over sequences of `length` pieces, one row in each."""
+    """Return the model FLOPs of a training step on sequences of one row of `length` tokens."""
     pieces = torch.empty(1, length, dtype=torch.int64, device="meta")
     inputs = (pieces, pieces, pieces, pieces, pieces[:, :1], pieces[0, :1])
     make_model = partial(BertClassifier, config, vocabulary=64)  # lookups have no FLOPs
@@ -90,7 +90,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         )
         self.sources.notices += data.notices
         self.objective = SentenceClassification(self.name, form.outputs)
-        # Rows that share sequences leave little padding: the mean of their pieces.
+        # Packed sequences have little padding: count the mean number of tokens.
         length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
         self.positions_per_step = config.batch.global_size * length
 
@@ -99,15 +99,15 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         return glue_step_flops(self.config, self.positions_per_step // self.config.batch.global_size)
 
     def model(self) -> nn.Module:
-        """Build the model with a head from the seed, and the pooler too where the encoder has none."""
+        """Build the model; the seed initialises the head, and the pooler if the encoder has none."""
         if self._encoder is None:
             return BertClassifier(self.config, vocabulary=padded_vocabulary(self._tokenizer.vocabulary))
         weights = self._encoder.read()
         rows = len(weights["embeddings.word_embeddings.weight"])
         if rows < self._tokenizer.vocabulary:
             raise RefusedError(
-                f"--from {self._encoder.path}: embeddings of {rows} pieces, but the tokenizer "
-                f"{self._tokenizer_directory} has {self._tokenizer.vocabulary}; give the encoder's own"
+                f"--from {self._encoder.path} has embeddings of {rows} tokens, but the tokenizer "
+                f"{self._tokenizer_directory} has {self._tokenizer.vocabulary}; use the encoder's tokenizer"
             )
         model = BertClassifier(self.config, vocabulary=rows)
         if not any(name.startswith("pooler.") for name in weights):
@@ -117,13 +117,13 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         return model
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
-        """Copy the tokenizer, so that the run can be fine-tuned again on another task."""
+        """Copy the tokenizer, so the run can be fine-tuned on another task."""
         if world.rank == 0 and not (run_dir / TOKENIZER).exists():
             save_given(self._tokenizer_directory, run_dir / TOKENIZER)
 
     @classmethod
     def measure_on(cls, config: GlueTaskConfig, checkpoint: Path, data: str, images: str) -> None:
-        """The run's own checkpoint also brings the tokenizer that it was trained with."""
+        """Use the tokenizer stored with the run's checkpoint."""
         super().measure_on(config, checkpoint, data, images)
         config.model.weights, config.downstream.tokenizer = str(checkpoint), ""
 
@@ -139,7 +139,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
 
 
 def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[TokenTable]) -> Rows:
-    """Tables of examples as what sources are made of."""
+    """Return the rows of tables with a batch builder."""
     downstream = config.downstream
     builder = GlueBatchBuilder(
         tables,
@@ -159,17 +159,17 @@ def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[Tok
 
 
 def tokenizer_directory(config: GlueTaskConfig, encoder: EncoderSource | None) -> Path:
-    """--downstream.tokenizer, else the encoder's own.
+    """Return --downstream.tokenizer, or the encoder's tokenizer.
 
     Raises:
-        RefusedError: there is neither.
+        RefusedError: neither exists.
     """
     if config.downstream.tokenizer:
         return Path(config.downstream.tokenizer)
     if encoder is None or encoder.tokenizer is None:
         raise RefusedError(
-            "--from scratch brings no tokenizer; give --downstream.tokenizer DIR, for example that of a sharded data "
-            "set (DATASET/tokenizer)"
+            "--from scratch has no tokenizer; set --downstream.tokenizer DIR, for example that of a sharded data set "
+            "(DATASET/tokenizer)"
         )
     return encoder.tokenizer
 
@@ -181,48 +181,44 @@ Figure = Callable[[Values, Values], float]
 
 
 def require_libraries() -> None:
-    """Before a run is trained that could not be measured.
-
-    Raises:
-        RefusedError: scikit-learn or scipy is not installed.
-    """
+    """Raise `RefusedError` if scikit-learn or scipy is not installed, before the run is trained."""
     for name, package in (("sklearn", "scikit-learn"), ("scipy", "scipy")):
         if importlib.util.find_spec(name) is None:
             raise RefusedError(f"GLUE's metrics need {package}: pip install 'trp-scale[evaluation]'")
 
 
 def accuracy(predicted: Values, labels: Values) -> float:
-    """Share of rows whose label is predicted."""
+    """Return the share of correct predictions."""
     from sklearn.metrics import accuracy_score
 
     return float(accuracy_score(labels, predicted))
 
 
 def f1(predicted: Values, labels: Values) -> float:
-    """F1 of label 1: 2 TP / (2 TP + FP + FN)."""
+    """Return F1 of label 1."""
     from sklearn.metrics import f1_score
 
     if not (predicted == 1).any() and not (labels == 1).any():
-        return _warn_undefined("F1", "no row has label 1, and none is predicted to")
+        return _warn_undefined("F1", "label 1 is neither present nor predicted")
     return float(f1_score(labels, predicted, zero_division=0.0))
 
 
 def matthews(predicted: Values, labels: Values) -> float:
-    """Matthews' correlation coefficient."""
+    """Return Matthews' correlation coefficient."""
     from sklearn.metrics import matthews_corrcoef
 
     return _correlate("Matthews' correlation", lambda: matthews_corrcoef(labels, predicted), predicted, labels)
 
 
 def pearson(predicted: Values, scores: Values) -> float:
-    """Pearson's correlation of scores."""
+    """Return Pearson's correlation of scores."""
     from scipy.stats import pearsonr  # type: ignore[import-untyped]
 
     return _correlate("Pearson's correlation", lambda: pearsonr(predicted, scores).statistic, predicted, scores)
 
 
 def spearman(predicted: Values, scores: Values) -> float:
-    """Spearman's correlation of scores: Pearson's of their ranks, equal ones sharing the mean of theirs."""
+    """Return Spearman's rank correlation of scores."""
     from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
     return _correlate("Spearman's correlation", lambda: spearmanr(predicted, scores).statistic, predicted, scores)
@@ -259,20 +255,20 @@ FIGURES: dict[str, dict[str, Figure]] = {
     "rte": {"accuracy": accuracy},
     "wnli": {"accuracy": accuracy},
 }
-"""By task; the first is the one of TRP's Table 1, by which the task is judged."""
+"""Metrics of each task; the first is the main metric, as in TRP's Table 1."""
 
 
 CORRELATIONS = ("matthews", "pearson", "spearman")
-"""Figures that are 0, or undefined, of any constant prediction."""
+"""Metrics that are 0 or undefined for constant predictions."""
 
 
 def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
-    """Figure of the best constant prediction, chosen on the training rows: by accuracy their most frequent label.
+    """Return a metric of the constant prediction that is best on the training rows.
 
     Args:
-        figure: its name.
+        figure: name of the metric.
         learned: labels of the training rows.
-        labels: of the measured ones.
+        labels: of the measured rows.
     """
     if figure in CORRELATIONS:
         return 0.0
@@ -281,13 +277,12 @@ def constant_figure(figure: str, compute: Figure, learned: Values, labels: Value
 
 
 class GlueMetrics:
-    """The figures of one task over each of its measured sets; see `Metrics`.
+    """Metrics of one task on each of its measured sets; see `Metrics`.
 
     Args:
         task: name of the task.
-        sets: names of the measured sets ("" for a single one, whose figures bear no set's name).
-        learned: labels or scores of the training rows, on which constant predictions are chosen; None: there are no
-            figures of such.
+        sets: names of the measured sets; "" for a single set.
+        learned: labels or scores of the training rows, for constant baselines; `None` = no baselines.
     """
 
     def __init__(self, task: str, sets: list[str], learned: Values | None = None) -> None:
@@ -295,13 +290,13 @@ class GlueMetrics:
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """[R, C] logits, or one score for each row."""
+        """Add logits [R, C], or scores [R, 1]."""
         predicted = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)  # [R]
         self._rows.add(batch, predicted=predicted, labels=batch["labels"], measured_set=batch["measured_set"])
 
     def finish(self, group: Group) -> dict[str, Any]:
         rows = self._rows.gather(group)
-        return group.broadcast_object(self._figures(rows) if group.rank == 0 else {})  # one rank warns
+        return group.broadcast_object(self._figures(rows) if group.rank == 0 else {})  # only one rank logs warnings
 
     def _figures(self, rows: dict[str, Values]) -> dict[str, Any]:
         figures: dict[str, Any] = {"detail": {}}
@@ -318,12 +313,12 @@ class GlueMetrics:
 
 
 def figure_name(figure: str, measured_set: str) -> str:
-    """accuracy, or accuracy_matched."""
+    """Return accuracy, or accuracy_matched for the set matched."""
     return f"{figure}_{measured_set}" if measured_set else figure
 
 
 def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
-    """Counts for each label: rows that have it, rows predicted to have it, rows of both."""
+    """Return for each label the number of its rows, predictions and correct predictions."""
     return {
         name: {
             "rows": int((labels == number).sum()),
@@ -335,16 +330,16 @@ def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
 
 
 LEAST_SCORE, LARGEST_SCORE = 0.0, 5.0
-"""Of STS-B."""
+"""Range of STS-B's scores."""
 
 
 class GlueSubmission:
-    """One file for each measured set; see `Predictions`.
+    """Writes a file for GLUE's server for each measured set; see `Predictions`.
 
     Args:
         task: name of the task.
-        measured: its examples by the name of the set, in the order of their numbers in batches.
-        directory: for the files.
+        measured: examples by set, in the order of `measured_set` in batches.
+        directory: of the files.
         group: ranks that predict.
     """
 
@@ -354,12 +349,12 @@ class GlueSubmission:
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """[R, C] logits, or one score for each row."""
+        """Add logits [R, C], or scores [R, 1]."""
         predicted = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)  # [R]
         self._rows.add(batch, predicted=predicted, measured_set=batch["measured_set"])
 
     def finish(self) -> list[Path]:
-        """CoLA.tsv, or MNLI-m.tsv and MNLI-mm.tsv."""
+        """Write CoLA.tsv, or MNLI-m.tsv and MNLI-mm.tsv, for example."""
         rows = self._rows.gather(self._group)
 
         def write() -> list[Path]:
@@ -369,7 +364,7 @@ class GlueSubmission:
                 spelt = [self.spelt(value) for value in rows["predicted"][rows["measured_set"] == number]]
                 indices = examples.indices or [str(row) for row in range(len(spelt))]
                 if examples.left_out:
-                    logger.warning("%s lacks %d lines that could not be read", path, len(examples.left_out))
+                    logger.warning("%s lacks %d lines, which were unreadable", path, len(examples.left_out))
                 write_table(path, ("index", "prediction"), zip(indices, spelt, strict=True), separator="\t")
                 paths.append(path)
             return paths
@@ -377,22 +372,20 @@ class GlueSubmission:
         return on_rank_zero(self._group, f"writing {self._directory}", write)
 
     def spelt(self, predicted: float) -> str:
-        """A label's number as GLUE's files spell it, or a score within its limits."""
+        """Convert a label's number to its value in GLUE's files, or clip and format a score."""
         if self._form.values:
             return self._form.values[int(predicted)]
         return f"{np.clip(float(predicted), LEAST_SCORE, LARGEST_SCORE):.3f}"
 
 
 class BertClassifier(nn.Module):
-    """transformers' encoder, called block by block as in pretraining/pos_bert/model.py; the last block is computed at
-    [CLS] alone, unless the head reads the mean of all pieces. Short rows share sequences (finetuning/glue/batch.py):
-    most of a padded batch would be padding.
+    """Transformers' BERT with a classification head, on packed sequences (`GlueBatchBuilder`).
 
-    Parameter names are those of transformers' `BertForSequenceClassification`.
+    Blocks are called one by one as in pretraining/pos_bert/model.py. With pooling class the last block is computed only
+    at [CLS]. Parameter names are those of transformers' `BertForSequenceClassification`.
 
     Args:
-        config: sizes, `downstream.classes` and dropout, and the seed of the initial weights.
-        vocabulary: rows of the word embeddings, padding included.
+        vocabulary: rows of the word embeddings, with padding.
     """
 
     def __init__(self, config: GlueTaskConfig, *, vocabulary: int) -> None:
@@ -407,16 +400,16 @@ class BertClassifier(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The repeated blocks, each a unit of sharding."""
+        """Repeated blocks, the units of sharding."""
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
     @property
     def depth(self) -> int:
-        """The head's, and the pooler's."""
+        """Depth of the head and the pooler."""
         return len(self.layers) + 1
 
     def parameter_depth(self, name: str) -> int:
-        """See engines/optimizer.py, `Layered`."""
+        """Return the depth of a parameter; see `Layered` (engines/optimizer.py)."""
         parts = name.split(".")
         if parts[:2] == ["bert", "embeddings"]:
             return 0
@@ -427,16 +420,14 @@ class BertClassifier(nn.Module):
     def forward(
         self, tokens: Tensor, token_types: Tensor, places: Tensor, owners: Tensor, first_places: Tensor, slots: Tensor
     ) -> Tensor:
-        """Logits of R rows that share Q sequences: a row attends to itself alone, and its places count from 0.
+        """Compute logits [R, C], or scores [R, 1], of R rows packed into Q sequences; a row attends only to itself.
 
         Args:
-            tokens, token_types, places: [Q, W] int64; places are those of a piece in its row.
-            owners: [Q, W] int64, the row that has the place; what no row has has an owner of its own.
-            first_places: [Q, S] int64, where the rows of a sequence begin; unused slots may hold any place.
-            slots: [R] int64, of each row in the flattened first_places.
-
-        Returns:
-            [R, C] logits, or one score for each row.
+            tokens, token_types: [Q, W] int64.
+            places: [Q, W] int64, position of a token in its row.
+            owners: [Q, W] int64, row of a token; -1 for padding.
+            first_places: [Q, S] int64, first position of each row of a sequence; unused slots have any position.
+            slots: [R] int64, index of each row in the flattened first_places.
         """
         same_row = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
         hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=places)  # [Q, W, D]
@@ -457,27 +448,22 @@ class BertClassifier(nn.Module):
 
 
 INPUTS = ("tokens", "token_types", "places", "owners", "first_places", "slots")
-"""What the model reads of a batch, in its order."""
+"""Fields of a batch that the model reads, in the order of its arguments."""
 
 
 class SentenceClassification(TaskObjective):
-    """The mean over rows of the cross-entropy of their label; with one class, of the square error of their score.
-
-    Args:
-        task: name of the loss.
-        classes: C, width of the head.
-    """
+    """Mean over rows of the cross-entropy of labels, or of the squared error of scores if `classes` is 1."""
 
     def __init__(self, task: str, classes: int) -> None:
         self.tasks: tuple[str, ...] = (task,)
         self.regression = (0,) if classes == 1 else ()
 
     def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """[R, C]."""
+        """Return logits [R, C], or scores [R, 1]."""
         return forward(*(batch[name] for name in INPUTS))
 
     def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
-        """Sums over rows, in float64 like every task's sum."""
+        """Return the sum of losses over rows, in float64."""
         logits, labels = self.logits(forward, batch).float(), batch["labels"]
         if self.regression:
             errors = (logits.squeeze(1) - labels).square()  # [R]

@@ -198,7 +198,7 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
         (("--from", run, "--data", image_dataset, "--positions", "0,4"), "from 0 to 3"),
         (("--from", run, "--data", image_dataset, "--shown", 0), "--shown is 0"),
         (("--from", run, "--data", image_dataset, "--images", 3), "5 or more"),
-        (("--from", run, "--data", image_dataset, "--run", run), "a run of pre-training"),
+        (("--from", run, "--data", image_dataset, "--run", run), "a pre-training run"),
         (("--from", "scratch", "--data", image_dataset), "--recipe is missing"),
         (("--from", run, "--recipe", "adpe_tiny", "--data", image_dataset), "others have their own"),
     ):

@@ -149,10 +149,10 @@ def test_depth_without_metres_and_inverse_depth(
     aligned = {**short, "dense__alignment": "scale_shift"}
     for data, changes, message in (
         (relative, short, "allowed: --dense.alignment scale_shift, or shard again with --depth.scale"),
-        (nearer, aligned, "larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric"),
-        (image_dataset, {**short, "downstream__test_path": relative}, f"{relative}: its depth maps have no metres"),
-        (image_dataset, {**aligned, "downstream__test_path": nearer}, "allowed: maps of one direction"),
-        (f"a:1={image_dataset},b:1={relative}", aligned, f"{relative}: its depth maps have no metres"),
+        (nearer, aligned, "--dense.target is metric"),
+        (image_dataset, {**short, "downstream__test_path": relative}, f"{relative} has relative depth maps"),
+        (image_dataset, {**aligned, "downstream__test_path": nearer}, "allowed: the same direction"),
+        (f"a:1={image_dataset},b:1={relative}", aligned, f"{relative} has relative depth maps"),
     ):
         assert cli.main(["finetune", *flags("depth", data, tmp_path / "refused", **changes)]) == 2
         assert message in capsys.readouterr().err

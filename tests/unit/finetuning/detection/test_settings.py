@@ -33,7 +33,7 @@ def test_a_small_detector_is_allowed() -> None:
         ({"crops.flip": -0.1}, "--crops.flip is -0.1"),
         ({"crops.size": 56}, "multiples of four patches, 32 pixels, for example 32"),
         ({"vision.patch_size": 14, "crops.size": 56}, "a power of two from 4"),
-        ({"model.layers": 6}, "every fourth of the blocks, the encoder has 6"),
+        ({"model.layers": 6}, "--detection.pyramid fpn"),
     ],
     ids=str,
 )
