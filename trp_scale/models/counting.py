@@ -1,10 +1,9 @@
-"""The counter of the package: operations of a pass, the bytes that each moves, its FLOPs, and the bytes that are saved
-for the backward pass. Throughput, automatic micro-batches and the planner all use it.
+"""Counter of operations, their memory traffic and FLOPs, and of activation memory, for throughput, automatic
+micro-batches and the planner.
 
-Shapes are enough: tensors without content (torch's meta device, or fake tensors) are counted as real ones are. Counted
-are operations that launch work: no views, no empty tensors; an operation over a list of tensors (foreach, fused AdamW)
-is one. Moved are the bytes of what an operation reads and writes. FLOPs are those of matrix products, convolutions and
-attention; one multiply-add is 2.
+Tensors may be real, fake, or on the meta device. Views and empty tensors are not counted; an operation over a list of
+tensors (foreach, fused AdamW) counts as one. Memory traffic is the bytes that an operation reads and writes. FLOPs are
+those of matrix products, convolutions and attention; one multiply-add is 2.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from trp_scale.core.objective import Objective
 from trp_scale.models.initialise import parameters_as_shapes
 
 TRAINING_OVER_FORWARD = 3
-"""The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
+"""The backward pass has twice the FLOPs of the forward pass. Model FLOPs do not include recomputation."""
 
 COUNTED_LIKE = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_efficient_attention_backward",
 }
-"""A CPU's fused attention, which torch counts from 2.15 on, and an operation with the same count on every version."""
+"""Fused attention on a CPU, which torch counts from 2.15 on, and an operation with the same FLOPs."""
 
 for _name, _other in COUNTED_LIKE.items():
     flop_registry.setdefault(getattr(torch.ops.aten, _name), flop_registry[getattr(torch.ops.aten, _other)])
@@ -51,12 +50,12 @@ STAND_ALONE = (
     "_foreach",
     "_fused",
 )
-"""Parts of the names of operations that are fused with none, beside those that have FLOPs."""
+"""Parts of the names of operations that are never fused, in addition to those with FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One that launches work. Attributes: phase: of the step; moved: bytes read and written."""
+    """An operation that launches work, in a phase of the step; `moved` is bytes read and written."""
 
     phase: str
     name: str
@@ -66,15 +65,14 @@ class Operation:
 
 @dataclass(kw_only=True)
 class Kernel:
-    """Operations that are counted as one. Attributes: names: of them; read: bytes by storage that was there before;
-    created: storages that they created, alive or not, with their bytes."""
+    """Fused operations, counted as one: their names, bytes read by storage, and created storages with their bytes."""
 
     names: set[str] = field(default_factory=set)
     read: dict[int, int] = field(default_factory=dict)
     created: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def add(self, name: str, inputs: list[Tensor], writes: list[Tensor]) -> None:
-        """One operation more."""
+        """Add an operation."""
         self.names.add(name)
         for tensor in inputs:
             if storage(tensor) not in self.created:
@@ -83,18 +81,18 @@ class Kernel:
             self.created[storage(tensor)] = (weak(tensor), tensor_bytes(tensor))
 
     def moved_bytes(self) -> int:
-        """Bytes read, and written to what is still alive."""
+        """Return the bytes read from earlier storages, plus the bytes of created storages that are still alive."""
         alive = [size for storage, size in self.created.values() if not storage.expired()]  # type: ignore[no-untyped-call]
         return sum(self.read.values()) + sum(alive)
 
 
 class RecordsOperations(TorchDispatchMode):
-    """Records what is asked of the device while it is active; `phase` says where.
+    """Records the operations while it is active, with the current `phase`.
 
     Args:
-        fused: neighbours are one kernel, but for those that stand alone.
+        fused: count neighbouring operations as one kernel, except those that stand alone.
     Attributes:
-        recorded: in order, unless `add` is overridden.
+        recorded: operations in order, unless `add` is overridden.
     """
 
     def __init__(self, *, fused: bool = False) -> None:
@@ -137,23 +135,23 @@ class RecordsOperations(TorchDispatchMode):
         return result
 
     def end_kernel(self) -> None:
-        """Count what was put together."""
+        """Record the current fused kernel."""
         kernel, self.kernel = self.kernel, None
         if kernel is not None:
             self.add(" + ".join(sorted(kernel.names)), kernel.moved_bytes(), 0)
 
     def add(self, name: str, moved: int, flops: int) -> None:
-        """One operation of the present phase."""
+        """Record one operation in the current phase."""
         self.recorded.append(Operation(phase=self.phase, name=name, moved=moved, flops=flops))
 
 
 def short(function: Any) -> str:
-    """An operation's name without its library and variant."""
+    """Return an operation's name without namespace and overload."""
     return str(function._opname)
 
 
 def weak(tensor: Tensor) -> StorageWeakRef:
-    """Return a reference that tells whether the tensor's content is still alive."""
+    """Return a weak reference to the tensor's storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -162,12 +160,12 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def stands_alone(function: Any) -> bool:
-    """Whether an operation is a kernel of its own even where neighbours are fused."""
+    """Whether an operation is never fused."""
     return function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
 
 
 def launches(function: Any, outputs: list[Tensor]) -> bool:
-    """Whether an operation gives the device work: not a view, not memory without content, not a question."""
+    """Whether an operation launches work: no view, no allocation, no query."""
     if function.namespace == "prim" or function.is_view or "empty" in function.name() or "detach" in function.name():
         return False
     if function._overloadpacket in (torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.alias):
@@ -176,7 +174,7 @@ def launches(function: Any, outputs: list[Tensor]) -> bool:
 
 
 def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Tensor]) -> list[Tensor]:
-    """Tensors whose content an operation writes: those it changes in place, or those it makes."""
+    """Return the tensors that an operation writes, in place or new."""
     parameters = function._schema.arguments
     by_name = (named[parameter.name] for parameter in parameters[len(arguments) :] if parameter.name in named)
     if not function._schema.is_mutable:
@@ -188,13 +186,13 @@ def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Ten
 
 
 WIDENING = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
-"""Modules whose `attend` widens bf16 for a CPU; those of other models are not loaded."""
+"""Modules whose `attend` casts bf16 to fp32 on a CPU."""
 
 
 @contextmanager
 def attention_of_a_gpu() -> Iterator[None]:
-    """Fused attention in the precision of its inputs, and without dropout: for a CPU the models widen bf16 before it
-    (vit.attend), and torch takes its plain attention where there is dropout."""
+    """Context with fused attention in the inputs' precision and without dropout, as on a GPU. On a CPU the models cast
+    bf16 to fp32 (vit.attend), and torch does not fuse attention with dropout."""
     fused = nn.functional.scaled_dot_product_attention
     places: list[Any] = [sys.modules[name] for name in WIDENING if name in sys.modules]
 
@@ -217,8 +215,8 @@ def attention_of_a_gpu() -> Iterator[None]:
 
 
 def replace_parameters(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer by `convert` of it; a parameter that is used twice stays one."""
-    converted: dict[int, tuple[Tensor, nn.Parameter]] = {}  # the old ones too, so that no number comes twice
+    """Replace each parameter and buffer by `convert` of it; shared parameters stay shared."""
+    converted: dict[int, tuple[Tensor, nn.Parameter]] = {}  # keeps the old ones alive, so that ids are unique
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -234,13 +232,13 @@ def replace_parameters(module: nn.Module, convert: Callable[[Tensor], Tensor]) -
 def fake_pass(
     model: nn.Module, *, device: torch.device, half: bool, rounded: bool
 ) -> Iterator[Callable[[Objective, Batch], TaskLosses]]:
-    """Context in which the parameters and buffers of `model` are fake, for good; yields a function that computes an
+    """Make the parameters and buffers of `model` fake tensors, permanently; yield a function that computes an
     objective's losses of a batch on fake tensors.
 
     Args:
-        device: where the tensors pretend to be.
-        half: under autocast to bf16.
-        rounded: parameters are bf16 instead.
+        device: device of the fake tensors.
+        half: compute under autocast to bf16.
+        rounded: make parameters bf16 instead.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
@@ -261,10 +259,10 @@ def fake_pass(
 
 
 def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
-    """Return the bytes that `run` saves for its backward pass, those of the model's parameters left out, and twice the
-    largest tensor among them, for the gradients at work."""
+    """Return the bytes that `run` saves for the backward pass, without parameters and buffers, plus twice the largest
+    saved tensor for intermediate gradients."""
     known = {storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, Tensor] = {}  # the tensors too, so that no number of a storage comes twice
+    saved: dict[int, Tensor] = {}  # keeps the tensors alive, so that storage ids are unique
 
     def save(tensor: Tensor) -> Tensor:
         if storage(tensor) not in known:
@@ -279,19 +277,19 @@ def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def storage(tensor: Tensor) -> int:
-    """Return an identifier that tensors with shared storage have in common."""
+    """Return the identifier of the tensor's storage."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def count_flops(make_model: Callable[[], nn.Module], run: Callable[[nn.Module], object]) -> float:
     """Return the FLOPs of `run(model)`, without gradients unless `run` enables them.
 
-    The model is on torch's meta device, which is ready 0.3 s sooner than fake tensors are. Of equal blocks one runs:
-    ViT-g and its decoder take 0.1 s.
+    The model is on the meta device, which starts 0.3 s faster than fake tensors. Only one of equal blocks runs: ViT-g
+    with its decoder takes 0.1 s.
 
     Args:
-        make_model: makes a model for this count alone.
-        run: calls the model with meta tensors; the model may depend on their shapes, not on their values.
+        make_model: makes a model for this count only.
+        run: calls the model with meta tensors; only their shapes may matter.
     """
     with parameters_as_shapes():
         model = make_model().to("meta")
@@ -302,7 +300,7 @@ def count_flops(make_model: Callable[[], nn.Module], run: Callable[[nn.Module], 
 
 
 def _run_equal_blocks_once(model: nn.Module, recorder: RecordsOperations) -> None:
-    """Let blocks of the same kind and shapes return the output of the first of them, and record its operations."""
+    """Let blocks of the same type and shapes return the output of the first one, and record its operations again."""
     known: dict[Any, tuple[Any, list[Operation]]] = {}
 
     def remember(block: nn.Module) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""The encoder of an image model on whole, unmasked images: what every downstream task is built on.
+"""Encoder of unmasked images for downstream tasks.
 
-Parameter names are those of the pre-training models' encoders, so that weights are taken by name.
+Parameter names are those of the pre-training models' encoders, so weights load by name.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CHANNELS = 3
 
 
 class EncoderShape(NamedTuple):
-    """Properties of an encoder that heads need.
+    """Sizes of an encoder that heads need.
 
     Attributes:
-        width: D, of a token.
+        width: D, width of a token.
         grid: G, patches along each side of an image.
         patch_size: side of a patch in pixels.
         blocks: number of transformer blocks.
@@ -36,8 +36,8 @@ class EncoderShape(NamedTuple):
 
 
 def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
-    """[1 + G^2, D] sine-cosine positions of the class token, which are zero, and of a grid of G x G patches: those of
-    its own coordinates, or the pre-training grid stretched (`downstream.positions`)."""
+    """Return sine-cosine positions [1 + G^2, D] of the class token, which are zero, and of G x G patches, computed for
+    this grid or interpolated from the pre-training grid (`downstream.positions`)."""
     width, grid = config.model.hidden_size, config.grid
     if config.downstream.positions != "recomputed":
         grid = config.downstream.pretraining_grid or config.grid
@@ -50,7 +50,7 @@ class ImageEncoder(nn.Module):
 
     Args:
         config: sizes (model, vision, crops.size), drop path and positions (downstream).
-        norm: whether there is a last norm; False for heads that bring one of their own.
+        norm: whether the encoder ends with a norm; False for heads with their own norm.
     """
 
     fixed_positions: Tensor | None
@@ -88,24 +88,23 @@ class ImageEncoder(nn.Module):
         return EncoderShape(self.cls_token.shape[0], self.grid, self.patch_size, len(self.blocks))
 
     def parameter_depth(self, name: str) -> int:
-        """0 for the embeddings, i + 1 for block i, and the last block's for the last norm, as in timm; of a name
-        without a prefix."""
+        """Return the depth of a parameter, as in timm: 0 for the embeddings, i + 1 for block i, and that of the last
+        block for the last norm."""
         first, _, rest = name.partition(".")
         if first == "blocks":
             return int(rest.split(".")[0]) + 1
         return len(self.blocks) if first == "norm" else 0
 
     def forward(self, images: Tensor, after: Sequence[int] = ()) -> list[Tensor]:
-        """Tokens of the last block, normalised; or those after some blocks, as they are.
+        """Return the normalised tokens of the last block, or the tokens after some blocks.
 
         Args:
             images: [B, 3, S, S] normalised pixels.
-            after: numbers of blocks, ascending, from 0; their outputs are given, before any norm. Empty = the last
-                block's output through the norm.
+            after: indices of blocks, ascending, whose outputs are returned before any norm. Empty = the output of the
+                last block after the norm.
 
         Returns:
-            [B, 1 + G^2, D] for each, the class token first, patches row by row. Without a last norm the last block's
-            tokens are as they are.
+            [B, 1 + G^2, D] for each, the class token first, patches row by row.
         """
         patches = patchify(images, self.patch_size).to(self.cls_token.dtype)  # [B, N, P]
         tokens = self.patch_embed(patches)  # [B, N, D]
@@ -122,7 +121,7 @@ class ImageEncoder(nn.Module):
         if not after:
             return [normalised]
         if isinstance(self.norm, nn.LayerNorm):
-            # Every parameter takes part in every pass (ZeRO-3), so the norm does where heads read earlier tokens.
+            # Every pass must use every parameter (ZeRO-3), also the norm if heads read earlier tokens.
             features[-1] = features[-1] + 0.0 * normalised
         return features
 
@@ -132,26 +131,25 @@ class ImageEncoder(nn.Module):
         places = torch.arange(self.grid**2, device=tokens.device)[None]  # [1, N]
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
         inputs = relative_inputs(places, self.grid, self.index, self.head_size, dtype=dtype, blocks=1)[0]
-        return inputs._replace(pairs=inputs.pairs.expand(len(tokens), -1, -1))  # whole images are all alike
+        return inputs._replace(pairs=inputs.pairs.expand(len(tokens), -1, -1))  # equal for all images
 
 
 class OnImageEncoder(nn.Module):
-    """A model of an image encoder and a head on it: its units of sharding, and how deep its parameters are
-    (engines/optimizer.py, `Layered`)."""
+    """An image encoder with a head: units of sharding, and depth of parameters (engines/optimizer.py, `Layered`)."""
 
     encoder: ImageEncoder
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The repeated blocks, each a unit of sharding."""
+        """The encoder's blocks; each is sharded as one unit."""
         return list(self.encoder.blocks)
 
     @property
     def depth(self) -> int:
-        """The head's."""
+        """Depth of the head."""
         return len(self.encoder.blocks) + 1
 
     def parameter_depth(self, name: str) -> int:
-        """The encoder's own for its parameters, the head's for all others."""
+        """Return the depth of a parameter of the encoder or the head."""
         first, _, rest = name.partition(".")
         return self.encoder.parameter_depth(rest) if first == "encoder" else self.depth

@@ -1,7 +1,7 @@
-"""Initial weights from (seed, the tensor's name), so that sharded and unsharded models start equal (invariant 1).
+"""Initial weights from (seed, tensor name), so that sharded and unsharded models start equal (invariant 1).
 
-A model can be made without content: its parameters are shapes, on torch's meta device, and each knows what its first
-value is. An engine then fills what this rank holds, one tensor after the other, so that no rank ever has the whole.
+A model can be built on the meta device, where each parameter stores its initialiser. An engine then fills this rank's
+shard, one tensor at a time, so that no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trp_scale.models.positions import sine_cosine
 
 
 def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """Normal values with standard deviation `std`, drawn on the CPU from a generator of this tensor's own, fp32."""
+    """Draw normal fp32 values with standard deviation `std` on the CPU, from a generator for this tensor."""
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
     return torch.randn(shape, generator=generator) * std
 
 
 def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts: int = 1) -> Tensor:
-    """Uniform values within sqrt(6 / (inputs + outputs)) of 0 for a matrix [outputs, inputs] (Glorot and Bengio).
+    """Draw uniform values in +-sqrt(6 / (inputs + outputs)) for a matrix [outputs, inputs] (Glorot and Bengio).
 
     Args:
-        parts: matrices of outputs / parts rows that are stored as one; the bound is that of one of them.
+        parts: number of matrices of outputs / parts rows that are stored as one; the bound is that of one of them.
     """
     bound = math.sqrt(6.0 / (shape[0] / parts + sum(shape[1:])))
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
@@ -37,18 +37,18 @@ def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts
 
 
 Value = Tensor | float
-"""Of all elements of a parameter, or of each."""
+"""Value of a parameter: a tensor, or one number for all elements."""
 
 SHOWN = 4
-"""Names of tensors that a message shows."""
+"""Most names of tensors in a message."""
 
 NOTED = "first_value"
-"""Attribute of a parameter without content: what makes its first value, and how often it had been written to by then.
-torch writes to a shape without complaint and without effect; it counts, though."""
+"""Attribute of a meta parameter: its initialiser, and its version at that time. Writes to a meta tensor have no effect,
+but they increase its version."""
 
 
 def give(parameter: Tensor, make: Callable[[], Value]) -> None:
-    """Give a parameter this value; where it has no content, note what makes it."""
+    """Set a parameter to the value of `make`; on the meta device, store `make` as its initialiser."""
     if parameter.is_meta:
         setattr(parameter, NOTED, (make, parameter._version))
         return
@@ -61,7 +61,7 @@ def give(parameter: Tensor, make: Callable[[], Value]) -> None:
 
 
 def current_value(parameter: Tensor) -> Tensor:
-    """The parameter's value now; where it has no content, what it would be filled with."""
+    """Return the parameter's value; on the meta device, the value of its initialiser."""
     if not parameter.is_meta:
         return parameter.detach()
     value = getattr(parameter, NOTED)[0]()
@@ -69,10 +69,10 @@ def current_value(parameter: Tensor) -> Tensor:
 
 
 class OtherTensorsError(ValueError):
-    """Tensors that are not those of a model; its text names the first SHOWN of each kind.
+    """Tensors do not fit a model; the message has the first SHOWN names of each kind.
 
     Args:
-        tensors: by what is wrong with them ("missing", say), their names, and shapes where these differ.
+        tensors: {kind of error, for example "missing": names, with shapes if these differ}.
     """
 
     def __init__(self, tensors: Mapping[str, Sequence[str]]) -> None:
@@ -80,39 +80,32 @@ class OtherTensorsError(ValueError):
         super().__init__("; ".join(f"{what}: {_some(names)}" for what, names in self.tensors.items()))
 
     def in_full(self) -> str:
-        """Each name, in a line of its own."""
+        """Return a message with all names, one per line."""
         lines = ([f"{what}, {len(names)}:", *(f"  {name}" for name in names)] for what, names in self.tensors.items())
         return "\n".join(line for several in lines for line in several)
 
     @property
     def are_shortened(self) -> bool:
-        """Whether the text lacks names."""
+        """Whether the message leaves names out."""
         return any(len(names) > SHOWN for names in self.tensors.values())
 
 
 def check_names(wanted: Collection[str], names: Collection[str]) -> None:
-    """
-    Raises:
-        OtherTensorsError: names that are missing or unexpected.
-    """
+    """Raise OtherTensorsError if names are missing or unexpected."""
     missing, unexpected = sorted({*wanted} - {*names}), sorted({*names} - {*wanted})
     if missing or unexpected:
         raise OtherTensorsError({"missing": missing, "unexpected": unexpected})
 
 
 def check_shapes(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors whose shapes are not those of the model's parameters. Both are by name.
-
-    Raises:
-        OtherTensorsError: those of another shape.
-    """
+    """Raise OtherTensorsError if shapes differ from those of the parameters; both are by name."""
     pairs = {name: (tuple(shape), tuple(parameters[name].shape)) for name, shape in shapes.items()}
     if other := [f"{name} {theirs}, here {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
         raise OtherTensorsError({"of another shape": other})
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first SHOWN names, and the number of further ones."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
@@ -122,15 +115,15 @@ def take(
     tensors: Mapping[str, Tensor],
     ours: Callable[[str, Sequence[Tensor]], Tensor],
 ) -> None:
-    """Give parameters another model's tensors. One without content makes its own of them when it is filled.
+    """Set parameters to values from another model's tensors; meta parameters convert theirs when they are filled.
 
     Args:
-        sources: by parameter, the names of what it is made of.
-        tensors: by these names.
-        ours: makes a parameter's value of its sources, or its shape of theirs, which are then on the meta device.
+        sources: {parameter: names of its source tensors}.
+        tensors: source tensors by name.
+        ours: converts a parameter's source tensors to its value; for its shape, called with tensors on the meta device.
 
     Raises:
-        OtherTensorsError: values of another shape; then nothing has been given.
+        OtherTensorsError: a value has another shape; then nothing has changed.
     """
     parameters = dict(module.named_parameters())
     check_shapes(
@@ -146,14 +139,14 @@ def take(
 
 
 def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:
-    """Give every parameter what the rule says for its name, whatever its module drew before."""
+    """Set every parameter to the value of `rule`, whatever its module initialised."""
     for name, parameter in module.named_parameters():
         give(parameter, partial(rule, name, parameter))
 
 
 def without_content(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model that `make` makes, its parameters shapes whose first values are noted; or the model as it is, where
-    some first value is not noted, or was changed in place after it was."""
+    """Return the model of `make` on the meta device with initialisers; or a model with content if a parameter has no
+    initialiser, or was changed in place after it was set."""
     with parameters_as_shapes():
         module = make()
     for parameter in module.parameters():
@@ -165,7 +158,7 @@ def without_content(make: Callable[[], nn.Module]) -> nn.Module:
 
 @contextmanager
 def parameters_as_shapes() -> Iterator[None]:
-    """Parameters that modules register meanwhile go to the meta device; buffers stay."""
+    """Context in which parameters of new modules are on the meta device; buffers are not."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -181,7 +174,7 @@ def parameters_as_shapes() -> Iterator[None]:
 
 
 def first_values(module: nn.Module) -> dict[str, Callable[[], Value]]:
-    """Return the initialisers of parameters without content, by name; call it before the module is sharded."""
+    """Return the initialisers of meta parameters, by name; call this before the module is sharded."""
     return {name: getattr(parameter, NOTED)[0] for name, parameter in module.named_parameters() if parameter.is_meta}
 
 
@@ -191,8 +184,7 @@ def allocate(
     weights: torch.device | None = None,
     make: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """Move the module to the device, with memory for parameters that have no content: there, or on `weights`, or what
-    `make` makes for one."""
+    """Move the module to the device. Allocate meta parameters there, or on `weights`, or with `make`."""
     make = make or partial(torch.empty_like, device=weights or device)
 
     def placed(tensor: Tensor) -> Tensor:
@@ -202,7 +194,7 @@ def allocate(
 
 
 def fill_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on the device with all its content."""
+    """Move the module to the device, and fill meta parameters."""
     values = first_values(module)
     allocate(module, device)
     for name, parameter in module.named_parameters():
@@ -212,10 +204,8 @@ def fill_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def initialise(module: nn.Module, *, seed: int, std: float) -> None:
-    """BERT's initialisation: matrices normal with `std`, biases 0, norm weights 1.
-
-    The row of an embedding's padding token is zero, as in transformers.
-    """
+    """Initialise as BERT: matrices normal with `std`, biases 0, norm weights 1, embeddings of padding tokens 0 as in
+    transformers."""
     padding: dict[str, Any] = {
         f"{name}.weight": child.padding_idx
         for name, child in module.named_modules()
@@ -234,18 +224,15 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
 
 
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
-    """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, class and mask
-    tokens and embeddings normal with `std`, biases and relative tables 0, norm weights 1; positions that are trained
-    begin at sines and cosines.
-
-    Queries, keys and values are one matrix of 3 D rows, as there.
-    """
+    """Initialise as MAE (He et al., A.1; Wu et al.): matrices xavier uniform, with queries, keys and values as one
+    matrix of 3 D rows; class and mask tokens and embeddings normal with `std`; biases and relative tables 0; norm
+    weights 1; trained positions sine-cosine."""
     write(module, lambda name, parameter: vision_weights(seed, name, parameter, std))
 
 
 def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
-    """MultiMAE's initialisation (Bachmann et al., public code): the masked autoencoder's, but queries, keys and values
-    are matrices of D rows each, and mask tokens start at 0."""
+    """Initialise as MultiMAE (Bachmann et al., public code): like MAE, but with queries, keys and values as matrices of
+    D rows each, and mask tokens 0."""
 
     def rule(name: str, parameter: nn.Parameter) -> Value:
         if name.endswith("mask_token"):
@@ -257,7 +244,7 @@ def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
 
 
 def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Value:
-    """Return the values that `initialise_vision` assigns to one parameter; `parts` as in `xavier_uniform_tensor`."""
+    """Return the initial value of one parameter (`initialise_vision`); for `parts` see `xavier_uniform_tensor`."""
     if name.endswith(("_token", "_embedding")):
         return initial_tensor(seed, name, tuple(parameter.shape), std)
     if name.endswith(".table"):

@@ -1,4 +1,4 @@
-"""Images as sequences of patches, and those that a masked autoencoder sees and predicts (He et al.)."""
+"""Images as sequences of patches (He et al.)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """[B, C, S, S] -> [B, N, P]: N = (S / patch_size)^2 patches row by row, P = patch_size^2 C values of each in the
-    order (row, column, channel), as in He et al.'s target."""
+    """[B, C, S, S] -> [B, N, P]: N = (S / patch_size)^2 patches row by row, each with P = patch_size^2 C values in the
+    order (row, column, channel), as in He et al."""
     rows, channels, side, _ = images.shape
     grid = side // patch_size
     cut = images.reshape(rows, channels, grid, patch_size, grid, patch_size)
@@ -24,27 +24,26 @@ def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
 
 
 def gather_patches(patches: Tensor, numbers: Tensor) -> Tensor:
-    """[B, N, P] at [B, M] -> [B, M, P]."""
+    """Return the patches of these numbers: [B, N, P] and [B, M] -> [B, M, P]."""
     return patches.gather(1, numbers.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
 
 
 CHANNEL_MEAN = (0.485, 0.456, 0.406)
 CHANNEL_DEVIATION = (0.229, 0.224, 0.225)
-"""Mean and deviation of ImageNet's pixels in [0, 1]. They are taken out of what enters a model, as is usual."""
+"""Mean and deviation of ImageNet's pixels in [0, 1], which normalise the input of models."""
 
 TARGET_EPS = 1e-6
-"""Added to a patch's variance before its root is taken (He et al.)."""
+"""Added to a patch's variance (He et al.)."""
 
 
 class Pixels:
-    """Bytes into normalised pixels."""
+    """Conversion of bytes to normalised pixels."""
 
     def __init__(self) -> None:
         self._kept = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION])  # [2, 3]
 
     def __call__(self, images: Tensor, shift: Tensor | None = None) -> Tensor:
-        """[B, 3, S, S] uint8 -> float32, of images in [0, 1] with `shift` added, without ImageNet's mean and
-        deviation."""
+        """[B, 3, S, S] uint8 -> float32: add `shift` in [0, 1], then normalise with ImageNet's mean and deviation."""
         pixels = images.float() / 255.0
         if shift is not None:
             pixels = pixels + shift
@@ -53,8 +52,8 @@ class Pixels:
         return normalised
 
     def _statistics(self, device: torch.device) -> Tensor:
-        """[2, 3] on the device; a host that copied them there would wait for it."""
-        if torch.compiler.is_compiling():  # what a graph keeps would need another graph once it has moved
+        """Return mean and deviation [2, 3] on the device without a copy at each call, which would synchronise."""
+        if torch.compiler.is_compiling():  # a cached tensor would need a second graph after it has moved
             filled = [torch.full((), value, device=device) for value in (*CHANNEL_MEAN, *CHANNEL_DEVIATION)]
             return torch.stack(filled).view(2, 3)
         if self._kept.device != device:
@@ -63,22 +62,18 @@ class Pixels:
 
 
 class ImagePatches:
-    """Bytes into patches of normalised pixels.
-
-    Args:
-        patch_size: side of a patch in pixels.
-    """
+    """Conversion of bytes to patches of normalised pixels; `patch_size` is the side of a patch in pixels."""
 
     def __init__(self, patch_size: int) -> None:
         self.patch_size = patch_size
         self._pixels = Pixels()
 
     def __call__(self, images: Tensor, shift: Tensor | None = None) -> Tensor:
-        """[B, 3, S, S] uint8 -> [B, N, P] float32, of images in [0, 1] with `shift` added."""
+        """[B, 3, S, S] uint8 -> [B, N, P] float32; `shift` is added to pixels in [0, 1]."""
         return patchify(self._pixels(images, shift), self.patch_size)
 
 
 def normalise_patches(patches: Tensor) -> Tensor:
-    """[..., P]: each patch without its own mean and deviation."""
+    """Normalise each patch [..., P] by its mean and deviation."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + TARGET_EPS).sqrt()

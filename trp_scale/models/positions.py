@@ -1,5 +1,5 @@
-"""Positions of patches: fixed sines and cosines (He et al., from Vaswani et al.), relative positions (Wu et al.), and
-how an adversary perturbs either (AdPE 4)."""
+"""Positions of patches: fixed sine-cosine positions (He et al., after Vaswani et al.), relative positions (Wu et al.),
+and their perturbation by an adversary (AdPE 4)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from trp_scale.models.tensor_plan import WHOLE, Cut
 TEMPERATURE = 10000.0
 
 PositionOrder = Literal["column_row", "row_column"]
-"""Which coordinate the first half of the width encodes, and which the second."""
+"""Coordinates of the first and second half of the width."""
 
 
 def frequencies(width: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """[width / 4] angles per patch, from 1 down to almost 1 / TEMPERATURE."""
+    """Return the angles per patch, from 1 down to almost 1 / TEMPERATURE, [width / 4]."""
     quarter = width // 4
     return TEMPERATURE ** (-torch.arange(quarter, dtype=dtype, device=device) / quarter)
 
 
 def sine_cosine(grid: int, width: int, order: PositionOrder = "column_row") -> Tensor:
-    """[grid^2, width] float64, positions of a square grid's patches, row by row.
+    """Return the positions of a square grid's patches, row by row, [grid^2, width] float64.
 
     One half of the width encodes the column, the other the row, each as sines and then cosines.
 
     Args:
-        order: column_row is that of He et al.'s published weights, row_column that of MoCo v3's and MultiMAE's.
+        order: column_row as in He et al.'s published weights, row_column as in MoCo v3 and MultiMAE.
 
     Raises:
-        ValueError: width is no multiple of 4.
+        ValueError: width is not a multiple of 4.
     """
     if width % 4:
-        raise ValueError(f"sine-cosine positions of width {width}: allowed are multiples of 4")
+        raise ValueError(f"sine-cosine positions have width {width}; allowed: multiples of 4")
     places = torch.arange(grid, dtype=torch.float64)
     angles = places[:, None] * frequencies(width, dtype=torch.float64)  # [G, width / 4]
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)  # [G, width / 2]
@@ -50,10 +50,10 @@ def sine_cosine(grid: int, width: int, order: PositionOrder = "column_row") -> T
 
 
 def shift_positions(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row") -> Tensor:
-    """Positions at (row, column) + shift (AdPE 4.1.2), in fp32 at least.
+    """Return positions at (row, column) + shift (AdPE 4.1.2), in fp32 or fp64.
 
-    A shift turns each pair of sine and cosine by shift x frequency, whatever the coordinates: no sine is taken per
-    position, and a shift of zero changes nothing at all.
+    A shift rotates each pair of sine and cosine by shift x frequency, so no sine is computed per position, and a zero
+    shift changes nothing.
 
     Args:
         positions: [..., D] from `sine_cosine`, with the same order.
@@ -72,8 +72,8 @@ def shift_positions(positions: Tensor, shift: Tensor, order: PositionOrder = "co
 
 
 class RowsOf(torch.autograd.Function):
-    """Rows of a small table that many ask for. The table's gradient is one matrix product, with who asked for which
-    row; that of indexing sorts the places."""
+    """Index a small table with many indices. The table's gradient is one matrix product with one-hot indices; torch's
+    indexing would sort them."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, places: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ class RowsOf(torch.autograd.Function):
 
 
 def interpolate(positions: Tensor, grid: int) -> Tensor:
-    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
-    the class token's stay."""
+    """Interpolate positions to another grid, bicubic and antialiased as in timm: [1 + H^2, D] -> [1 + grid^2, D]. Those
+    of the class token stay."""
     old = round((len(positions) - 1) ** 0.5)
     if old == grid:
         return positions
@@ -101,34 +101,34 @@ def interpolate(positions: Tensor, grid: int) -> Tensor:
 
 
 ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
-"""Offsets up to ALPHA keep their own entry, longer ones share by their logarithm, and end at BETA (ratio 1.9)."""
+"""The index of an offset equals it up to ALPHA, then grows with its logarithm, up to BETA at GAMMA (ratio 1.9)."""
 
 REACH = 3
-"""Entries of the table go from -REACH to REACH on each axis: floor(BETA)."""
+"""The table has indices from -REACH to REACH on each axis: floor(BETA)."""
 
 NODES = 2 * REACH + 1
 
 BUCKETS = NODES**2 + 1
-"""Rows of the table; node (row, column) is NODES (row + REACH) + column + REACH, the last is the class token's."""
+"""Rows of the table. Entry (row, column) is NODES (row + REACH) + column + REACH; the last is for the class token."""
 
 SETTLED = 7
-"""Whole offsets of this length and more are all the table's end, up to half a patch either way: `relaxed_index` gets to
+"""Integer offsets of this length or more have the last index, also with half a patch of shift: `relaxed_index` reaches
 REACH at 6.33."""
 
 IndexKind = Literal["rounded", "relaxed", "straight_through"]
 
 
 class RelativeInputs(NamedTuple):
-    """Inputs of a block's relative positions beside its queries. Tokens are [class, visible, masked], T = 1 + K.
+    """Inputs of a block's relative positions, without its queries. Tokens are [class, visible, masked], T = 1 + K.
 
     Attributes:
-        pairs: [B, T, T] int64, which vector the query and the key of a pair have.
-        weights: [R, 50], how each vector is made of the table's rows; or [2R, 50], where masked queries have vectors of
-            their own, which come second.
-        masked: the last so many queries see what is named so, where it is given.
-        moved: whether masked queries have vectors of their own.
-        masked_pairs: [B, M, T] int64, in place of their rows of `pairs`.
-        masked_table: [50, D / H] or [1, D / H], added to the table.
+        pairs: [B, T, T] int64, vector number of each pair of query and key.
+        weights: [R, 50], weights of the table's rows in each vector; or [2R, 50] with separate vectors for masked
+            queries in the second half.
+        masked: M, number of masked queries, which are the last ones.
+        moved: whether masked queries have separate vectors.
+        masked_pairs: [B, M, T] int64, replaces the rows of masked queries in `pairs`.
+        masked_table: [50, D / H] or [1, D / H], added to the table for masked queries.
     """
 
     pairs: Tensor
@@ -140,20 +140,20 @@ class RelativeInputs(NamedTuple):
 
 
 def relaxed_index(offset: Tensor) -> Tensor:
-    """g~ of AdPE 4.2.3: the offset itself up to ALPHA, then growing with its logarithm, up to BETA."""
-    beyond = offset.abs().clamp(min=ALPHA)  # clamped, so that no infinite slope meets the 0 of the branch not taken
+    """Return g~ of AdPE 4.2.3: the offset up to ALPHA, then growing with its logarithm, up to BETA."""
+    beyond = offset.abs().clamp(min=ALPHA)  # clamped against infinite gradients in the unused branch
     grown = ALPHA + (beyond / ALPHA).log() * ((BETA - ALPHA) / math.log(GAMMA / ALPHA))
     return torch.where(offset.abs() <= ALPHA, offset, offset.sign() * grown.clamp(max=BETA))
 
 
 def node_weights(offset: Tensor, index: IndexKind) -> Tensor:
-    """Return the weights of an offset on the 7 nodes of an axis, -3..3; at most two of them are nonzero.
+    """Return the weights of the 7 indices of an axis, -3..3, for an offset; at most two are nonzero.
 
-    rounded: the nearest one. relaxed: the two around the index, which is clamped to the table, so that no gradient
-    comes back from beyond. straight_through: the nearest one, with the gradient of relaxed.
+    rounded: the nearest index. relaxed: linear between the two nearest indices; the gradient is zero beyond the table.
+    straight_through: the nearest index, with the gradient of relaxed.
 
     Args:
-        offset: [...] in patches, fp32 or fp64; differentiable but for rounded.
+        offset: [...] in patches, fp32 or fp64; differentiable except for rounded.
     Returns:
         [..., 7], which sum to one.
     """
@@ -162,18 +162,18 @@ def node_weights(offset: Tensor, index: IndexKind) -> Tensor:
     nearest = (clamped.round() == nodes).to(offset.dtype)
     if index == "rounded":
         return nearest
-    lower = clamped.floor().clamp(max=REACH - 1)  # the last cell holds its upper node: nothing outside is touched
+    lower = clamped.floor().clamp(max=REACH - 1)  # the last interval includes REACH, so that lower + 1 exists
     upper_share = clamped - lower
     relaxed = torch.where(nodes == lower, 1 - upper_share, torch.where(nodes == lower + 1, upper_share, 0.0))
     return relaxed if index == "relaxed" else nearest + (relaxed - relaxed.detach())
 
 
 class Offsets(NamedTuple):
-    """The vectors of a grid's offsets.
+    """Vectors of a grid's offsets.
 
     Attributes:
-        weights: [..., R, 50], how each vector is made of the table's rows, times 1 / sqrt(D / H).
-        numbers: [..., (2G-1)^2 + 2] int64, the vector of each pair number of `pair_numbers`.
+        weights: [..., R, 50], weights of the table's rows in each vector, times 1 / sqrt(D / H).
+        numbers: [..., (2G-1)^2 + 2] int64, vector number of each pair number of `pair_numbers`.
     """
 
     weights: Tensor
@@ -181,15 +181,14 @@ class Offsets(NamedTuple):
 
 
 def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The offsets -(G-1)..G-1 of an axis with a shift, by those P of them that differ.
+    """Group the shifted offsets -(G-1)..G-1 of an axis into P offsets with different weights.
 
-    A rounded index has the table's own 7. Of others, those beyond SETTLED are one on each side, wherever the shift has
-    moved it.
+    With a rounded index these are the 7 indices. Otherwise all offsets beyond SETTLED on a side are one.
 
     Args:
         shift: [...] in patches; the gradient of the weights is exact.
     Returns:
-        [..., 2G-1] int64, which of the P each offset is, and [..., P, 7] `node_weights` of these.
+        [..., 2G-1] int64, number of each offset among the P, and their `node_weights` [..., P, 7].
     """
     offsets = torch.arange(1 - grid, grid, device=shift.device)
     shift = shift.unsqueeze(-1)  # [..., 1]
@@ -204,11 +203,11 @@ def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Te
 
 
 def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> Offsets:
-    """The vectors of a grid with a shift, then the class token's, then zeros: at least one, and up to a multiple of 8,
-    which matrix products like.
+    """Return the vectors of a shifted grid: pairs of offsets, then the class token, then one or more zero vectors up to
+    a multiple of 8, for fast matrix products.
 
     Args:
-        shift: [..., 2] added to the row and the column offset, in patches.
+        shift: [..., 2] added to row and column offset, in patches.
         head_size: D / H.
     """
     places, nodes = axis_offsets(grid, index, shift)  # [..., 2, 2G-1], [..., 2, P, 7]
@@ -225,9 +224,10 @@ def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> 
 
 
 def pair_numbers(patches: Tensor, grid: int) -> Tensor:
-    """[B, K] patch numbers -> [B, 1 + K, 1 + K] int64, of the class token and patches: the number of the offset
-    x_i - x_j, rows first; (2G-1)^2 where the key is the class token; one more where it asks, whose keys all share one
-    entry, which cancels in the softmax and so is left out."""
+    """Return the pair numbers of the class token and patches: [B, K] patch numbers -> [B, 1 + K, 1 + K] int64.
+
+    A number is that of the offset x_i - x_j, rows first; (2G-1)^2 for the class token as a key; (2G-1)^2 + 1 for it as
+    a query, whose constant bias would cancel in the softmax and is zero."""
     span = 2 * grid - 1
     rows, columns = patches // grid, patches % grid  # [B, K]
     cell = rows * span + columns
@@ -247,13 +247,13 @@ def relative_inputs(
     shifts: Tensor | None = None,
     tables: Tensor | None = None,
 ) -> list[RelativeInputs]:
-    """Return the inputs of each block's relative positions; equal parts are shared.
+    """Return the inputs of each block's relative positions; blocks share equal tensors.
 
     Args:
-        patches: [B, K] numbers of the patches after the class token; the last `masked` ones are masked.
+        patches: [B, K] numbers of the patches after the class token; the last `masked` of them are masked.
         head_size: D / H.
         dtype: fp32 or fp64, of the interpolation.
-        shifts: [L, 2] added to the row and the column offset of masked queries.
+        shifts: [L, 2] added to row and column offset of masked queries.
         tables: [L, 50, D / H] or [L, 1, D / H] added to the table for masked queries.
     """
     numbers = pair_numbers(patches, grid)  # [B, T, T]
@@ -269,7 +269,7 @@ def relative_inputs(
     clean = offsets.weights[:1].expand(blocks, -1, -1)
     weights = torch.cat([clean, offsets.weights[1:]], dim=1)  # [L, 2R, 50]
     masked_pairs: list[Tensor | None] = [None] * blocks
-    if index == "rounded" or grid > SETTLED + 1:  # the shift moves which vector a pair has
+    if index == "rounded" or grid > SETTLED + 1:  # the shift changes the vector number of a pair
         masked_pairs = list(offsets.numbers[1:, numbers[:, -masked:]].unbind(0))  # L of [B, M, T]
     return [
         RelativeInputs(pairs, block_weights, masked, True, block_pairs)
@@ -278,14 +278,14 @@ def relative_inputs(
 
 
 class RelativePositions(nn.Module):
-    """iRPE's contextual product on keys (Wu et al.), with AdPE's relaxed index (AdPE 4.2): the table of one block, zero
-    at the start, and the bias that it gives to attention scores.
+    """Relative positions of one block: iRPE's contextual product on keys (Wu et al.), with AdPE's relaxed index (AdPE
+    4.2).
 
-    The score of query i and key j gains scale x q_i . r[offset x_i - x_j]. A block's heads share one table of 49
-    entries, 7 per axis, and one more for the class token. The table is interpolated first, to one vector for every
-    offset that differs from the others; queries meet these, and each pair looks its product up. Which vector a pair has
-    is the same in all blocks. A perturbed coordinate changes the interpolation alone, and costs the forward pass next
-    to nothing.
+    The score of query i and key j gets a bias of q_i . r[x_i - x_j] / sqrt(D / H). A block's heads share one table r of
+    49 entries, 7 per axis, and one entry for the class token; it is zero at the start. The table is first interpolated
+    to one vector per different offset. Queries are multiplied with these vectors, and each pair looks up its product.
+    The vector numbers of pairs are equal in all blocks. A perturbed coordinate changes only the interpolation, which is
+    cheap.
 
     Args:
         head_size: D / H.
@@ -298,13 +298,11 @@ class RelativePositions(nn.Module):
         self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
 
     def forward(self, queries: Tensor, relative: RelativeInputs) -> Tensor:
-        """The bias of the last Q tokens as queries: what attention adds to its scaled scores.
+        """Return the bias of attention scores [B, H, Q, T] for the last Q tokens as queries.
 
         Args:
             queries: [B, H, Q, D / H]; Q is all T tokens, or the masked ones.
-            relative: see there.
-        Returns:
-            [B, H, Q, T]. The class token's own row is zero.
+            relative: inputs of this block.
         """
         count, masked = queries.shape[2], relative.masked
         vectors = self.vectors(relative, queries.dtype)
@@ -314,13 +312,13 @@ class RelativePositions(nn.Module):
         others = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
         if count == masked:
             return looked_up(queries, vectors[1], others)
-        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # whose gradient is one copy
+        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # the gradient of split is one copy
         return torch.cat(
             [looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], others)], dim=2
         )
 
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """[R, D / H] of all queries, or of the clean ones and of the masked ones."""
+        """Return the vectors [R, D / H] of all queries, or of unmasked and of masked queries."""
         table: Tensor = self.table
         weights = relative.weights
         if relative.masked_table is not None:
@@ -338,32 +336,32 @@ class RelativePositions(nn.Module):
 
 
 def looked_up(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
-    """[B, H, Q, D / H] times [R, D / H], at [B, Q, T] -> [B, H, Q, T]."""
+    """Return products of queries [B, H, Q, D / H] and vectors [R, D / H] at pairs [B, Q, T], [B, H, Q, T]."""
     products = F.linear(queries, vectors)  # [B, H, Q, R]
     return products.gather(-1, pairs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1))
 
 
 PERTURBATION = Extra("perturbation")
-"""[numel] the flat vector, added where its parts act."""
+"""[numel], the flat perturbation."""
 PIXEL_SHIFT = Extra("pixel_shift")
-"""[R, 3, S, S], or [R, k, 3, S, S] of several crops: added to pixels in [0, 1]."""
+"""[R, 3, S, S], or [R, k, 3, S, S] for several crops, added to pixels in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerturbationShape:
-    """Shapes of the encoder's and the decoder's part of a perturbation, which is one flat vector. The last dimension is
-    that of one ball, the first is the block.
+    """Shapes of the encoder's and decoder's part of a perturbation, which is one flat vector. The first dimension is
+    the block; the norm of the last dimension is bounded.
 
-    A perturbation acts at masked patches only and is shared by them and by all images; of relative positions, each
+    A perturbation applies to masked patches only; all of them in all images share it. With relative positions, each
     block has its own.
 
     absolute_embedding: (1, D). absolute_coordinate: (1, 2), row and column in patches. relative_embedding: (L, 50,
-    D / H) with a vector for each entry of the table, else (L, D / H). relative_coordinate: (L, 2), added to the row and
-    the column of x_i - x_j.
+    D / H) with one vector per entry of the table, else (L, D / H). relative_coordinate: (L, 2), added to row and column
+    of x_i - x_j.
 
     Attributes:
-        kind: of the adversary.
-        encoder, decoder: shapes; the decoder is None where it stays clean.
+        kind: kind of the adversary.
+        encoder, decoder: shapes; `decoder` is `None` if it is not perturbed.
     """
 
     kind: str
@@ -376,17 +374,14 @@ class PerturbationShape:
         return math.prod(self.encoder) + (0 if self.decoder is None else math.prod(self.decoder))
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[numel] -> views of the encoder's and of the decoder's part."""
+        """Return views of the encoder's and the decoder's part of a flat vector [numel]."""
         encoder = math.prod(self.encoder)
         decoder = None if self.decoder is None else flat[encoder:].view(self.decoder)
         return flat[:encoder].view(self.encoder), decoder
 
 
 def perturbation_shape(model: ModelConfig, vision: DecodedVisionConfig, adversary: Any) -> PerturbationShape | None:
-    """The shape for these settings, None where no position is perturbed (kinds none and pixels).
-
-    That the adversary has something to act on is for the checks of the recipes to say.
-    """
+    """Return the shape for these settings; `None` if no position is perturbed (kinds none and pixels)."""
     if adversary.kind in ("none", "pixels"):
         return None
     encoder = _part(adversary, model.layers, model.hidden_size, model.heads)
@@ -407,13 +402,13 @@ def _part(adversary: Any, layers: int, width: int, heads: int) -> tuple[int, ...
 
 
 class Perturbed(NamedTuple):
-    """The part of a perturbation that acts in the encoder, or in the decoder; None where nothing acts.
+    """Perturbation of the encoder or of the decoder; at most one attribute is not `None`.
 
     Attributes:
         embedding: [D], added to the position embedding of masked patches (AdPE 4.1.1).
-        coordinate: [2], added to their row and column (AdPE 4.1.2).
+        coordinate: [2], added to row and column of masked patches (AdPE 4.1.2).
         tables: [L, 50 or 1, D / H], added to the relative table for masked queries (AdPE 4.2.2).
-        values: [L, D / H], added to what each head of masked queries attends to: r^V of AdPE 4.2.1.
+        values: [L, D / H], added to the attention output of each head for masked queries: r^V of AdPE 4.2.1.
         offsets: [L, 2], added to the offsets of masked queries (AdPE 4.2.3).
     """
 
@@ -425,7 +420,7 @@ class Perturbed(NamedTuple):
 
 
 def perturbed_attribute(part: Tensor | None, adversary: Any) -> Perturbed:
-    """Return the attribute that a part perturbs, or none."""
+    """Return a part of a perturbation as the attribute that it perturbs."""
     if part is None:
         return Perturbed()
     if adversary.kind == "absolute_embedding":

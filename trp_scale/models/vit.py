@@ -1,4 +1,4 @@
-"""The block of a vision transformer: timm's, with a choice of queries and with relative positions."""
+"""Block of a vision transformer: timm's block with a choice of queries and relative positions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 
 def feed_forward_ratio(width: int, intermediate: int) -> float:
-    """The ratio from which timm gets back this width of the feed-forward layer, int(width x ratio)."""
+    """Return a ratio with int(width x ratio) = intermediate, for timm."""
     ratio = intermediate / width
     return ratio if int(width * ratio) == intermediate else (intermediate + 0.5) / width
 
 
 def block_plan(model: nn.Module, **divided: int) -> TensorPlan:
-    """Return the cut of a model of these blocks: heads, and hidden units of the feed-forward layers; all else is not
-    cut. Tokens can be split in all of them.
+    """Return the tensor-parallel plan of a model of these blocks: heads and feed-forward are cut, tokens can be split.
 
     Args:
-        divided: sizes that the number of ranks must divide, by the flag that sets them, "__" for the dot.
+        divided: sizes that the number of ranks must divide, by flag, with "__" for the dot.
     """
     return TensorPlan(
         columns=("*.mlp.fc1",),
@@ -40,12 +39,12 @@ class TransformerBlock(Block):  # type: ignore[misc]
     """timm's pre-norm block, with the same parameter names.
 
     Args:
-        width: D, of the residual stream.
+        width: D, width of a token.
         heads: H, must divide the width.
         intermediate: width of the feed-forward layer.
-        eps: of the layer norms.
-        relative: whether attention has relative positions, with a table of this block's own.
-        drop_path: probability that a branch is left out for a sequence while training (Huang et al. 2016).
+        eps: epsilon of the layer norms.
+        relative: whether attention has relative positions, with a table for this block.
+        drop_path: probability to drop a branch for a sequence in training (Huang et al. 2016).
     """
 
     cut: Cut = WHOLE
@@ -65,8 +64,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
         self.relative_positions = RelativePositions(width // heads) if relative else None
 
     def sequence_length(self, tokens: Tensor, *others: object, **named: object) -> int:
-        """Tokens of a row, T. A run has few lengths: of visible tokens, and of whole images. Each has a compiled graph
-        of its own (engines/compiled.py)."""
+        """Return T. A run has few different lengths, each with its own compiled graph (engines/compiled.py)."""
         return tokens.shape[1]
 
     def forward(
@@ -81,18 +79,17 @@ class TransformerBlock(Block):  # type: ignore[misc]
         """[B, T, D] -> [B, T, D], or [B, last, D].
 
         Args:
-            relative: for a block with relative positions.
-            value: [D / H], added to what each head of a masked query has attended to (AdPE 4.2.1, r^V).
+            relative: inputs of relative positions.
+            value: [D / H], added to the attention output of each head for masked queries (AdPE 4.2.1, r^V).
             masked: number of masked tokens, which are the last ones.
-            last: compute this many last tokens only: queries, their attention's output and the feed-forward; keys and
-                values come from all. Exactly what the whole block gives there. (The projection of the others' queries
-                is left in: one matrix product over all tokens is quicker than two.)
-            feed_forward_input: give also what entered the feed-forward's second matrix, [B, T, intermediate] without a
-                graph.
+            last: number of last tokens to compute, with equal results; keys and values come from all tokens. (Queries
+                of all tokens are projected, because one matrix product is faster than two.)
+            feed_forward_input: also return the input of the feed-forward's second matrix, [B, T, intermediate], without
+                a graph.
         """
         (projected,) = self.cut.project(self.norm1(tokens), self.attn.qkv)  # [B, T, 3 D]
         parts = projected.chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
-        # Of a tensor parallel rank, which has some of the heads, D is their width.
+        # With tensor parallelism, D is the width of this rank's heads.
         queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
         if last is not None:
             queries, tokens = queries[:, :, -last:], self.cut.split(self.cut.whole(tokens)[:, -last:])
@@ -109,7 +106,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
 def stack_blocks(
     count: int, width: int, heads: int, intermediate: int, *, eps: float, relative: bool = False, drop_path: float = 0.0
 ) -> nn.ModuleList:
-    """Blocks of one size; the probability to leave a branch out grows linearly over them, from 0 to `drop_path`."""
+    """Return blocks of one size; their drop path rates grow linearly from 0 to `drop_path`."""
     rates = torch.linspace(0.0, drop_path, count).tolist()
     return nn.ModuleList(
         TransformerBlock(width, heads, intermediate, eps=eps, relative=relative, drop_path=rate) for rate in rates
@@ -117,19 +114,17 @@ def stack_blocks(
 
 
 def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    """timm's feed-forward layer [..., T, D] -> [..., T, D], and what entered its second matrix, [..., T, intermediate].
-
-    Where its matrices are cut a rank has a part of that, of all tokens, whether or not `cut` splits them."""
+    """Return the output [..., T, D] of timm's feed-forward layer, and the input [..., T, intermediate] of its second
+    matrix: with tensor parallelism this rank's part, for all tokens."""
     (hidden,) = cut.project(tokens, mlp.fc1)
     hidden = mlp.norm(mlp.drop1(mlp.act(hidden)))
     return mlp.drop2(mlp.fc2(hidden)), hidden
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, H, Q, D / H] softmax attention with a bias [B, H, Q, T] on its scaled scores.
+    """Return softmax attention [B, H, Q, D / H] with a bias [B, H, Q, T] on its scaled scores.
 
-    On a CPU in single precision at least: torch's fused kernel takes 1.6 to 2.5 times as long in bf16 there, and rounds
-    more.
+    On a CPU it is computed in fp32 or fp64: torch's fused kernel is 1.6 to 2.5 times slower in bf16, and rounds more.
     """
     if queries.device.type != "cpu" or queries.dtype not in (torch.bfloat16, torch.float16):
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
@@ -140,5 +135,5 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -
 
 
 def masked_rows(value: Tensor, count: int, masked: int) -> Tensor:
-    """[count, D / H]: the value in the last `masked` rows, zero before them."""
+    """Return the value in the last `masked` rows of [count, D / H], zero before them."""
     return F.pad(value.expand(masked, -1), (0, 0, count - masked, 0))

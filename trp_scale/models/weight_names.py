@@ -1,7 +1,4 @@
-"""Tables of weight names: which tensors of another library make each of our parameters, read in both directions.
-
-The table of a family of models is stored beside the model (pretraining/*/weights.py).
-"""
+"""Tables of weight names that convert weights from and to other libraries (tables: pretraining/*/weights.py)."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from torch import Tensor, nn
 from trp_scale.models.initialise import check_names, take
 
 COLOURS = 3
-"""Channels of an image, for which a patch embedding is exported."""
+"""Channels of an image in an exported patch embedding."""
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Conversion of a tensor's layout; `to_theirs` is `None` where nothing is exported."""
+    """Conversion of a tensor's layout; `to_theirs` is `None` if export is unsupported."""
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor] | None = None
 
 
 def linear_from_convolution(tensor: Tensor) -> Tensor:
-    """[D, channel, row, column] -> [D, (row, column, channel)]; a bias and a matrix stay."""
+    """[D, channel, row, column] -> [D, (row, column, channel)]; other tensors stay."""
     return tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
 
 
@@ -42,9 +39,9 @@ def convolution_from_linear(tensor: Tensor) -> Tensor:
 
 SAME = WeightLayout(lambda tensor: tensor, lambda tensor: tensor)
 TOKEN = WeightLayout(lambda tensor: tensor.flatten(), lambda tensor: tensor.reshape(1, 1, -1))
-"""A vector [D] here, [1, 1, D] there."""
+"""Our vector [D], their [1, 1, D]."""
 PATCHES = WeightLayout(linear_from_convolution, convolution_from_linear)
-"""The patch embedding: a matrix here, a convolution there."""
+"""Patch embedding: our matrix, their convolution."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class Pair:
     """One line of a table.
 
     Attributes:
-        ours: name of a parameter; each `*` stands for any text.
-        theirs: names of the tensors that make it, one below the other; the texts of `*` in the same order.
-        layout: of the joined tensor.
+        ours: name of a parameter; `*` matches any text.
+        theirs: names of the tensors that are concatenated to it, with the texts of `*` in the same order.
+        layout: layout of the concatenated tensor.
     """
 
     ours: str
@@ -67,7 +64,7 @@ class Pair:
 
 
 def _translate(name: str, pattern: str, template: str) -> str | None:
-    """Return the template with the texts of the pattern's `*`; `None` if the name does not match."""
+    """Return the template with the texts of the pattern's `*`; `None` without a match."""
     match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.+)"), name)
     if match is None:
         return None
@@ -76,36 +73,32 @@ def _translate(name: str, pattern: str, template: str) -> str | None:
 
 
 class WeightNames:
-    """Table of weight names; the first pair that matches a name counts."""
+    """Table of weight names; the first matching pair applies."""
 
     def __init__(self, *pairs: Pair) -> None:
         self.pairs = pairs
 
     def has(self, name: str) -> bool:
-        """Whether the table has a line for our parameter."""
+        """Whether the table contains our parameter."""
         return any(_translate(name, pair.ours, "") is not None for pair in self.pairs)
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that make our parameter.
-
-        Raises:
-            KeyError: the table has no line for it.
-        """
+        """Return the names of the source tensors of our parameter; raise KeyError if the table lacks it."""
         pair = self._pair(name)
         return tuple(filter(None, (_translate(name, pair.ours, source) for source in pair.sources)))
 
     def our_name(self, source: str) -> str | None:
-        """Return the parameter that is made of this tensor alone; `None` if the table has none."""
+        """Return the parameter with this tensor as its only source; `None` if the table has none."""
         names = (_translate(source, p.theirs, p.ours) for p in self.pairs if isinstance(p.theirs, str))
         return next(filter(None, names), None)
 
     def to_ours(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Return our parameter from the tensors of `sources`."""
+        """Return the value of our parameter from its source tensors."""
         joined = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
         return self._pair(name).layout.to_ours(joined)
 
     def export_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the other library's tensors for our parameters."""
+        """Return the other library's tensors for our weights."""
         state: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             convert, names = self._pair(name).layout.to_theirs, self.sources(name)
@@ -114,13 +107,10 @@ class WeightNames:
         return state
 
     def import_weights(self, model: nn.Module, state: Mapping[str, Tensor], *, kept: Collection[str] = ()) -> None:
-        """Fill the model's parameters with the other library's tensors.
-
-        Args:
-            kept: parameters that stay as they are.
+        """Set the model's parameters, except `kept`, to the other library's tensors.
 
         Raises:
-            OtherTensorsError: names that are missing, unexpected or of another shape; then nothing has been written.
+            OtherTensorsError: names are missing, unexpected or of another shape; then nothing has changed.
         """
         sources = {name: self.sources(name) for name, _ in model.named_parameters() if name not in kept}
         check_names({source for names in sources.values() for source in names}, state)

@@ -1,4 +1,4 @@
-"""Upstreams: data, model and objective that belong together, one class for each kind of objective."""
+"""Upstreams: the data, model and objective of a pre-training run, one class for each kind of objective."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Facts of a data set on which shapes depend beside the settings.
+    """Properties of a data set that shapes depend on.
 
     Attributes:
-        length: pieces of a sequence; 0: as many as the model has positions for.
-        vocabulary: pieces.
-        classes: of each modality's maps, where they have any.
+        length: word pieces per sequence; 0 = the model's maximum.
+        vocabulary: number of word pieces.
+        classes: number of classes of each modality's maps, where it has classes.
     """
 
     length: int = 0
@@ -41,19 +41,19 @@ class DataFacts:
 
 
 COUNTED_ROWS = 16
-"""Rows of which FLOPs are counted: products that do not depend on the rows, such as AdPE's tables, vanish."""
+"""Rows for which FLOPs are counted: enough to neglect work that does not grow with rows, such as AdPE's tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A run as far as it is known without its data: enough to count its memory and arithmetic.
+    """Description of a run without its data, from which memory and FLOPs are counted.
 
     Attributes:
         model: makes the model.
-        objective: task losses of a batch.
-        rows: a batch of so many rows, with the shapes and types of the data's and no content worth reading.
-        step_rows: rows of a step on all ranks.
-        positions: of a row.
+        objective: computes the task losses of a batch.
+        rows: makes a dummy batch of a number of rows, with the shapes and types of real batches.
+        step_rows: rows per step on all ranks.
+        positions: sequence positions per row.
     """
 
     model: Callable[[], nn.Module]
@@ -64,27 +64,27 @@ class Outline:
 
     @cached_property
     def forward_flops(self) -> float:
-        """FLOPs of a forward pass over the rows of a step, without what hooks add."""
+        """FLOPs of a forward pass over the rows of a step, without those of hooks."""
         batch = self.rows(COUNTED_ROWS).to(torch.device("meta"))
         return count_flops(self.model, lambda model: self.objective(model, batch)) / batch.rows * self.step_rows
 
     def step_flops(self, ranks: int) -> float:
-        """Return the model FLOPs of a training step on all of `ranks` ranks."""
+        """Return the model FLOPs of a training step on all `ranks` ranks."""
         return TRAINING_OVER_FORWARD * self.forward_flops
 
 
 class Upstream(Protocol):
-    """Upstream task as the run needs it, with the defaults of what an upstream need not say.
+    """Upstream task: interface and defaults.
 
     Attributes:
         exports: {library: "module:function" that writes a checkpoint for it} (checkpoint/export.py: `Writer`).
         sources: named streams of rows.
-        source: of a step's global batch: `sources.train`, unless a step learns from two sources.
-        objective: task losses of a batch.
-        positions_per_step: sequence positions of a step on all ranks, padding included.
-        open_rows: function of (config, [MemberPath, ...]) that opens data sets of the kind that it learns from. Raises
-            DataError if the data is missing, damaged or of another format, or the members of a mixture differ;
-            RefusedError for settings that do not fit the data or each other, or data of another kind.
+        source: stream of global batches: `sources.train`, unless a step learns from two sources.
+        objective: computes the task losses of a batch.
+        positions_per_step: sequence positions per step on all ranks, with padding.
+        open_rows: function of (config, [MemberPath, ...]) that opens data sets. Raises DataError if data is missing,
+            damaged or in another format, or if the members of a mixture differ; RefusedError for data of another kind,
+            or settings that contradict the data or each other.
     """
 
     exports: ClassVar[Mapping[str, str]]
@@ -98,7 +98,7 @@ class Upstream(Protocol):
 
     @classmethod
     def open_sources(cls, config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-        """Open a run's data on one rank (data/sources.py)."""
+        """Open a run's data on one rank (see `open_sources`)."""
         return data_sources.open_sources(
             config,
             partial(cls.open_rows, config),
@@ -111,23 +111,19 @@ class Upstream(Protocol):
 
     @classmethod
     def open_rank_sources(cls, config: Any, environment: Environment) -> Sources:
-        """Open this rank's part of the data, with at most as many workers as it has CPUs."""
+        """Open this rank's part of the data, with at most one worker per CPU."""
         rank, world = environment.data.rank, environment.data.size
         config = data_sources.within_cpus(config, environment.cpus)
         return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
 
     @staticmethod
     def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
-        """Return the function that takes labelled rows out of the data (data/sources.py); `None` without such
-        sources."""
+        """Return the function that splits labelled rows off the data (data/sources.py), or `None`."""
         return None
 
     @classmethod
     def facts(cls, config: Any) -> DataFacts:
-        """Read the facts of the data set at `data.path`.
-
-        Raises: as `open_rows`.
-        """
+        """Read the facts of the data set at `data.path`. Raises the same as `open_rows`."""
         return DataFacts()
 
     @classmethod
@@ -135,11 +131,11 @@ class Upstream(Protocol):
         """Describe the run without its data, for `trp-scale plan`.
 
         Raises:
-            RefusedError: this upstream cannot say it.
+            RefusedError: the upstream does not define this method.
         """
         raise RefusedError(
-            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
-            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
+            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which describes "
+            "a run without its data; allowed: an upstream of the package, or one with this method"
         )
 
     @property
@@ -149,69 +145,68 @@ class Upstream(Protocol):
         ...
 
     def worst_case_batch(self, batch: Batch) -> Batch:
-        """Return a batch with the same number of rows that needs the most memory."""
+        """Return a batch with as many rows that needs the most memory."""
         return batch
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Make the model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
+        """Make the unsharded model on the CPU, with initial weights from the seed or from `model.weights`."""
         ...
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        """Build the methods that act on this model, beside the balancer; none when they are off."""
+        """Build the hooks of this run, without the balancer."""
         return []
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
-        """Save the tokenizer and other files that `export` needs beside the checkpoint."""
+        """Save the tokenizer and other files that `export` needs in the run directory."""
         return
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        """Return JSON values that an export needs to know of the data."""
+        """Return JSON values about the data that `export` and evaluation need."""
         return {}
 
     @classmethod
     def inference_config(cls, config: Any) -> Any:
-        """Return settings for evaluating a trained run, without what only training needs; a checkpoint has the
-        weights."""
+        """Return settings for evaluating a trained run, without those that only training needs."""
         return config
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Refuse rows that a trained model cannot read: their numbers mean something else than those it has learned.
+        """Refuse rows in which numbers have another meaning than in the model's training data.
 
         Args:
-            rows: of the data set.
-            path: where it lies, for messages.
-            run_dir: the model's, with what `save_assets` wrote.
-            extra: of its checkpoint, with what `checkpoint_extra` gave.
+            rows: rows of the data set.
+            path: path of the data set, for messages.
+            run_dir: directory of the model's run, with the files of `save_assets`.
+            extra: the values of `checkpoint_extra` in its checkpoint.
 
         Raises:
-            RefusedError: another vocabulary, say.
+            RefusedError: for example another vocabulary.
         """
         return
 
 
 def find_upstream(config: Config) -> type[Upstream]:
-    """The class of the run's upstream; torchvision and timm are imported for images only."""
+    """Return the class of the run's upstream; torchvision and timm are imported for images only."""
     assert isinstance(config, PretrainConfig)
     upstream: type[Upstream] = find("upstream", config.upstream).load()
     return upstream
 
 
 def build_upstream(config: Config, environment: Environment) -> Upstream:
-    """Open the data and choose model and objective."""
+    """Build the run's upstream, which opens its data."""
     upstream: Upstream = find_upstream(config)(config, environment)
     return upstream
 
 
 def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-    """Open a run's data on one rank, as its upstream does.
+    """Open a run's data on one rank.
 
     Args:
-        config: the run.
-        rank, world: place in, and size of, the data-parallel group.
+        config: settings of the run.
+        rank, world: rank in the data-parallel group, and its size.
         device_type: "cuda" pins the batches' memory.
 
-    Raises: as `Upstream.open_rows`, and RefusedError for settings that do not fit the number of ranks.
+    Raises the same as `Upstream.open_rows`, and RefusedError for settings that contradict the number of ranks.
     """
     return find_upstream(config).open_sources(config, rank=rank, world=world, device_type=device_type)

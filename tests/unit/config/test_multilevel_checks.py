@@ -106,7 +106,7 @@ def test_every_number_has_a_range() -> None:
         ),
         (
             {"multilevel__mode": "look_ahead", "objective__uniformity": 0.01},
-            "--objective.uniformity is 0.01, which needs a pass over the whole batch first",
+            "--multilevel.mode is look_ahead but --objective.uniformity is 0.01",
         ),
         (
             {

@@ -111,7 +111,7 @@ def test_data_of_another_vocabulary_is_refused(
     (larger / "dataset.json").write_text(json.dumps(document))
     tokenizer = other / "tokenizer" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
-    for data, message in ((larger, "a vocabulary of"), (other, "another tokenizer found than the run's")):
+    for data, message in ((larger, f"vocabulary has {document['vocab_size']}"), (other, "tokenizer differs")):
         assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert message in said and f"--tokenizer {run}/tokenizer" in said.replace("\n", "")
@@ -128,7 +128,7 @@ def test_maps_of_other_classes_and_data_of_another_kind_are_refused(
         document = json.loads((others[-1] / "dataset.json").read_text())
         document["modalities"]["semseg"]["classes"] = classes
         (others[-1] / "dataset.json").write_text(json.dumps(document))
-    refused = [(other, "the run has learned") for other in others]
+    refused = [(other, "give data with the same classes") for other in others]
     for data, message in (*refused, (text_dataset, "kind 'text' found")):
         assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
         said = capsys.readouterr().err

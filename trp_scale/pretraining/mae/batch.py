@@ -1,7 +1,7 @@
-"""How images become a Batch: decode once, cut the crops, draw the masks.
+"""Batches of images: decode each image once, cut the crops, draw the masks.
 
-Which patches of a crop are seen and which are predicted is random sampling without replacement (He et al. 2022, 3).
-Every draw is a hash of the crop's word, so a mask depends on (seed, row key, masking, crop) and on nothing else.
+The visible patches of a crop are sampled without replacement (He et al. 2022, section 3). Every draw is a hash of the
+crop's word, so a mask depends on (seed, row key, masking, crop) only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PLACE = np.uint64(MOST_PATCHES - 1)
 
 
 def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
-    """The visible patches are those with the smallest hashes: each set of V patches is equally likely.
+    """Draw the visible and masked patches of each crop. Each set of V patches is equally likely.
 
     Args:
-        words: [R, k] a word per crop (`crops.crop_words`).
-        split: N and V; at most MOST_PATCHES, which the settings' checks see to (config/images.py).
+        words: [R, k] one word per crop (`crops.crop_words`).
+        split: N and V; N is at most MOST_PATCHES (checked in config/images.py).
 
     Returns:
-        visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, both ascending.
+        visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, ascending.
     """
     order = random_order(mix(words ^ _MASK), split.patches)  # [R, k, N]
     visible, masked = np.sort(order[:, :, : split.visible], axis=2), np.sort(order[:, :, split.visible :], axis=2)
@@ -43,25 +43,25 @@ def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
 
 
 def random_order(words: Words, patches: int) -> Integers:
-    """Patch numbers 0 .. patches - 1 in the order of their hashes, [..., patches] for words [...]."""
+    """Return patch numbers 0 .. patches - 1 in the order of their hashes: words [...] -> [..., patches]."""
     column = np.arange(patches, dtype=np.uint64)
     order = (mix(words[..., None] ^ column) & ~_PLACE) | column
-    order.sort(axis=-1)  # carries the patch's number: equal hashes keep their order
+    order.sort(axis=-1)  # the low bits hold the patch number, so equal hashes keep their order
     numbers: Integers = (order & _PLACE).astype(np.int64)
     return numbers
 
 
 class ImageBatchBuilder:
-    """Makes batches of R images with k crops of S x S pixels, N patches each: V visible, M masked.
+    """Builds batches of R images with k crops of S x S pixels. Each crop has N patches: V visible, M masked.
 
-    Fields of the batch, first dimension rows:
+    Fields of the batch:
         images [R, k, 3, S, S] uint8: red, green, blue.
-        visible [R, k, V] int64, masked [R, k, M] int64: patch numbers, row by row, ascending.
+        visible [R, k, V] int64, masked [R, k, M] int64: patch numbers row by row, ascending.
         labels [R] int64: the class, or -1.
-        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; it then is grey.
+        row_weights [R] float32: 1, or 0 for a row that is absent or cannot be decoded; its image is grey.
 
-    All draws come from (training.seed, row key, epoch modulo masking.maskings, crop). A held-out image thus always has
-    the crops and masks that training would draw for it in epoch 0.
+    All draws come from (training.seed, row key, epoch modulo masking.maskings, crop). A held-out image always has the
+    crops and masks of epoch 0.
     """
 
     def __init__(self, config: MaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
@@ -73,11 +73,11 @@ class ImageBatchBuilder:
 
     @property
     def limit(self) -> int:
-        """Masked patches of a crop."""
+        """Masked patches per crop."""
         return self.split.masked
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of the rows at `addresses`; the first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows = self._rows.read(addresses, self._cropper.scales(states))
@@ -91,12 +91,7 @@ class ImageBatchBuilder:
 
 
 def open_rows(config: MaeConfig, paths: Sequence[MemberPath]) -> Rows:
-    """Open data sets of images.
-
-    Raises:
-        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: settings that do not fit the data or each other, or data of another kind.
-    """
+    """Open image data sets (see `Upstream.open_rows`)."""
     require_kind(paths, config.reads)
     datasets = [open_image_dataset(path.path, path.name) for path in paths]
     if config.multilevel.learns:

@@ -1,7 +1,7 @@
-"""The masked autoencoder: MAE (He et al.), MAE+ (AdPE 3.2), and the places where AdPE perturbs positions (AdPE 4).
+"""Masked autoencoder: MAE (He et al.), MAE+ (AdPE 3.2), and AdPE's perturbed positions (AdPE 4).
 
-Tokens are always [class, visible patches, masked patches]: nothing is shuffled back, and what is wanted of the masked
-patches is a slice at the end.
+The order of tokens is always [class, visible patches, masked patches]. Tokens are never unshuffled; the outputs for the
+masked patches are a slice at the end.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trp_scale.pretraining.mae.settings import MaeConfig
 CHANNELS = 3
 
 Wanted = Literal["prediction", "prediction_and_class", "class_token", "features", "patch_embedding"]
-"""What a forward pass gives."""
+"""Output of a forward pass."""
 
 
 class MaeOutput(NamedTuple):
-    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective. A tuple, because ZeRO-3 attaches its hooks to the tensors in an output.
 
     Attributes:
-        prediction: [B, M, P], what is predicted of each masked patch.
-        class_token: [B, D], the encoder's output for the class token; None where it is not asked for.
+        prediction: [B, M, P] of the masked patches.
+        class_token: [B, D] encoder output; `None` unless requested.
     """
 
     prediction: Tensor
@@ -49,14 +49,14 @@ class MaeOutput(NamedTuple):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Predicts masked patches from visible ones.
+    """Predicts masked patches from visible patches.
 
-    Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
+    Every forward pass uses every parameter. Shapes are static, and no operation synchronises with the device.
 
     Args:
-        config: sizes (model, vision, crops.size), the adversary it is built for, and the seed of its initial weights.
+        config: sizes (model, vision, crops.size), adversary, and seed of the initial weights.
     Attributes:
-        shape: of the perturbation that `forward` takes; None without an adversary on positions.
+        shape: shape of the perturbation in `forward`; `None` without an adversary on positions.
     """
 
     encoder_positions: Tensor
@@ -93,20 +93,19 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The repeated blocks, each a unit of sharding: the encoder's, then the decoder's."""
+        """Blocks of the encoder, then of the decoder; each is sharded as one unit."""
         return [*self.blocks, *self.decoder_blocks]
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """Plan of its blocks."""
+        """Tensor-parallel plan."""
         heads = {"vision__decoder_heads": self.vision.decoder_heads} if self.decoder_blocks else {}
         block = cast(TransformerBlock, self.blocks[0])
         return block_plan(self, model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
 
     @property
     def index(self) -> IndexKind:
-        """Index of unperturbed offsets: the reference that a coordinate adversary starts from is its own index without
-        a shift."""
+        """Index of unperturbed offsets. A coordinate adversary uses its own index, so a zero shift changes nothing."""
         if self.adversary.kind == "relative_coordinate":
             return cast(IndexKind, self.adversary.index)
         return self.vision.index
@@ -125,14 +124,14 @@ class MaskedAutoencoder(nn.Module):
 
         Args:
             patches: [B, N, P] of the whole image, row by row, values in the order (row, column, channel).
-            visible: [B, V] int64, numbers of the patches that are seen.
-            masked: [B, M] int64, the others.
-            perturbation: [shape.numel] fp32, or None, which is the same as zeros.
-            gate: [B, V], by which the visible patches' tokens are multiplied where they enter the encoder; None = 1.
-            give: prediction, or prediction_and_class for the class token too; or, through the same door because sharded
-                weights are gathered there, class_token = [B, D] of the same pass, without the decoder; features = the
-                encoder's output [B, 1 + V, D] for the visible patches alone, without perturbation and gate; or
-                patch_embedding = [B, N, D], all patches' embeddings without positions.
+            visible: [B, V] int64, numbers of the visible patches.
+            masked: [B, M] int64, numbers of the masked patches.
+            perturbation: [shape.numel] fp32; `None` = zeros.
+            gate: [B, V], multiplied with the visible patches' tokens at the encoder's input; `None` = ones.
+            give: output. All go through `forward`, because sharded weights are gathered there. prediction: `MaeOutput`;
+                prediction_and_class: with the class token; class_token: [B, D] of the same pass, without the decoder;
+                features: [B, 1 + V, D], encoder output without perturbation and gate; patch_embedding: [B, N, D] of all
+                patches, without positions.
         """
         if give == "features":
             return self.features(patches, visible)
@@ -140,7 +139,7 @@ class MaskedAutoencoder(nn.Module):
             return self.patch_embed(patches.to(self.cls_token.dtype))  # type: ignore[no-any-return]
         parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
         encoder, decoder = (perturbed_attribute(part, self.adversary) for part in parts)
-        seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
+        seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches in the encoder
         tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
         count = masked.shape[1]
         last = None if self.decoder_blocks or give != "prediction" else count
@@ -157,7 +156,7 @@ class MaskedAutoencoder(nn.Module):
         return MaeOutput(prediction=self.prediction(tokens[:, -count:]), class_token=class_token)
 
     def features(self, patches: Tensor, visible: Tensor) -> Tensor:
-        """[B, N, P] and [B, V] -> [B, 1 + V, D]: the encoder's output for these patches alone, unperturbed."""
+        """Return the unperturbed encoder output of the visible patches: [B, N, P] and [B, V] -> [B, 1 + V, D]."""
         clean = Perturbed()
         tokens = self.embed(patches, visible, visible[:, :0], clean)
         return self.norm(self.run(self.blocks, tokens, visible, 0, clean, None))  # type: ignore[no-any-return]
@@ -165,8 +164,7 @@ class MaskedAutoencoder(nn.Module):
     def embed(
         self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed, gate: Tensor | None = None
     ) -> Tensor:
-        """[B, 1 + V + M, D] what enters the encoder: patches and mask tokens with their positions; the class token has
-        none."""
+        """Return the encoder's input [B, 1 + V + M, D]; the class token has no position."""
         dtype = self.cls_token.dtype
         seen = self.patch_embed(gather_patches(patches, visible).to(dtype))  # [B, V, D]
         seen = seen + self.encoder_positions[visible].to(dtype)
@@ -178,7 +176,7 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat(tokens, dim=1)
 
     def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
-        """[B, 1 + V (+ M), D] -> [B, 1 + V + M, D'], mask tokens added if the encoder had none, and positions."""
+        """[B, 1 + V (+ M), D] -> [B, 1 + V + M, D']: add positions, and mask tokens unless the encoder had them."""
         tokens = self.decoder_embed(tokens)
         dtype, known = self.cls_token.dtype, 1 + visible.shape[1]
         seen = tokens[:, 1:known] + self.decoder_positions[visible].to(dtype)
@@ -189,16 +187,16 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat([tokens[:, :1], seen, hidden], dim=1)
 
     def masked_tokens(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
-        """[B, M, D] the mask token at perturbed positions, summed in fp32 at least."""
+        """Return mask tokens with perturbed positions [B, M, D], summed in fp32 or fp64."""
         token: Tensor = self.mask_token
         if self.adversary.kind == "absolute_embedding" and self.adversary.mask_token == "frozen":
-            # Still in the graph: ZeRO-3 keeps the last gradient of a parameter that is not.
+            # The token stays in the graph: ZeRO-3 keeps the last gradient of a parameter outside it.
             token = token.detach() + 0.0 * token
         return (token + self.masked_positions(positions, masked, acting)).to(token.dtype)
 
     def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
-        """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
-        if acting.coordinate is not None:  # the same for all: the table is shifted, not each image's part of it
+        """Return the perturbed positions of masked patches: [N, D] and [B, M] -> [B, M, D], not in half precision."""
+        if acting.coordinate is not None:  # one shift for all patches: shift the table, not each image's rows
             positions = shift_positions(positions, acting.coordinate, self.vision.position_order)
             return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
         queries = positions[masked]  # [B, M, D]
@@ -213,10 +211,10 @@ class MaskedAutoencoder(nn.Module):
         acting: Perturbed,
         last: int | None,
     ) -> Tensor:
-        """[B, 1 + K, D] through blocks; the last block computes the `last` last tokens alone.
+        """Run the blocks on [B, 1 + K, D]; the last block computes only the final `last` tokens.
 
         Args:
-            places: [B, K] patch numbers of the tokens after the class token; the last `masked` ones are masked.
+            places: [B, K] patch numbers of the tokens after the class token; the last `masked` of them are masked.
         """
         blocks = list(blocks)
         relative: list[RelativeInputs] | list[None] = [None] * len(blocks)

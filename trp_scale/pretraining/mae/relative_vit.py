@@ -1,13 +1,13 @@
 """timm's vision transformer with relative positions: iRPE's contextual product on keys (Wu et al., arXiv:2107.14222).
 
-`trp-scale export --to timm` writes this file as hubconf.py beside config.json and model.safetensors, because none of
-timm's hooks for relative positions knows the query. It needs torch, timm and safetensors alone:
+`trp-scale export --to timm` writes this file as hubconf.py next to config.json and model.safetensors, because timm's
+own relative positions do not depend on the query. It needs only torch, timm and safetensors:
 
     model = torch.hub.load("DIRECTORY", "encoder", source="local")
 
-The score of query i and key j is (q_i . k_j + q_i . r[x_i - x_j]) / sqrt(d). The heads of a block share one table of
-7 x 7 entries, one for each pair of a row index and a column index from -3 to 3, and one more for the class token as a
-key. A class token as a query gains nothing: one entry for all its keys would cancel in the softmax.
+The score of query i and key j is (q_i . k_j + q_i . r[x_i - x_j]) / sqrt(d). The heads of a block share one table r of
+7 x 7 entries, for row and column indices from -3 to 3, and one entry for the class token as a key. A class token as a
+query has no bias: a constant bias over its keys would cancel in the softmax.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 dependencies = ["torch", "timm", "safetensors"]
-"""What torch.hub looks for before it loads."""
+"""Modules that torch.hub requires before it loads."""
 
 ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
-"""Offsets up to ALPHA are their own index; longer ones grow with their logarithm, up to BETA at GAMMA (ratio 1.9)."""
+"""The index of an offset equals it up to ALPHA, then grows with its logarithm, up to BETA at GAMMA (ratio 1.9)."""
 
 REACH = 3
-"""Indices of the table go from -REACH to REACH."""
+"""The table has indices from -REACH to REACH."""
 
 SETTLED = 7
-"""Whole offsets as long as this and longer have the last index."""
+"""Integer offsets of this length or more have the last index."""
 
 
 def encoder(pretrained: bool = True, **arguments: Any) -> VisionTransformer:
-    """The exported encoder, without a head unless `num_classes` is given.
+    """Return the exported encoder; it has a head only with `num_classes`.
 
     Args:
-        pretrained: with the exported weights; a head's are random.
-        arguments: of timm's VisionTransformer, in place of the exported ones, such as drop_path_rate.
+        pretrained: load the exported weights; those of a head stay random.
+        arguments: arguments of timm's VisionTransformer that replace the exported ones, such as drop_path_rate.
 
     Raises:
-        RuntimeError: arguments that the weights do not fit, such as another img_size: its positions are of one grid.
+        RuntimeError: the weights do not fit the arguments, such as another img_size.
     """
     directory = Path(__file__).parent
     described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -67,9 +67,9 @@ class RelativeAttention(Attention):  # type: ignore[misc]
     """Attention over [class token, patches row by row] with a table of relative positions.
 
     Args:
-        plain: timm's attention, whose sizes and dropout it takes.
+        plain: timm's attention, with the sizes and dropout to use.
         grid: G, patches along each side.
-        index: relaxed interpolates between entries of the table; rounded takes the nearest one.
+        index: relaxed interpolates between entries of the table; rounded uses the nearest entry.
     """
 
     pairs: Tensor
@@ -100,8 +100,8 @@ class RelativeAttention(Attention):  # type: ignore[misc]
 
 
 def pair_indices(grid: int) -> Tensor:
-    """[1 + G^2, 1 + G^2] int64: which vector a query and a key have; the last but one where the key is the class token,
-    the last where the query is."""
+    """Return the vector number of each pair of query and key, [1 + G^2, 1 + G^2] int64. The last two numbers are for
+    the class token as a key, and as a query."""
     most = min(grid - 1, SETTLED)
     span = 2 * most + 1
     rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
@@ -113,8 +113,8 @@ def pair_indices(grid: int) -> Tensor:
 
 
 def offset_weights(grid: int, index: str) -> Tensor:
-    """[R, 50] how the vector of each pair of offsets is made of the table's entries, then the class token's own, then
-    nothing."""
+    """Return the weights [R, 50] of the table's entries in each vector: pairs of offsets, then the class token's entry,
+    then a zero vector."""
     most = min(grid - 1, SETTLED)
     axis = node_weights(torch.arange(-most, most + 1, dtype=torch.float64), index)  # [P, 7]
     patches = torch.einsum("pi,qj->pqij", axis, axis).flatten(2).flatten(0, 1)  # [P^2, 49]
@@ -124,7 +124,7 @@ def offset_weights(grid: int, index: str) -> Tensor:
 
 
 def node_weights(offset: Tensor, index: str) -> Tensor:
-    """[P] in patches -> [P, 7] by how much each index of an axis stands for an offset."""
+    """Return the weight of each index for offsets in patches: [P] -> [P, 7]."""
     longer = ALPHA + (offset.abs().clamp(min=ALPHA) / ALPHA).log() * ((BETA - ALPHA) / math.log(GAMMA / ALPHA))
     coordinate = torch.where(offset.abs() <= ALPHA, offset, offset.sign() * longer.clamp(max=BETA)).clamp(-REACH, REACH)
     nodes = torch.arange(-REACH, REACH + 1, dtype=offset.dtype)

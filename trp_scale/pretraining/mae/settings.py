@@ -17,10 +17,10 @@ class MaeObjectiveConfig:
     """Prediction target of a masked patch."""
 
     target: Literal["normalised", "pixels"] = "normalised"
-    """Pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
+    """normalised = pixels normalised by each patch's mean and deviation (He et al.); pixels = without this."""
     uniformity: float = setting(0.0, at_least=0)
-    """Weight of U-MAE's second loss, the mean square of the cosines between the class tokens of all pairs of the
-    global batch (Zhang et al. 2022); 0 = none. U-MAE takes 0.01."""
+    """Weight of U-MAE's uniformity loss: the mean squared cosine between class tokens, over all pairs of the global
+    batch (Zhang et al. 2022). 0 = off; U-MAE uses 0.01."""
 
 
 @component("upstream", "mae", "trp_scale.pretraining.mae.upstream:ImageUpstream")
@@ -37,12 +37,12 @@ class MaeConfig(MaskedAutoencoderConfig):
             return
         if masks.selection != "hard":
             yield (
-                f"--multilevel.selection is {masks.selection} but --objective.uniformity is {uniformity:g}, whose "
-                "derivative by the choice of patches is not known; allowed: --multilevel.selection hard, or "
+                f"--multilevel.selection is {masks.selection} but --objective.uniformity is {uniformity:g}, which has "
+                "no derivative by the choice of patches; allowed: --multilevel.selection hard, or "
                 "--objective.uniformity 0"
             )
         if isinstance(masks, HeadSettings) and masks.mode == "look_ahead":
             yield (
-                f"--multilevel.mode is look_ahead but --objective.uniformity is {uniformity:g}, which needs a pass "
-                "over the whole batch first; allowed: --multilevel.mode committed, or --objective.uniformity 0"
+                f"--multilevel.mode is look_ahead but --objective.uniformity is {uniformity:g}, which needs a separate "
+                "pass over the global batch; allowed: --multilevel.mode committed, or --objective.uniformity 0"
             )

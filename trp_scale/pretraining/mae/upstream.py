@@ -38,18 +38,18 @@ RECONSTRUCTION = "reconstruction"
 UNIFORMITY = "uniformity"
 MOMENT = Extra("uniformity_moment")
 ROWS = Extra("uniformity_rows")
-"""Extras of a batch: S of the global batch; or the rows of a global batch that is one micro-batch on each rank."""
+"""Extras of a batch: the second moment S of the global batch, or the global number of rows when each rank has one
+micro-batch."""
 
 
 class MaskedPatchReconstruction:
-    """One task: the mean squared error over a masked patch's values (He et al.; AdPE 3.1), an element being a masked
-    patch.
+    """One task: the mean squared error of each masked patch (He et al.; AdPE 3.1). An element is a masked patch.
 
-    The k crops of an image are rows of the model. A hook may add, under `batch.extras`,
-        perturbation: what the model's positions are shifted by (trp_scale/models/positions.py),
-        pixel_shift: [R, k, 3, S, S], of pixels in [0, 1], added to what the model sees; the target stays clean,
-        patch_weights: [R, k, M], by which each masked patch's error counts (MLO-MAE eq. 1),
-        gate: [R, k, V], by which the tokens of visible patches are multiplied.
+    Each of the k crops of an image is one row of the model. Hooks may set these keys of `batch.extras`:
+        perturbation: perturbation of the model's positions (models/positions.py).
+        pixel_shift: [R, k, 3, S, S] added to the input pixels in [0, 1]; the target stays clean.
+        patch_weights: [R, k, M] weight of each masked patch's error (MLO-MAE eq. 1).
+        gate: [R, k, V] factor of each visible patch's token.
 
     Args:
         config: settings.
@@ -67,7 +67,7 @@ class MaskedPatchReconstruction:
         self._image_patches = ImagePatches(patch_size)
 
     def count(self, batch: Batch) -> Tensor:
-        """[1] float64, masked patches of the rows that are there."""
+        """[1] float64, masked patches of present rows."""
         _, crops, masked = batch["masked"].shape
         return (batch["row_weights"].double().sum() * (crops * masked)).reshape(1)
 
@@ -76,11 +76,11 @@ class MaskedPatchReconstruction:
         return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., MaeOutput], batch: Batch) -> TaskLosses:
-        """Sums over masked patches of their mean squared error, taken in float64 like every task's sum."""
+        """Return the sum over masked patches of their mean squared error, in float64."""
         return self.losses(self.errors(forward, batch), batch)
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
-        """The sums for given errors [R, k, M]; linear in them."""
+        """Return the losses for errors [R, k, M]; linear in them."""
         errors = errors.double()
         if (weights := batch.extras.get(PATCH_WEIGHTS)) is not None:
             errors = errors * weights
@@ -88,13 +88,12 @@ class MaskedPatchReconstruction:
         return TaskLosses(sums=rows.reshape(1), counts=self.count(batch))
 
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
-        """[R, k, M] mean squared error of each masked patch."""
+        """Return the mean squared error of each masked patch, [R, k, M]."""
         clean = self.patches(batch)  # [B, N, P], B = R k
         return self.compute_errors(self.run(forward, batch, clean).prediction, batch, clean)
 
     def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
-        """Return the model's output for a batch, its patches [B, N, P], and the hooks' extras; `wanted` is its
-        `give`."""
+        """Return the model's output for patches [B, N, P] and the extras of hooks; `wanted` is its argument `give`."""
         seen = clean
         if (shift := batch.extras.get(PIXEL_SHIFT)) is not None:
             seen = self.patches(batch, shift)
@@ -106,32 +105,31 @@ class MaskedPatchReconstruction:
         return forward(seen, batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1), **arguments)
 
     def compute_errors(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
-        """[R, k, M] of a prediction [B, M, P], against the clean patches [B, N, P]."""
+        """Return the errors [R, k, M] of a prediction [B, M, P] against the clean patches [B, N, P]."""
         target = self.target(gather_patches(clean, batch["masked"].flatten(0, 1)))  # [B, M, P]
         wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
         return (wide - target).square().mean(-1).view(batch["masked"].shape)
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
-        """[B, N, P] float32 patches of the normalised images."""
+        """Return the patches of the normalised images, [B, N, P] float32."""
         shift = None if pixel_shift is None else pixel_shift.flatten(0, 1)
         return self._image_patches(batch["images"].flatten(0, 1), shift)
 
     def target(self, patches: Tensor) -> Tensor:
-        """[B, M, P] what is predicted of the given patches."""
+        """Return the prediction target of patches, [B, M, P]."""
         patches = patches.detach()
         return normalise_patches(patches) if self.normalised else patches
 
 
 class UniformPatchReconstruction(MaskedPatchReconstruction):
-    """U-MAE (Zhang et al. 2022, How Mask Matters): class tokens that spread over the sphere. A second task outside the
-    balance: the mean over all pairs (i, j) of the global batch, i = j too, of the squared cosine (f_i . f_j)^2, f_i the
-    class token of the encoder's output in the masked pass.
+    """U-MAE (Zhang et al. 2022, How Mask Matters): a uniformity loss as a second task outside the balance. It is the
+    mean squared cosine (f_i . f_j)^2 over all pairs (i, j) of the global batch, with i = j, where f_i is the normalised
+    class token after the encoder in the masked pass.
 
-    That mean is ||S||_F^2 with the second moment S = 1/B sum_i f_i f_i^T, [D, D]. With S known and held, row i counts
-    f_i^T S f_i, an element of the task, and has the gradient of 2 f_i^T S f_i: both add up to the mean over pairs and
-    its gradient, however the global batch is split. `Uniformity` puts S under `batch.extras`; where
-    the global batch is one micro-batch on each rank, S comes from this very pass. Without either (held-out rows, whose
-    pairs would be those of a micro-batch) the task is absent.
+    This mean is ||S||_F^2 with the second moment S = 1/B sum_i f_i f_i^T, [D, D]. For constant S, row i has the loss
+    f_i^T S f_i and the gradient of 2 f_i^T S f_i. They sum to the mean over pairs and its gradient for every split of
+    the global batch. `Uniformity` adds S to `batch.extras`. If each rank has one micro-batch, this pass computes S.
+    Otherwise the task is absent: held-out rows would have the pairs of a micro-batch only.
 
     Args:
         config: settings.
@@ -140,7 +138,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     """
 
     tasks = (RECONSTRUCTION, UNIFORMITY)
-    in_a_graph = False  # its moment is a sum over ranks
+    in_a_graph = False  # the moment is a sum over ranks
 
     def __init__(self, config: MaeObjectiveConfig, patch_size: int, data_group: Group) -> None:
         super().__init__(config, patch_size)
@@ -148,17 +146,17 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         self.data_group = data_group
 
     def count(self, batch: Batch) -> Tensor:
-        """[2] float64, masked patches and crops of the rows that are there."""
+        """[2] float64, masked patches and crops of present rows."""
         return torch.cat([super().count(batch), self.present(batch).sum().reshape(1)])
 
     def outside_weights(self, counts: Tensor) -> Tensor:
-        """objective.uniformity for the second task."""
+        """[2], objective.uniformity for the second task."""
         weights = torch.zeros_like(counts)
         weights[self.tasks.index(UNIFORMITY)].fill_(self.weight)
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        """Both tasks' sums, in float64."""
+        """Return the sums of both tasks, in float64."""
         if MOMENT not in batch.extras and ROWS not in batch.extras:
             return super().__call__(forward, batch)
         clean = self.patches(batch)  # [B, N, P], B = R k
@@ -168,13 +166,13 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         return TaskLosses(sums=torch.cat([reconstruction.sums[:1], uniformity]), counts=self.count(batch))
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
-        """The reconstruction's sums for given errors [R, k, M]; linear in them. The other task is absent."""
+        """Return the reconstruction losses for errors [R, k, M]; linear in them. The uniformity task is absent."""
         losses = super().losses(errors, batch)
         absent = losses.counts.new_zeros(1)
         return TaskLosses(sums=torch.cat([losses.sums, absent]), counts=torch.cat([losses.counts[:1], absent]))
 
     def spread(self, class_token: Tensor, batch: Batch) -> Tensor:
-        """0-dimensional, sum of f_i^T S f_i over the rows of class tokens [B, D], with the gradient of twice that."""
+        """Return the sum of f_i^T S f_i over class tokens [B, D], a scalar, with the gradient of twice this sum."""
         features = F.normalize(class_token.double(), dim=-1)
         moment = batch.extras.get(MOMENT)
         if moment is None:
@@ -184,30 +182,28 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         return (2.0 * rows - rows.detach()) @ self.present(batch)
 
     def moment(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        """[D, D] sum of f_i f_i^T over this micro-batch, from a pass through the encoder alone."""
+        """Return the sum of f_i f_i^T over this micro-batch, [D, D], from a forward pass of the encoder."""
         class_token: Tensor = self.run(forward, batch, self.patches(batch), give="class_token")
         return self.compute_moment(F.normalize(class_token.double(), dim=-1), batch)
 
     def compute_moment(self, features: Tensor, batch: Batch) -> Tensor:
-        """[B, D] -> [D, D], without a graph; rows that are not there are left out."""
+        """Sum f_i f_i^T over present rows without a graph: [B, D] -> [D, D]."""
         features = features.detach()
         return (features * self.present(batch).unsqueeze(1)).T @ features
 
     def present(self, batch: Batch) -> Tensor:
-        """[B] float64: each crop's row weight."""
+        """Return each crop's row weight, [B] float64."""
         return batch["row_weights"].double().repeat_interleave(batch["masked"].shape[1])
 
 
 class Uniformity(Hook):
-    """Adds the moment to every batch of the step. With several micro-batches it takes a pass of the encoder over the
-    window, without gradients, which sees what the weighted pass sees; with one the objective finds the moment in the
-    weighted pass itself.
+    """Adds the moment S to every micro-batch of a step. With several micro-batches, it runs the encoder without
+    gradients on all of them, with the same inputs as the weighted pass. With one, the objective computes S itself.
 
-    It comes after the hooks that change what the model sees. A pass that one of those takes of its own before a step
-    is without this task.
+    It must come after the hooks that change the model's input. Extra passes of those hooks are without this task.
 
     Args:
-        objective: the run's.
+        objective: objective of the run.
     """
 
     name = "uniformity"
@@ -232,7 +228,7 @@ class Uniformity(Hook):
 
 
 def blank_rows(config: MaeConfig, rows: int) -> Batch:
-    """Black images, their first patches visible."""
+    """Return a batch of black images with the first patches visible."""
     crops, side = config.crops.count, config.crops.size
     split = split_patches(side, config.vision.patch_size, config.masking.ratio)
     order = torch.arange(split.patches).expand(rows, crops, -1)
@@ -248,7 +244,7 @@ def blank_rows(config: MaeConfig, rows: int) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOutline(Outline):
-    """Outline of the pass over masked images; what learned masks add to it is in `step_flops` alone."""
+    """Outline of the pass over masked images; only `step_flops` includes the cost of learned masks."""
 
     config: MaeConfig
 
@@ -257,7 +253,7 @@ class ImageOutline(Outline):
         if not isinstance(masks, LearnedMasksSettings):
             return super().step_flops(ranks)
         masked = self.forward_flops
-        if masks.final_ratio:  # of a curriculum, the ratio in the middle of the run
+        if masks.final_ratio:  # a curriculum: count with the ratio at the middle of the run
             middle = copy.deepcopy(self.config)
             middle.masking.ratio = 0.5 * (middle.masking.ratio + masks.final_ratio)
             masked = replace(self, rows=partial(blank_rows, middle)).forward_flops
@@ -307,7 +303,7 @@ class ImageUpstream(Upstream):
 
     @classmethod
     def inference_config(cls, config: MaeConfig) -> MaeConfig:
-        """Return settings with random masks: no classes are needed, and images reserved for tests may be read."""
+        """Return settings with random masks, which need no classes and may read images reserved for tests."""
         config = copy.copy(config)
         config.multilevel = RandomMasksSettings()
         return config
@@ -325,8 +321,8 @@ class ImageUpstream(Upstream):
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        methods = (built(run, "multilevel"), built(run, "adversary"))  # masks first: the adversary acts under them
+        methods = (built(run, "multilevel"), built(run, "adversary"))  # the adversary needs the masks
         hooks = [hook for hook in methods if hook is not None]
         if isinstance(self.reconstruction, UniformPatchReconstruction):
-            hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
+            hooks.append(Uniformity(self.reconstruction))  # last: its pass needs the changes of the others
         return hooks

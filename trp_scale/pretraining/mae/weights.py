@@ -1,8 +1,7 @@
-"""A masked autoencoder's weights and files from and to timm's `VisionTransformer` and transformers'
-`ViTMAEForPreTraining`.
+"""Import and export of masked autoencoders: timm's `VisionTransformer` and transformers' `ViTMAEForPreTraining`.
 
-Both have the patch embedding as a convolution and the fixed positions as a stored tensor. transformers' names are those
-of its published files, which every version reads; newer versions name a model's own tensors differently.
+Both store the patch embedding as a convolution and the fixed positions as a tensor. The names for transformers are
+those of its published files, which every version reads; newer versions use other names in memory.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
     from transformers import ViTMAEConfig
 
 TABLE = "relative_positions.table"
-"""A block's table of relative positions, which neither library's own model has."""
+"""Table of relative positions of a block; the models of both libraries lack it."""
 
 TIMM = WeightNames(
     Pair("cls_token", "cls_token", TOKEN),
     Pair("patch_embed.*", "patch_embed.proj.*", PATCHES),
-    Pair(f"blocks.*.{TABLE}", "blocks.*.attn.relative_table"),  # relative_vit.py, which is timm's model with it
+    Pair(f"blocks.*.{TABLE}", "blocks.*.attn.relative_table"),  # relative_vit.py
     Pair("blocks.*", "blocks.*"),
     Pair("norm.*", "norm.*"),
 )
@@ -61,7 +60,7 @@ VITMAE = WeightNames(
         for ours, theirs in (("blocks", "vit.encoder.layer"), ("decoder_blocks", "decoder.decoder_layers"))
         for part, names in (
             ("norm1", ("layernorm_before",)),
-            ("attn.qkv", (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value")),  # one matrix here
+            ("attn.qkv", (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value")),  # joined in our model
             ("attn.proj", ("attention.output.dense",)),
             ("norm2", ("layernorm_after",)),
             ("mlp.fc1", ("intermediate.dense",)),
@@ -86,19 +85,19 @@ VITMAE_NEWER_NAMES = (
 )
 
 POSITION_TOLERANCE = 1e-4
-"""Stored positions may differ from ours by as much: they were rounded, some of them to half precision."""
+"""Largest difference between stored positions, some in half precision, and ours."""
 
 TIMM_ARCHITECTURE = "vit_base_patch16_224"
-"""timm's name of a plain vision transformer; sizes that are not ViT-B's are given as its arguments."""
+"""timm's name of a plain vision transformer; the file's arguments set the sizes."""
 
 RELATIVE_ARCHITECTURE = "vision_transformer_irpe"
-"""Of a model with relative positions, which timm does not know: relative_vit.py has it."""
+"""Name of the model of relative_vit.py, with relative positions; timm has no such model."""
 
 HUB_FILE = "hubconf.py"
-"""What torch.hub reads of a local directory."""
+"""File that torch.hub loads from a local directory."""
 
 TIMM_EPS = 1e-6
-"""Epsilon of the layer norms of timm's vision transformers, which no argument changes."""
+"""Epsilon of the layer norms in timm's vision transformers; no argument changes it."""
 
 
 def is_encoder(name: str) -> bool:
@@ -110,19 +109,19 @@ def is_table(name: str) -> bool:
 
 
 def published_name(name: str) -> str:
-    """Return a name in a newer transformers' model as in its published files."""
+    """Return the name in published files for a name in a newer transformers model."""
     for pattern, replacement in VITMAE_NEWER_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Import all weights of a `ViTMAEForPreTraining`, or those of a timm ViT's encoder; by their names.
+    """Import all weights of a `ViTMAEForPreTraining`, or the encoder of a timm ViT; the names tell which.
 
-    A head is left out. The decoder stays where there is none, and so do relative tables.
+    A head is ignored. A decoder or relative tables that the state dict lacks keep their initial weights.
 
     Raises:
-        ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
+        ValueError: names are missing, unexpected or of another shape, or positions are not sine-cosine.
     """
     order, parameters = model.vision.position_order, dict(model.named_parameters())
     if any(name.startswith("vit.") for name in state):
@@ -135,7 +134,7 @@ def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
         tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
         has_tables = any(is_table(names.our_name(name) or "") for name in tensors)
         kept = {name for name in parameters if not is_encoder(name) or (is_table(name) and not has_tables)}
-    class_position = take_positions(tensors, positions, order)  # [D], ours has none of its own
+    class_position = take_positions(tensors, positions, order)  # [D], added to our class token
     (class_token,) = names.sources("cls_token")
     if class_token in tensors and tensors[class_token].shape[-1:] == class_position.shape:
         tensors[class_token] = tensors[class_token] + class_position
@@ -145,7 +144,7 @@ def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
 def to_timm(
     weights: Mapping[str, Tensor], *, patch_size: int, image_size: int, order: PositionOrder = "column_row"
 ) -> dict[str, Tensor]:
-    """Return the encoder as the state dict of timm's ViT without a head, with positions for images of this side."""
+    """Return the state dict of timm's ViT without a head, with positions for images of `image_size` pixels a side."""
     state = TIMM.export_weights({name: tensor for name, tensor in weights.items() if is_encoder(name)})
     state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1], order)
     return state
@@ -160,12 +159,12 @@ def to_vitmae(weights: Mapping[str, Tensor], *, grid: int, order: PositionOrder 
 
 
 def stored_positions(grid: int, width: int, order: PositionOrder = "column_row") -> Tensor:
-    """[1, 1 + grid^2, width]: the class token's, which are zero, and the patches'."""
+    """Return the positions [1, 1 + grid^2, width] of the class token, which are zero, and of the patches."""
     return torch.cat([torch.zeros(1, width), sine_cosine(grid, width, order).float()]).unsqueeze(0)
 
 
 def position_order(positions: Tensor) -> PositionOrder | None:
-    """Return the order of fixed sine-cosine positions of a square grid [N, D]; `None` for other positions."""
+    """Return the order of the sine-cosine positions [N, D] of a square grid; `None` for other positions."""
     grid, width = round(len(positions) ** 0.5), positions.shape[-1]
     if grid**2 != len(positions) or width % 4:
         return None
@@ -176,10 +175,10 @@ def position_order(positions: Tensor) -> PositionOrder | None:
 
 
 def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
-    """Remove stored positions and return the class token's, [D].
+    """Remove the positions `name` from the tensors and return those of the class token, [D].
 
     Raises:
-        ValueError: they are missing, or not the fixed positions that this model has.
+        ValueError: they are missing, or differ from the model's fixed positions.
     """
     if name not in tensors:
         raise ValueError(f"{name} is missing")
@@ -187,25 +186,25 @@ def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) 
     grid, width = round((len(positions) - 1) ** 0.5), positions.shape[-1]
     if grid**2 != len(positions) - 1:
         raise ValueError(
-            f"{name}: {len(positions)} positions given; expected a square grid of patches and a class token"
+            f"{name}: {len(positions)} positions; expected those of a square grid of patches and a class token"
         )
     stored = position_order(positions[1:])
     if stored is not None and stored != order:
-        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
+        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
     if stored is None and not positions.any():
-        raise ValueError(f"{name}: all zeros, as of a model that was made and never trained; give trained weights")
+        raise ValueError(f"{name}: all zeros, as in an untrained model; give trained weights")
     if stored is None:
         off = float((positions[1:] - sine_cosine(grid, width, order)).abs().max())
         raise ValueError(
             f"{name}: differs from fixed sine-cosine positions by up to {off:.2g}, allowed: {POSITION_TOLERANCE:g}; "
-            "a model with learned positions cannot be taken over"
+            "a model with learned positions cannot be imported"
         )
     return positions[0]
 
 
 def write_timm(asked: Export) -> None:
-    """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head. With relative
-    positions it is for `torch.hub.load("DIRECTORY", "encoder", source="local")`, and brings its module along.
+    """Write the encoder without a head for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`. With relative
+    positions, write it with its code for `torch.hub.load("DIRECTORY", "encoder", source="local")`.
 
     Raises:
         RefusedError: timm has no such model.
@@ -216,21 +215,17 @@ def write_timm(asked: Export) -> None:
     check_timm(config, asked.image_size)
     model, relative = MaskedAutoencoder(config), ""
     if config.vision.positions == "relative":
-        relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through is rounded, going forward
+        relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through rounds in the forward pass
     weights = asked.read_weights(model)
     write_encoder(asked, config, weights, relative=relative)
 
 
 def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
-    """Refuse what timm's vision transformer does not compute.
-
-    Raises:
-        RefusedError: naming the setting.
-    """
+    """Raise RefusedError for settings that timm's vision transformer does not support."""
     model, patch_size = config.model, config.vision.patch_size
     if model.layer_norm_eps != TIMM_EPS:
         raise RefusedError(
-            f"--to timm: the run's model.layer_norm_eps is {model.layer_norm_eps:g}, timm's models have {TIMM_EPS:g}"
+            f"--to timm: the run's model.layer_norm_eps is {model.layer_norm_eps:g}, timm's models use {TIMM_EPS:g}"
         )
     if image_size < patch_size or image_size % patch_size:
         raise RefusedError(
@@ -241,10 +236,11 @@ def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
 def write_encoder(
     asked: Export, config: ImagePretrainConfig, weights: Mapping[str, Tensor], *, relative: str = ""
 ) -> None:
-    """Write timm's files of an encoder with a masked autoencoder's names.
+    """Write timm's files of an encoder.
 
     Args:
-        relative: of an encoder with relative positions, how offsets find their entries: relaxed or rounded.
+        weights: weights by their names in `MaskedAutoencoder`.
+        relative: index of relative positions, relaxed or rounded; empty without them.
     """
     model, patch_size = config.model, config.vision.patch_size
     directory, image_size = asked.directory, asked.image_size
@@ -283,7 +279,7 @@ def write_encoder(
 
 
 def write_vitmae(asked: Export) -> None:
-    """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`, and its image processor.
+    """Write the autoencoder and its image processor for `ViTMAEForPreTraining.from_pretrained`.
 
     Raises:
         RefusedError: ViTMAE has no such model.
@@ -296,13 +292,13 @@ def write_vitmae(asked: Export) -> None:
     vision = config.vision
     if vision.positions != "absolute":
         raise RefusedError(
-            f"--to hf: the run's vision.positions is {vision.positions}, and transformers' ViTMAE has absolute "
-            "positions only; allowed: --to timm (the encoder)"
+            f"--to hf: the run's vision.positions is {vision.positions}, transformers' ViTMAE has only absolute "
+            "positions; allowed: --to timm (the encoder)"
         )
     if vision.tokens != "visible" or vision.decoder != "transformer":
         raise RefusedError(
-            f"--to hf: the run's vision.tokens is {vision.tokens} and vision.decoder {vision.decoder}; transformers' "
-            "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
+            f"--to hf: the run's vision.tokens is {vision.tokens} and vision.decoder {vision.decoder}, transformers' "
+            "ViTMAE has only a transformer decoder with mask tokens; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
     stored = asked.read_weights(MaskedAutoencoder(config))
@@ -314,7 +310,7 @@ def write_vitmae(asked: Export) -> None:
         image_mean=list(CHANNEL_MEAN),
         image_std=list(CHANNEL_DEVIATION),
     ).save_pretrained(asked.directory)
-    # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
+    # The model's save_pretrained in transformers 5.23 writes names of decoder layers that older versions reject.
     save_file(weights, asked.directory / "model.safetensors", metadata={"format": "pt"})
 
 

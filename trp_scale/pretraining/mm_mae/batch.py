@@ -1,9 +1,8 @@
-"""How images with aligned maps become a Batch: one crop and one flip for all of a sample, and which patches of which
-modality the encoder sees (TRP 4.2.1).
+"""Batches of images with aligned maps: one crop and one flip per sample, and the patches that the encoder sees (TRP
+4.2.1).
 
-How the visible patches are shared among the modalities is drawn anew for each row from a symmetric Dirichlet
-distribution; within a modality every set of its number of patches is equally likely. The number of all visible patches
-is the same in every row. All draws are hashes of the row's word.
+Every row has the same number of visible patches. A draw from a symmetric Dirichlet distribution splits it among the
+modalities; the visible patches of a modality are uniform. All draws are hashes of the row's word.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from trp_scale.pretraining.modalities.base import Modality
 
 
 class RunModalities:
-    """The modalities of a run.
+    """Modalities of a run.
 
     Attributes:
-        inputs: names of those that the encoder sees.
-        tasks: what is predicted, in the order of every [T] vector.
-        used: inputs and what tasks predict, by name, in the order of a sample's members.
+        inputs: names of the input modalities.
+        tasks: names of the tasks, in the order of every [T] vector.
+        used: input and predicted modalities by name, in the order of a sample's members.
 
     Raises:
-        RefusedError: an input or an output that no modality has, or what is registered as one is none.
+        RefusedError: an unknown input or task, or a registered class that is not a modality.
     """
 
     def __init__(self, config: MmMaeConfig) -> None:
@@ -63,20 +62,20 @@ class RunModalities:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of those that are stored as maps beside the image."""
+        """Names of the modalities that are stored as maps."""
         return tuple(name for name, kind in self.used.items() if kind.format is not None)
 
 
 def visible_slots(visible: Tensor, tokens: int) -> Tensor:
-    """Return the index of each token among the V visible tokens. Token i N + p is the patch at place p, of N row by
-    row, of the modality that is number i among the inputs (TRP 4.2.1; Bachmann et al., 3.1).
+    """Return the index of each token among the V visible tokens. Token i N + p is patch p (of N, row by row) of input
+    modality i (TRP 4.2.1; Bachmann et al., 3.1).
 
     Args:
         visible: [R, V] int64, numbers of the visible tokens.
-        tokens: I N, all of them.
+        tokens: I N, number of all tokens.
 
     Returns:
-        [R, I N] int64, from 0 to V - 1; V for a token that is masked.
+        [R, I N] int64, from 0 to V - 1; V for a masked token.
     """
     rows, count = visible.shape
     order = torch.arange(count, device=visible.device).expand(rows, -1)
@@ -87,8 +86,7 @@ _SHARES = np.uint64(name_hash("mask: shares of modalities"))
 _PATCHES = np.uint64(name_hash("mask: patches of modalities"))
 
 _LEAST = -600.0
-"""Logarithm that a share may have at least, beside the largest: so small a one never gets a patch before the others
-have all of theirs."""
+"""Smallest logarithm of a share relative to the largest: such a share gets patches only after the others are full."""
 
 Shares = npt.NDArray[np.float64]
 
@@ -98,9 +96,9 @@ class ModalityMasks:
 
     Args:
         modalities: number of input modalities, I.
-        patches: of each modality, N.
-        visible: of all modalities together, V, at most I N.
-        concentration: of the Dirichlet distribution.
+        patches: patches per modality, N.
+        visible: visible patches of all modalities, V, at most I N.
+        concentration: concentration of the Dirichlet distribution.
 
     Raises:
         RefusedError: a concentration other than 1 without scipy.
@@ -110,33 +108,29 @@ class ModalityMasks:
         if not 0 < visible <= modalities * patches:
             raise ValueError(f"{visible} visible of {modalities} x {patches} patches")
         if concentration != 1.0:
-            _inverse_gamma(concentration)  # refused here, not in a worker
+            _inverse_gamma(concentration)  # raise here, not in a worker
         self._modalities, self._patches, self._visible = modalities, patches, visible
         self._concentration = concentration
 
     def draw(self, words: Words) -> Integers:
-        """Visible tokens, [R, V] ascending: patch p of modality i is token i N + p.
-
-        Args:
-            words: [R] a word per row.
-        """
+        """Draw the visible tokens [R, V], ascending, from one word per row [R]."""
         numbers = np.arange(self._modalities, dtype=np.uint64)
         shares = draw_shares(mix(words ^ _SHARES)[:, None] ^ numbers, self._concentration)  # [R, I]
         counts = share_out(shares, self._visible, self._patches)  # [R, I]
         order = random_order(mix(mix(words ^ _PATCHES)[:, None] ^ numbers), self._patches)  # [R, I, N]
         tokens = order + np.arange(self._modalities)[:, None] * self._patches
-        seen = np.arange(self._patches) < counts[:, :, None]  # [R, I, N] the first ones of each order
-        visible = tokens[seen].reshape(len(words), self._visible)  # [R, V]: every row has V of them
+        seen = np.arange(self._patches) < counts[:, :, None]  # [R, I, N] the first patches of each order
+        visible = tokens[seen].reshape(len(words), self._visible)  # [R, V]: every row has V visible tokens
         visible.sort(axis=1)
         return visible
 
 
 def draw_shares(words: Words, concentration: float) -> Shares:
-    """Shares that follow a symmetric Dirichlet distribution, [R, I], rows sum to 1: gamma variables over their sum.
+    """Draw shares from a symmetric Dirichlet distribution, [R, I], rows sum to 1: gamma variables over their sum.
 
     Args:
-        words: [R, I] a word per share.
-        concentration: of the distribution; 1 = uniform over all shares.
+        words: [R, I] one word per share.
+        concentration: 1 = uniform over all shares.
     """
     uniform = ((mix(words) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1), ends excluded
     logarithms = _log_gamma(uniform, concentration)
@@ -147,44 +141,44 @@ def draw_shares(words: Words, concentration: float) -> Shares:
 
 
 def _log_gamma(uniform: Shares, concentration: float) -> Shares:
-    """Logarithms of Gamma(concentration) variables, by the inverse of their distribution function."""
+    """Return logarithms of Gamma(concentration) variables, by the inverse of their distribution function."""
     if concentration == 1.0:
         exponential: Shares = np.log(-np.log(uniform))
         return exponential
     values = _inverse_gamma(concentration)(concentration, uniform)
-    tiny = values < 1e-100  # may have run down to 0: there the distribution function is x^c / Gamma(c + 1)
+    tiny = values < 1e-100  # may underflow to 0; here the distribution function is x^c / Gamma(c + 1)
     small = (np.log(uniform) + math.lgamma(concentration + 1)) / concentration
     result: Shares = np.where(tiny, small, np.log(np.where(tiny, 1.0, values)))
     return result
 
 
 def _inverse_gamma(concentration: float) -> Callable[[float, Shares], Shares]:
-    """scipy.special.gammaincinv; scipy is wanted for this alone, and only with a concentration that is not 1."""
+    """Return scipy.special.gammaincinv. Nothing else needs scipy."""
     try:
         from scipy.special import gammaincinv  # type: ignore[import-untyped]
     except ImportError as error:
         raise RefusedError(
             f"--modalities.concentration {concentration} needs scipy: pip install 'trp-scale[evaluation]', "
-            f"or use 1, the paper's"
+            f"or use 1, as in the paper"
         ) from error
     inverse: Callable[[float, Shares], Shares] = gammaincinv
     return inverse
 
 
 def share_out(shares: Shares, total: int, most: int) -> Integers:
-    """Whole numbers near shares x total by largest remainders, [R, I], none above `most`; rows sum to `total`.
+    """Round shares x total to integers by largest remainders, [R, I], none above `most`; rows sum to `total`.
 
-    What a modality cannot take goes to the others in proportion to their shares.
+    The excess of a full modality goes to the others in proportion to their shares.
 
     Args:
         shares: [R, I] above 0, rows sum to 1.
         total: at most I x most.
-        most: of one modality.
+        most: maximum per modality.
     """
     quotas = shares * total
-    for _ in range(shares.shape[1] - 1):  # each round fills one modality at least, or changes nothing
+    for _ in range(shares.shape[1] - 1):  # each iteration fills at least one modality, or changes nothing
         full = quotas >= most
-        left = total - most * full.sum(axis=1, keepdims=True)  # [R, 1] for those that are not full
+        left = total - most * full.sum(axis=1, keepdims=True)  # [R, 1] patches for modalities that are not full
         open_shares = np.where(full, 0.0, shares)
         sums = open_shares.sum(axis=1, keepdims=True)
         quotas = np.where(full, float(most), open_shares * left / np.where(sums > 0, sums, 1.0))
@@ -196,17 +190,17 @@ def share_out(shares: Shares, total: int, most: int) -> Integers:
 
 
 class MultimodalBatchBuilder:
-    """Makes batches of R images, one crop of S x S pixels each, N patches of P x P in I input modalities, V visible.
+    """Builds batches of R images, one crop of S x S pixels each, with N patches in each of I input modalities.
 
-    Fields of the batch, first dimension rows:
+    Fields of the batch:
         visible [R, V] int64, ascending: patch p of input modality i is token i N + p.
         labels [R] int64: the class of the image, or -1.
-        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; nothing is known of it then,
-            and its image is grey.
-        what each modality among the inputs or outputs brings (Modality.fields), for example images [R, 3, S, S] uint8,
-        depth [R, S, S] uint16 with depth_statistics [R, 3] float32 and depth_counts [R, N] int32.
+        row_weights [R] float32: 1, or 0 for a row that is absent or cannot be decoded; its image is grey, its maps
+            unknown.
+        fields of each used modality (Modality.fields), for example images [R, 3, S, S] uint8, or depth [R, S, S] uint16
+            with depth_statistics [R, 3] float32 and depth_counts [R, N] int32.
 
-    All draws come from (training.seed, row key, epoch modulo masking.maskings), as ImageBatchBuilder's.
+    All draws come from (training.seed, row key, epoch modulo masking.maskings).
     """
 
     def __init__(self, config: MmMaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
@@ -221,10 +215,10 @@ class MultimodalBatchBuilder:
             modalities=inputs, patches=patches, visible=visible, concentration=config.modalities.concentration
         )
         self.limit = inputs * patches - visible
-        """Patches of all inputs that are not visible."""
+        """Masked patches of all inputs."""
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of the rows at `addresses`; the first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows = self._rows.read(addresses, self._cropper.scales(states))
@@ -238,12 +232,7 @@ class MultimodalBatchBuilder:
 
 
 def open_rows(config: MmMaeConfig, paths: Sequence[MemberPath]) -> Rows:
-    """Open data sets of images.
-
-    Raises:
-        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: settings that do not fit the data or each other, or data of another kind.
-    """
+    """Open image data sets (see `Upstream.open_rows`)."""
     require_kind(paths, config.reads)
     stored = RunModalities(config).stored
     datasets = [open_image_dataset(path.path, path.name, stored) for path in paths]

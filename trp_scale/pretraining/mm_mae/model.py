@@ -1,4 +1,4 @@
-"""The multi-modal masked autoencoder: one encoder over visible patches of several modalities, a decoder for each task
+"""Multi-modal masked autoencoder: one encoder for the visible patches of all modalities, and one decoder for each task
 (TRP 4.2.1; Bachmann et al.)."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
 
 class CrossAttention(nn.Module):
-    """Queries from one sequence, keys and values from another.
+    """Cross-attention.
 
     Args:
-        width: d, of both.
+        width: d, of both sequences.
         heads: H, must divide the width.
     """
 
@@ -40,7 +40,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """[R, Q, d] and [R, K, d] -> [R, Q, d]."""
-        (asking,) = self.cut.project(queries, self.query)  # the context is whole, of other tokens
+        (asking,) = self.cut.project(queries, self.query)  # the context is not split
         parts = [asking, *self.key_value(context).chunk(2, dim=-1)]
         asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         output = attend(asked, keys, values, None)  # [R, H, Q, d / H]
@@ -48,13 +48,13 @@ class CrossAttention(nn.Module):
 
 
 class TaskDecoder(nn.Module):
-    """Queries are the N places of the task's own modality: its visible tokens where there are any, a mask token
-    elsewhere. They look once at the visible tokens of all modalities, and then at each other.
+    """Decoder of one task. Its queries are the N patches of the predicted modality: visible tokens, and mask tokens for
+    the others. One cross-attention reads the visible tokens of all modalities, then self-attention blocks follow.
 
     Args:
-        config: sizes (vision.decoder_*, crops.size) and the inputs' modalities.
-        own: modality that is predicted; of one that is no input nothing is visible.
-        values: P, numbers predicted of a patch.
+        config: sizes (vision.decoder_*, crops.size) and input modalities.
+        own: predicted modality; all its patches are masked if it is not an input.
+        values: P, predicted numbers per patch.
     """
 
     positions: Tensor
@@ -69,7 +69,7 @@ class TaskDecoder(nn.Module):
         self.embed = nn.Linear(config.model.hidden_size, width)
         self.mask_token = nn.Parameter(torch.empty(width))
         for modality in dict.fromkeys((*self.inputs, own)):
-            # Not in a ParameterDict: ZeRO-3 gathers what belongs to a module whose forward runs.
+            # No ParameterDict: ZeRO-3 gathers the parameters of modules whose forward runs.
             self.register_parameter(f"{modality}_embedding", nn.Parameter(torch.empty(width)))
         self.register_buffer("positions", sine_cosine(grid, width, vision.position_order).float(), persistent=False)
         self.query_norm = nn.LayerNorm(width, eps=eps)
@@ -81,12 +81,12 @@ class TaskDecoder(nn.Module):
         self.prediction = nn.Linear(width, values)
 
     def forward(self, tokens: Tensor, visible: Tensor, slots: Tensor) -> Tensor:
-        """Predict every patch of the own modality, seen or not.
+        """Predict every patch of the modality, visible or masked.
 
         Args:
-            tokens: [R, 1 + V, D] the encoder's output, the global token first.
+            tokens: [R, 1 + V, D] encoder output, the global token first.
             visible: [R, V] int64, token numbers.
-            slots: [R, N] int64, which visible token each patch of the own modality is; V where it is masked.
+            slots: [R, N] int64, index of each patch of the modality among the visible tokens; V where it is masked.
 
         Returns:
             [R, N, P].
@@ -105,17 +105,17 @@ class TaskDecoder(nn.Module):
         return self.prediction(self.cut.whole(output))  # type: ignore[no-any-return]
 
     def position_values(self, modality: str) -> Tensor:
-        """[N, d] what a token of this modality gets at each place."""
+        """Return the position and modality embedding of each patch, [N, d]."""
         embedding: Tensor = getattr(self, f"{modality}_embedding")
         return self.positions.to(embedding.dtype) + embedding
 
 
 class MultimodalOutput(NamedTuple):
-    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective. A tuple, because ZeRO-3 attaches its hooks to the tensors in an output.
 
     Attributes:
-        predictions: [R, N, P_t] of each task, in the order of modalities.outputs (Modality.values).
-        shared_inputs: [R, 1 + V, intermediate] without a graph, what entered the encoder's last matrix; only with taps.
+        predictions: [R, N, P_t] for each task, in the order of modalities.outputs (Modality.values).
+        shared_inputs: [R, 1 + V, intermediate] without a graph, input of the encoder's last matrix; only with taps.
     """
 
     predictions: tuple[Tensor, ...]
@@ -125,14 +125,14 @@ class MultimodalOutput(NamedTuple):
 class MultimodalMaskedAutoencoder(nn.Module):
     """Predicts the patches of each output modality from the visible patches of all input modalities.
 
-    With vision.position_order row_column and without modalities.encoder_norm it is MultiMAE's network, weight for
-    weight (Bachmann et al., public code; trp_scale/pretraining/mm_mae/weights.py).
+    With vision.position_order row_column and without modalities.encoder_norm, it equals MultiMAE's network (Bachmann et
+    al., public code; weights.py imports its weights).
 
-    Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
+    Every forward pass uses every parameter. Shapes are static, and no operation synchronises with the device.
 
     Args:
-        config: sizes (model, vision, modalities, crops.size) and the seed of the initial weights.
-        classes: of each modality's maps, where they have any.
+        config: sizes (model, vision, modalities, crops.size) and seed of the initial weights.
+        classes: number of classes of each modality's maps, where it has classes.
     """
 
     positions: Tensor
@@ -171,12 +171,12 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Units of sharding: the encoder's blocks, then the decoders."""
+        """The encoder's blocks, then the decoders; each is sharded as one unit."""
         return [*self.blocks, *self.decoders.values()]
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """Plan of its blocks, and of the decoders' cross-attention, whose queries can be split."""
+        """Tensor-parallel plan, with the decoders' cross-attention, whose queries can be split."""
         cross = "decoders.*.cross_attention"
         plan = block_plan(self, **self.divided)
         before = ("query_norm", "cross_attention", "norm", "mlp")
@@ -194,11 +194,9 @@ class MultimodalMaskedAutoencoder(nn.Module):
         """Predict all patches of each output.
 
         Args:
-            patches: of each input modality [R, N, P] row by row, as Modality.seen gives them. What is masked is not
-                read.
-            visible: [R, V] int64, token numbers (trp_scale/pretraining/mm_mae/batch.py).
-            task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
-                encoder's norm.
+            patches: [R, N, P] of each input modality, row by row, from Modality.seen; masked patches are not read.
+            visible: [R, V] int64, token numbers (`visible_slots`).
+            task_taps: [T, R, 1 + V, D] zeros, added for each task to the encoder output before its norm.
         """
         tokens, shared_inputs = self.encode(patches, visible, tapped=task_taps is not None)
         if task_taps is None:
@@ -213,10 +211,10 @@ class MultimodalMaskedAutoencoder(nn.Module):
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
 
     def features(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
-        """[R, 1 + V, D] the encoder's output for these tokens alone.
+        """Return the encoder output, [R, 1 + V, D].
 
         Args:
-            patches: as `forward`'s; a modality of which no token is visible may be left out.
+            patches: see `forward`; modalities without visible tokens may be absent.
             visible: [R, V] int64, token numbers.
         """
         return self.norm(self.encode(patches, visible)[0])  # type: ignore[no-any-return]
@@ -224,7 +222,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
     def encode(
         self, patches: Mapping[str, Tensor], visible: Tensor, *, tapped: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, 1 + V, D] of the last block; and [R, 1 + V, intermediate] what entered its last matrix, if tapped."""
+        """Return the last block's output [R, 1 + V, D] and, if tapped, the input [R, 1 + V, intermediate] of its last
+        matrix."""
         tokens, entered = self.cut.split(self.embed(patches, visible)), None
         *blocks, last = self.blocks
         for block in blocks:
@@ -236,7 +235,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         return self.cut.whole(tokens), entered
 
     def own_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
-        """[R, N] the part of all slots [R, I N] that is one modality's; `masked` everywhere if it is no input."""
+        """Return the slots of one modality: [R, I N] -> [R, N]; all are `masked` if it is not an input."""
         count = self.grid**2
         if modality not in self.inputs:
             return torch.full_like(slots[:, :count], masked)
@@ -244,10 +243,10 @@ class MultimodalMaskedAutoencoder(nn.Module):
         return slots[:, first : first + count]
 
     def embed(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
-        """[R, 1 + V, D] what enters the encoder: the global token, which has no position, and the visible patches.
+        """Return the encoder's input [R, 1 + V, D]: the global token, which has no position, and the visible patches.
 
-        Each tokeniser reads the patch at the place of every visible token; tokens of other modalities are set to 0.
-        (The number of tokens of a modality changes from row to row, and shapes must not.)
+        To keep shapes static, each tokeniser embeds the patches at all V positions; tokens of other modalities are then
+        set to 0.
         """
         count, dtype = self.grid**2, self.cls_token.dtype
         places = visible % count

@@ -1,4 +1,4 @@
-"""Settings of a run of mm_mae, and which modalities it sees and predicts. Each has its settings in its own room."""
+"""Settings of a run of mm_mae and its modalities (their own: trp_scale/pretraining/modalities/settings.py)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from trp_scale.methods.adversary.settings import PixelAdversarySettings
 
 @dataclass(kw_only=True)
 class ModalitiesConfig(Section):
-    """MM-MAE's inputs and tasks (TRP 4.2.1). Defaults are the paper's."""
+    """MM-MAE's inputs and tasks (TRP 4.2.1). The defaults are those of the paper."""
 
     inputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
-    """Modalities whose patches the encoder may see. A wrong name lists all that there are, those of --module too."""
+    """Modalities whose patches the encoder may see. The error for a wrong name lists all, also those of --module."""
     outputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
-    """What is predicted: each is a task with its own decoder. A modality's name, or raw_rgb, which predicts pixels as
-    they are; rgb normalises each patch first."""
+    """Tasks, each with its own decoder: names of modalities, or raw_rgb. rgb predicts pixels normalised in each patch,
+    raw_rgb without this."""
     visible_tokens: int = 98
-    """Patches of all inputs together that the encoder sees (TRP 001, Table 6)."""
+    """Visible patches of all inputs together (TRP 001, Table 6)."""
     concentration: float = setting(1.0, above=0)
-    """Concentration of the symmetric Dirichlet distribution from which the inputs' shares of the visible patches are
-    drawn; 1 = all shares are equally likely."""
+    """Concentration of the symmetric Dirichlet distribution that splits the visible patches among the inputs; 1 =
+    uniform over all splits."""
     encoder_norm: bool = False
-    """A layer norm between the encoder and the decoders. MultiMAE has none; its decoders read the last block's output
-    as it is."""
+    """Layer norm between the encoder and the decoders. MultiMAE has none."""
 
     def problems(self, config: MmMaeConfig) -> Iterator[str]:
         lists: dict[str, Sequence[str]] = {"inputs": self.inputs, "outputs": self.outputs}
@@ -39,37 +38,37 @@ class ModalitiesConfig(Section):
                 yield f"--modalities.{name} is empty; allowed: one modality or more, for example rgb depth semseg"
             if repeated := sorted({entry for entry in listed if listed.count(entry) > 1}):
                 yield f"--modalities.{name} has {', '.join(repeated)} more than once; allowed: each once"
-        # What is no input is masked everywhere, and all inputs may then be seen.
+        # An output that is not an input is masked everywhere, so all patches of the inputs may be visible.
         hidden = any(predicted_modality(task).name not in self.inputs for task in self.outputs)
         most = len(self.inputs) * config.patches - (0 if hidden else 1)
         if self.inputs and config.patches and not 0 < self.visible_tokens <= most:
             yield (
                 f"--modalities.visible_tokens is {self.visible_tokens}, allowed: 1 to {most}, since --crops.size "
-                f"{config.crops.size} has {config.patches} patches in each of {len(self.inputs)} input(s) and a patch "
-                "must be masked that is predicted"
+                f"{config.crops.size} has {config.patches} patches in each of {len(self.inputs)} input(s) and at least "
+                "one predicted patch must be masked"
             )
 
     def cautions(self, config: MmMaeConfig, steps_per_epoch: int) -> Iterator[str]:
         if len(self.inputs) == 1 and self.concentration != 1.0:
             yield (
-                f"--modalities.concentration {self.concentration} has no effect with a single one of "
+                f"--modalities.concentration {self.concentration} has no effect with a single entry in "
                 "--modalities.inputs"
             )
 
 
 @dataclass(kw_only=True)
 class MmMaeObjectiveConfig:
-    """How a task's loss is averaged."""
+    """Average of a task's loss."""
 
     reduction: Literal["sample", "element"] = "sample"
-    """sample: the mean of each image's masked elements, then over images that have any (MultiMAE). element: the mean
+    """sample: the mean over each image's masked elements, then over images that have any (MultiMAE). element: the mean
     over all masked elements of the global batch."""
 
 
 @component("upstream", "mm_mae", "trp_scale.pretraining.mm_mae.upstream:MultimodalUpstream")
 @dataclass(kw_only=True)
 class MmMaeConfig(ImagePretrainConfig):
-    """Masked patches of images with depth and segmentation, each modality a task (TRP 4.2)."""
+    """Masked patches of images with depth and segmentation; each modality is a task (TRP 4.2)."""
 
     lists: ClassVar[Mapping[str, str]] = {
         **ImagePretrainConfig.lists,
@@ -85,13 +84,13 @@ class MmMaeConfig(ImagePretrainConfig):
         yield from super().problems()
         if isinstance(self.adversary, PixelAdversarySettings) and "rgb" not in self.modalities.inputs:
             yield (
-                "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "
+                "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb in the inputs, or "
                 "--adversary.kind none"
             )
 
     @classmethod
     def parts(cls, document: Mapping[str, Any], problems: list[str]) -> list[Component]:
-        """The hooks, and the modalities that are seen or predicted, in the order of a sample's members."""
+        """Return the hooks, and the input and predicted modalities in the order of a sample's members."""
         section, default = document.get("modalities"), ModalitiesConfig()
         values = section if isinstance(section, Mapping) else {}
         known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted_modality}
@@ -105,10 +104,10 @@ class MmMaeConfig(ImagePretrainConfig):
 
 
 def seen(name: str) -> Component:
-    """The modality of this name, one of --modalities.inputs.
+    """Return the modality of this name, an entry of --modalities.inputs.
 
     Raises:
-        RefusedError: there is none; names the nearest and all known ones.
+        RefusedError: it does not exist; the message has the nearest name and all names.
     """
     if name not in names("modality"):
         raise RefusedError(f"--modalities.inputs has {name!r}: {unknown_component('modality', name)}")
@@ -116,25 +115,25 @@ def seen(name: str) -> Component:
 
 
 def predicted_modality(task: str) -> Component:
-    """The modality that a task, one of --modalities.outputs, predicts.
+    """Return the modality that a task, an entry of --modalities.outputs, predicts.
 
     Raises:
-        RefusedError: there is none; names the nearest and all known tasks.
+        RefusedError: it does not exist; the message has the nearest name and all names.
     """
     tasks = {task_name: name for name in names("modality") for task_name in find("modality", name).tasks}
     if task not in tasks:
         raise RefusedError(
-            f"--modalities.outputs has {task!r}: no modality has such a task{nearest(task, tasks)}\n"
-            f"Known: {', '.join(tasks)}; one of your own is registered by --module FILE.py or --module PACKAGE"
+            f"--modalities.outputs has {task!r}: no modality has this task{nearest(task, tasks)}\n"
+            f"Known: {', '.join(tasks)}; register your own with --module FILE.py or --module PACKAGE"
         )
     return find("modality", tasks[task])
 
 
 def used_modalities(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
-    """Modalities that are seen or predicted, in the order of a sample's members.
+    """Return the input and predicted modalities, in the order of a sample's members.
 
     Raises:
-        RefusedError: as `seen` and `predicted`.
+        RefusedError: a name does not exist.
     """
     wanted = {modality.name for modality in (*map(seen, inputs), *map(predicted_modality, outputs))}
     return [find("modality", name) for name in names("modality") if name in wanted]

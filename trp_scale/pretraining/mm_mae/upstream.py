@@ -29,22 +29,18 @@ from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae
 
 TASK_TAPS = Extra("task_taps")
-"""Argument of the model that takes the taps, under which they are in `Batch.extras`."""
+"""Name of the taps in `Batch.extras`, and of the model's argument for them."""
 
 
 class MultimodalReconstruction:
-    """A task for each output, whose errors its modality says (trp_scale/pretraining/modalities).
+    """One task for each output; its modality computes the errors (pretraining/modalities).
 
-    Losses are of masked patches only; of an output that is no input every patch is masked. What a task's sum and count
-    are follows objective.reduction; an element is what the modality says, a pixel or a whole patch:
-        sample: each row's mean over its elements, and the rows that have any;
-        element: over all elements, and their number.
+    Only masked patches have a loss; every patch is masked of an output that is not an input. An element is a pixel or a
+    patch, as the modality defines. objective.reduction sets the sum and the count of a task:
+        sample: sum of each row's mean over its elements, and number of rows that have any;
+        element: sum over all elements, and their number.
 
-    A hook may add PIXEL_SHIFT [R, 3, S, S] to `batch.extras`: it is added to what the model
-    sees of rgb; the target stays clean.
-
-    Args:
-        config: settings.
+    Hooks may set PIXEL_SHIFT [R, 3, S, S] in `batch.extras`: it is added to the input pixels; the target stays clean.
     """
 
     in_a_graph = True
@@ -62,19 +58,18 @@ class MultimodalReconstruction:
         self.hidden_size = config.model.hidden_size
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64, from `visible` and what the modalities count alone."""
+        """[T] float64, from `visible` and the modalities' counts only."""
         rows = self.elements(batch).sum(2)  # [T, R]
         return ((rows > 0).double() if self.per_sample else rows).sum(1)
 
     def elements(self, batch: Batch) -> Tensor:
-        """[T, R, N] float64, elements of each patch; 0 where it is visible."""
+        """Return the number of masked elements of each patch, [T, R, N] float64."""
         masked = self.masked_patches(batch)
         predicted = [self.modalities.output_modality(task) for task in self.tasks]
         return torch.stack([modality.elements(batch) * masked[modality.name] for modality in predicted])
 
     def masked_patches(self, batch: Batch) -> dict[str, Tensor]:
-        """[R, N] bool for each modality that is predicted: patches that the encoder does not see, all of them where it
-        is no input."""
+        """Return the masked patches [R, N] bool of each predicted modality; all are masked if it is not an input."""
         visible, count = batch["visible"], self.patches_per_row
         slots = visible_slots(visible, len(self.inputs) * count)
         masked = (slots == visible.shape[1]).view(len(visible), len(self.inputs), count)  # [R, I, N]
@@ -89,7 +84,7 @@ class MultimodalReconstruction:
         return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., MultimodalOutput], batch: Batch) -> TaskLosses:
-        """Sums of the tasks' losses, taken in float64 like every task's sum; of a task without elements exactly 0."""
+        """Return the sums of the tasks' losses in float64; exactly 0 for a task without elements."""
         patches = self.patches(batch)
         taps = {TASK_TAPS: batch.extras[TASK_TAPS]} if TASK_TAPS in batch.extras else {}
         output = forward(self.seen(patches, batch), batch["visible"], **taps)
@@ -112,44 +107,44 @@ class MultimodalReconstruction:
         )
 
     def patches(self, batch: Batch) -> dict[str, Tensor]:
-        """[R, N, P] patches of each modality that is seen or predicted."""
+        """Return the patches [R, N, P] of each input and predicted modality."""
         return {name: modality.patches(batch) for name, modality in self.modalities.used.items()}
 
     def seen(self, patches: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """[R, N, P] what the model sees of the patches of each input, masked or not."""
+        """Return the model's input [R, N, P] of each input modality, with masked patches."""
         return {name: self.modalities.used[name].seen(patches[name], batch) for name in self.inputs}
 
     def _errors(self, task: str, prediction: Tensor, patches: dict[str, Tensor]) -> Tensor:
-        """[R, N] sum of a task's losses over the elements of each patch, masked or not, in fp32 at least."""
+        """Return the loss of each patch, visible or masked, summed over its elements, [R, N] in fp32 or fp64."""
         guess = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
         modality = self.modalities.output_modality(task)
         return modality.errors(task, guess, patches[modality.name])
 
     def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
-        """Every task passes the encoder's last matrix, whose output is what the decoders share."""
+        """All tasks: the encoder's last matrix is the last one that the decoders share."""
         return self.balanced
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """Return the tap on each decoder's input from the encoder, [T, R, 1 + V, D], which is both places."""
+        """Return the tap on each decoder's input from the encoder, [T, R, 1 + V, D], for both places."""
         rows, visible = batch["visible"].shape
         return Tap(TASK_TAPS, (len(self.tasks), rows, 1 + visible, self.hidden_size))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """[R (1 + V), D] for each task."""
+        """Return the gradient [R (1 + V), D] of each task."""
         return dict(enumerate(gradient.flatten(1, 2).unbind(0)))
 
 
 CLASS_NAMES = "class_names"
-"""In a checkpoint: of each modality's maps that have classes, their names by number."""
+"""In `CheckpointDocument.extra`: class names of each modality's maps, in the order of their numbers."""
 
 
 def class_counts(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
-    """Number of classes of each modality's maps, where they have any."""
+    """Return the number of classes of each modality's maps, where it has classes."""
     return {name: classes for name, maps in meta.maps.items() if (classes := modalities.used[name].classes(maps))}
 
 
 def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
-    """Samples of which nothing is known in any modality."""
+    """Return a batch of samples without content in any modality."""
     fields = {
         "visible": torch.arange(config.modalities.visible_tokens).expand(rows, -1).contiguous(),
         "labels": torch.zeros(rows, dtype=torch.int64),
@@ -214,13 +209,13 @@ class MultimodalUpstream(Upstream):
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Refuse rows whose maps have other classes than those that the run learned from."""
+        """Refuse rows with other classes than the training data."""
         assert isinstance(rows.meta, ImageMeta)
         for name, learned in extra[CLASSES].items():
             kind, stored = find("modality", name).load(), rows.meta.maps[name]
             classes, names = kind.classes(stored), list(kind.class_names(stored))
             if classes != learned or names != extra[CLASS_NAMES][name]:
                 raise RefusedError(
-                    f"{path}: {name} maps of {classes} classes found ({shorten(', '.join(names))}), the run has "
-                    f"learned {learned} others; give data of the same classes, in the same order"
+                    f"{path}: {name} maps have {classes} classes ({shorten(', '.join(names))}), the run was trained on "
+                    f"{learned} others; give data with the same classes in the same order"
                 )

@@ -1,8 +1,8 @@
-"""A multi-modal masked autoencoder's weights from MultiMAE's (Bachmann et al., the names of their public code), and its
-encoder as a directory that timm loads: a vision transformer of images alone.
+"""Import of MultiMAE's weights (Bachmann et al., names of their public code), and export of the encoder to timm as a
+vision transformer of images.
 
-MultiMAE's checkpoints are pickled, which nothing here reads: save the state dict under `model` in such a file as
-safetensors first.
+MultiMAE's checkpoints are pickle files, which this package does not read: save their state dict `model` as safetensors
+first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CLASS_EMBEDDING = "tokenisers.semseg.class_embedding"
 INPUTS, OUTPUTS, POSITIONS = "input_adapters", "output_adapters", "pos_emb"
 
 ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "semseg"}
-"""Their name of each task's decoder: what they call rgb are pixels as they are."""
+"""MultiMAE's name of each task's decoder; its rgb is our raw_rgb."""
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
-"""Channels of each prediction of pixels; semseg has one for each class."""
+"""Channels of each prediction of pixels; semseg has one per class."""
 
 CLASSES = "map_classes"
-"""In `CheckpointDocument.extra`: number of classes of each modality's maps, which the model's shapes depend on."""
+"""In `CheckpointDocument.extra`: number of classes of each modality's maps, which set model shapes."""
 
 RGB_TOKENISER = "tokenisers.rgb."
 
@@ -40,13 +40,13 @@ def weight_names(model: MultimodalMaskedAutoencoder) -> WeightNames:
     """Return the table of MultiMAE's names for the tasks of this model."""
 
     def join_classes(classes: Tensor) -> Tensor:
-        """[C, E] -> [(C, E)]; void labels, which theirs may lack, keep the model's own vector."""
+        """[C, E] -> [(C, E)]; if their table lacks void labels, ours keep their vector."""
         has_void = len(classes) != model.classes["semseg"]
         void = own_classes[:0] if has_void else own_classes[-classes.shape[-1] :]  # [E]
         return torch.cat([classes.flatten(), void.to(classes)])
 
     parameters = dict(model.named_parameters())
-    # Read now: what it is given replaces it.
+    # Read before the import replaces it.
     own_classes = current_value(parameters[CLASS_EMBEDDING]) if CLASS_EMBEDDING in parameters else torch.empty(0)
     return WeightNames(
         Pair("cls_token", "global_tokens", TOKEN),
@@ -82,14 +82,14 @@ def _decoder_pairs(task: str, classes: Mapping[str, int]) -> list[Pair]:
 
 
 def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Take all weights from a MultiMAE's state dict.
+    """Import all weights from a state dict of MultiMAE.
 
-    Tasks and modalities of theirs that this model has not are left out. Void labels, which theirs has none of, keep the
-    vector that they have; the embedding of a predicted modality that is no input, which theirs has none of, becomes 0.
+    Tasks and modalities that this model lacks are ignored. MultiMAE has no vector for void labels, which keep theirs,
+    and no embedding of a predicted modality that is not an input, which becomes 0.
 
     Raises:
-        ValueError: names that are missing, unexpected or of another shape, other positions, or a norm after the encoder
-            here, which MultiMAE has not.
+        ValueError: names are missing, unexpected or of another shape, positions differ, or the model has an encoder
+            norm, which MultiMAE lacks.
     """
     if not isinstance(model.norm, nn.Identity):
         raise ValueError("MultiMAE has no norm between encoder and decoders; set --modalities.encoder_norm False")
@@ -117,22 +117,20 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
 
 
 def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: Tensor) -> None:
-    """Raises:
-    ValueError: these [1, D, G, G] are not the fixed positions that the model has.
-    """
+    """Raise ValueError if positions [1, D, G, G] differ from the model's fixed positions."""
     stored = position_order(positions.float().squeeze(0).flatten(1).T)
     if stored is None:
-        raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; learned ones cannot be taken over")
+        raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; others cannot be imported")
     if stored != model.position_order:
-        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored} for them")
+        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
 
 
 def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A multi-modal model's weights by the names of a masked autoencoder: the tokeniser of images is its patch
-    embedding.
+    """Return a multi-modal model's weights by the names of a masked autoencoder; the tokeniser of images becomes the
+    patch embedding.
 
-    Without modalities.encoder_norm there is no last norm. One of gain 1 and offset 0 stands in its place, which is what
-    a vision transformer has that takes MultiMAE's published weights.
+    Without modalities.encoder_norm, a last norm with weight 1 and bias 0 is added, as in a vision transformer with
+    MultiMAE's published weights.
     """
     named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in weights.items()}
     width = named["cls_token"].shape[-1]
@@ -140,22 +138,22 @@ def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_multimodal_timm(asked: Export) -> None:
-    """Write the encoder with the tokeniser of images, without a head, for
+    """Write the encoder with the tokeniser of images and without a head, for
     `timm.create_model("local-dir:DIRECTORY", pretrained=True)`.
 
-    What timm computes of an image is what the encoder does with all its patches visible and none of another modality,
-    through a layer norm (`images_alone`).
+    timm's output equals that of the encoder for all patches of an image and no other modality, with a layer norm
+    (`images_alone`).
 
     Raises:
-        RefusedError: the run saw no images, or timm has no such model.
-        CheckpointError: the checkpoint is damaged, or is not of the model that its settings describe.
+        RefusedError: images are no input of the run, or timm has no such model.
+        CheckpointError: the checkpoint is damaged, or is not of the model in its settings.
     """
     config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MmMaeConfig)
     if "rgb" not in config.modalities.inputs:
         raise RefusedError(
-            f"--to timm: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads no "
-            "images; allowed: a run with rgb among them"
+            f"--to timm: the run's modalities.inputs are {', '.join(config.modalities.inputs)}, so its encoder reads "
+            "no images; allowed: a run with rgb in its inputs"
         )
     check_timm(config, asked.image_size)
     model = MultimodalMaskedAutoencoder(config, asked.document.extra[CLASSES])

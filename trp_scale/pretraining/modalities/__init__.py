@@ -1,4 +1,4 @@
-"""Modalities by name. settings.py registers the package's, one file holds each whole."""
+"""Modalities by name, one file each. settings.py registers those of the package."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ if TYPE_CHECKING:
 
 
 def modalities() -> dict[str, type[Modality]]:
-    """Every modality by its name, in the order of a sample's members."""
+    """Return all modalities by name, in the order of a sample's members."""
     return {name: find("modality", name).load() for name in names("modality")}
 
 
 def modality(name: str) -> type[Modality]:
-    """The modality of this name.
-
-    Raises:
-        RefusedError: there is none.
-    """
+    """Return the modality of this name; raise RefusedError if it does not exist."""
     kind: type[Modality] = find("modality", name).load()
     return kind

@@ -1,7 +1,6 @@
-"""Definition of a modality: everything that a run, a data set or a picture needs, in one class.
+"""Base class of a modality, which defines its storage format, fields of a batch, tokeniser, loss and pictures.
 
-A modality's file says how its maps are stored (`format`), what enters a batch, how a patch becomes a token, what is
-predicted and by which loss, what that costs, and how it is shown. The rest of the package asks for it by its name.
+The rest of the package gets modalities by name.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ Size = tuple[int, int]
 """(H, W) of an image."""
 
 Interpret = Callable[[Any, Sequence[Size]], tuple[list[Tensor], Tensor]]
-"""(a model's output of a batch, sizes of its images) -> map of each image, int32 [H, W], and its clipped pixels, int32
-[B]."""
+"""(a model's output for a batch, sizes of its images) -> map of each image, int32 [H, W], and number of clipped pixels
+of each, int32 [B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MapFiles:
-    """How the maps of a modality come into a data set.
+    """Conversion of a modality's map files into a data set.
 
     Attributes:
-        name: of the modality.
-        format: how they are stored.
-        description: what dataset.json says of them.
-        content: of files that describe them; another one makes another data set.
+        name: name of the modality.
+        format: storage format.
+        description: description in dataset.json.
+        content: content of files that describe the maps; it is part of the data set's identity.
     """
 
     name: str
@@ -53,15 +52,15 @@ class MapFiles:
     content: bytes = b""
 
     def size(self, content: bytes | bytearray) -> Size | None:
-        """(H, W) in the header of a file; None: not of a form that can be read."""
+        """Return (H, W) from the header of a file; `None` for an unknown format."""
         return png_size(content) if self.format.readable(content) else None
 
     def decode(self, content: bytes | bytearray) -> Map:
-        """The numbers of a file that has a size. Raises whatever a broken file leads to."""
+        """Return the numbers of a file that has a size. A damaged file raises any exception."""
         return read_png(content)
 
     def numbers(self, numbers: Map) -> Map:
-        """Convert a file's numbers to stored numbers; returns the same array if nothing changes.
+        """Convert a file's numbers to stored numbers; return the same array if they are equal.
 
         Raises:
             DataError: numbers that cannot be stored.
@@ -69,27 +68,27 @@ class MapFiles:
         return numbers
 
     def refuse(self, content: bytes | bytearray, path: str) -> None:
-        """Raises DataError if files like the one at `path` need a setting that was not given; names it."""
+        """Raise DataError with the setting that is missing for files like the one at `path`."""
 
     def check(self, numbers: Map) -> None:
-        """Raises DataError if a map has a number that its data set cannot have."""
+        """Raise DataError if a map has a number that its format does not allow."""
         self.format.check(numbers, self.format.stored(Path("dataset.json"), self.name, self.description))
 
 
 class SceneMap(NamedTuple):
-    """The map of a rendered scene, and what dataset.json says of such maps."""
+    """Map of a rendered scene, and the description of such maps in dataset.json."""
 
     numbers: Map
     description: dict[str, Any]
 
 
 class PseudoLabels(ABC):
-    """How models of transformers label images with a modality.
+    """Labels of a modality from transformers models.
 
     Attributes:
-        purpose: of such a model, for messages.
-        auto_classes: how the names of the Auto classes end that load its models, and where transformers lists these.
-        png_level: of zlib, for its maps.
+        purpose: purpose of such a model, for messages.
+        auto_classes: {suffix of the Auto class that loads a model: transformers' mapping with its models}.
+        png_level: zlib level of the maps.
     """
 
     purpose: ClassVar[str]
@@ -98,55 +97,54 @@ class PseudoLabels(ABC):
 
     @abstractmethod
     def read_model(self, where: str, config: Any) -> Any:
-        """Return the description of labels in a model's configuration; small, it is sent to every process.
+        """Return facts about the labels from a model's configuration, small enough to send to every process.
 
         Args:
-            where: how the model was given, for messages.
-            config: of transformers.
+            where: flag and value of the model, for messages.
+            config: configuration of transformers.
 
         Raises:
             DataError: such labels cannot be stored.
         """
 
     def check_processor(self, where: str, processor: Any) -> None:  # noqa: B027 - most need nothing
-        """Raises DataError if the model's image processor cannot do what is needed of it."""
+        """Raise DataError if the model's image processor lacks a method."""
 
     @abstractmethod
     def describe(self, where: str, facts: Any, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
-        """Settings that the labels' values depend on, and what dataset.json says of them.
+        """Return the settings that the labels' values depend on, and their description in dataset.json.
 
         Args:
-            where: how the model was given, for messages.
-            facts: of its configuration (`read_model`).
-            settings: of its labels, `LabelSettings` of the modality.
+            where: flag and value of the model, for messages.
+            facts: facts from its configuration (`read_model`).
+            settings: `LabelSettings` of the modality.
 
         Raises:
-            DataError: settings that the model cannot have.
+            DataError: settings that contradict the model.
         """
 
     @abstractmethod
     def interpret(self, processor: Any, facts: Any, settings: Any) -> Interpret:
-        """Return the function from the model's output to maps, on its device and without waiting for it."""
+        """Return the function from the model's output to maps; it runs on the device without synchronising."""
 
 
 class Modality(ABC):
-    """One modality. What is stored belongs to the class; an instance is the modality in one run.
+    """A modality. The class defines its data sets; an instance is the modality in one run.
 
-    A patch has N_p = (P / stride)^2 numbers in each of C channels, an element is one place of them, P the patch size.
-    Where nothing is known a batch holds `blank`: not a number, or a number that stands for it. `patches` are then not a
-    number either, or, of whole numbers, `blank`.
+    A patch has N_p = (P / stride)^2 values in each of C channels, where P is the patch size. An element is one of the
+    N_p positions. Unknown pixels are `blank` in a batch, and in `patches` NaN, or `blank` for integers.
 
     Args:
-        settings: its own, the section of the run that has its name.
+        settings: section of the run with the modality's name.
         patch_size: P, side of a patch in pixels of the image.
 
     Attributes:
-        name: of the modality, as --modalities.inputs has it.
-        format: how its maps are stored; None: it is the image itself.
+        name: name in --modalities.inputs.
+        format: storage format of its maps; `None` for the image itself.
         regression: whether its losses are distances, not cross-entropies.
-        blank: number in a batch where nothing is known, in the batch's type.
-        file_suffixes: how files of its maps end, in a folder of them.
-        labels: how models label images with it, by the settings that its `LabelSettings` has; None: none does.
+        blank: value of unknown pixels in a batch, in the batch's type.
+        file_suffixes: suffixes of map files in a folder.
+        labels: labels from models, with the settings of its `LabelSettings`; `None` if unsupported.
     """
 
     name: ClassVar[str]
@@ -159,41 +157,41 @@ class Modality(ABC):
     def __init__(self, settings: Any, patch_size: int) -> None:
         self.settings, self.patch_size = settings, patch_size
 
-    # What is stored
+    # Data sets
 
     @classmethod
     def classes(cls, stored: StoredMaps) -> int:
-        """Return the number of classes in the maps, which model shapes depend on; 0 without classes."""
+        """Return the number of classes in the maps, which sets model shapes; 0 without classes."""
         return len(cls.class_names(stored))
 
     @classmethod
     def class_names(cls, stored: StoredMaps) -> tuple[str, ...]:
-        """Names of these classes, in the order of their numbers; none: they have no names, or there are no classes."""
+        """Return the class names in the order of their numbers; empty without names or classes."""
         return ()
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:
-        """Describe how its maps come from files.
+        """Return the conversion of map files.
 
         Args:
-            settings: its `FileSettings`; None where it has none.
+            settings: the modality's settings for files; `None` if it has none.
 
         Raises:
-            DataError: a setting that describes them is missing or wrong.
+            DataError: a setting is missing or wrong.
         """
         assert cls.format is not None
         return MapFiles(name=cls.name, format=cls.format, description={"exact": False})
 
     @classmethod
     def of_scene(cls, scene: Any) -> SceneMap | None:
-        """Return its map of a rendered scene; `None` if scenes have none."""
+        """Return the map of a rendered scene; `None` if scenes lack this modality."""
         return None
 
-    # What a batch holds
+    # Fields of a batch
 
     @property
     def stride(self) -> int:
-        """The batch holds one of so many pixels along each side."""
+        """Step between the pixels that a batch holds, along each side."""
         return 1
 
     @property
@@ -203,20 +201,20 @@ class Modality(ABC):
 
     @property
     def side(self) -> int:
-        """N_p^(1/2), numbers along the side of a patch."""
+        """sqrt(N_p), values along the side of a patch."""
         return self.patch_size // self.stride
 
     def fields(
         self, rows: DecodedRows, crops: Crops, cropper: Cropper, stored: Sequence[StoredMaps]
     ) -> dict[str, Tensor]:
-        """What a batch holds of it: under its name the maps, [R, s, s], or [R, C, s, s] of several channels; under
-        NAME_counts [R, N] int32, elements of each patch that are known.
+        """Return the fields of a batch: NAME: maps, [R, s, s] or [R, C, s, s] for several channels; NAME_counts: known
+        elements of each patch, [R, N] int32.
 
         Args:
-            rows: the decoded samples.
-            crops: the crop of each row.
-            cropper: cuts them out.
-            stored: of each row, the maps of its data set.
+            rows: decoded samples.
+            crops: crop of each row.
+            cropper: cuts the crops.
+            stored: maps of the data set of each row.
         """
         size = cropper.size // self.stride
         channels = () if self.channels == 1 else (self.channels,)
@@ -243,93 +241,92 @@ class Modality(ABC):
         return self.fields(DecodedRows(samples=[None] * rows, reasons={}), drawn, cropper, self.stored_unknown(rows))
 
     def stored_unknown(self, rows: int) -> Sequence[Any]:
-        """Return the arguments of `fields` for absent rows; most need none."""
+        """Return the argument `stored` of `fields` for absent rows."""
         return []
 
     @abstractmethod
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[Any]:
-        """The crop of a map as the batch has it: [s, s] or [s, s, C], in the type of `blank`.
+        """Convert the crop of a map to the batch's format: [s, s] or [s, s, C], in the type of `blank`.
 
         Args:
-            numbers: of the crop, as stored.
-            stored: of its data set.
-            mirrored: the crop is mirrored, its numbers already lie there: what they say of a direction is not yet.
+            numbers: stored numbers of the crop.
+            stored: maps of its data set.
+            mirrored: whether the crop is mirrored; values that encode a direction must still be mirrored.
         """
 
-    # What the model computes
+    # Model
 
     def tokeniser(self, width: int, classes: int) -> nn.Module:
-        """[R, K, P] patches -> [R, K, width] tokens: a linear projection unless something else is said."""
+        """Return the module from patches [R, K, P] to tokens [R, K, width]; the default is a linear projection."""
         return nn.Linear(self.channels * self.side**2, width)
 
     def values(self, task: str, classes: int) -> int:
-        """Numbers that are predicted of a patch."""
+        """Return the number of predicted values per patch."""
         return self.channels * self.side**2
 
-    # What is learned
+    # Objective
 
     def patches(self, batch: Batch) -> Tensor:
-        """[R, N, P] each patch of the batch, not a number (or no class) where nothing is known; places row by row, the
-        channels of each place side by side."""
+        """Return the patches of a batch, [R, N, P]: pixels row by row, channels last, NaN or `blank` if unknown."""
         maps = batch[self.name]
         return patchify(maps if maps.ndim == 4 else maps.unsqueeze(1), self.side)
 
     def seen(self, patches: Tensor, batch: Batch) -> Tensor:
-        """[R, N, P] what enters the tokeniser: 0, the mean of what is known, where nothing is."""
+        """Return the tokeniser's input, [R, N, P]: unknown values are 0, the mean of known ones."""
         return patches.nan_to_num(nan=0.0) if patches.is_floating_point() else patches
 
     def elements(self, batch: Batch) -> Tensor:
-        """[R, N] float64, elements of each patch, or [R, 1] if all have as many; from what the loader counted alone."""
+        """Return the loader's counts of known elements per patch, [R, N] float64, or [R, 1] if patches are equal."""
         return batch[f"{self.name}_counts"].double()
 
     @abstractmethod
     def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
-        """[R, N] the sum of a task's losses over the elements of each patch, of a prediction in fp32 at least.
+        """Return the loss of each patch, summed over its elements, [R, N].
 
         Args:
-            guess: [R, N, `values`].
+            guess: prediction [R, N, `values`] in fp32 or fp64.
             patches: [R, N, P] from `patches`.
         """
 
-    # How it is shown
+    # Pictures
 
     def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """[R, N, P] a prediction in the units of `patches`."""
+        """Convert a prediction to the units of `patches`, [R, N, P]."""
         return prediction
 
     def plainest(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """The prediction [R, N, `values`] that knows the data's mean alone, to compare losses with."""
+        """Return the constant prediction of the data's mean, [R, N, `values`], as a baseline for losses."""
         return torch.zeros_like(prediction)
 
     def maps(self, patches: Tensor) -> Tensor:
-        """Patches as maps for `show`: [R, s, s], or [R, C, s, s] of several channels."""
+        """Return patches as maps for `show`: [R, s, s], or [R, C, s, s] for several channels."""
         maps = unpatchify(patches, self.side)
         return maps[:, 0] if self.channels == 1 else maps
 
     @classmethod
     def is_unknown(cls, maps: Tensor) -> bool:
-        """Whether nothing is known in any of `maps`."""
+        """Whether all pixels of all maps are unknown."""
         unknown = maps.isnan() if maps.is_floating_point() else maps == int(cls.blank)
         return bool(unknown.all())
 
     @classmethod
     def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
-        """(words, colour) of what the colours of these maps stand for, where `show` gives each number its own.
+        """Return the legend (text, colour) of maps if `show` has a colour for each number.
 
         Args:
-            maps: as they are shown, of any shapes.
-            names: of its classes, by number; there may be none.
+            maps: maps for `show`, of any shapes.
+            names: class names in the order of their numbers; may be empty.
         """
         return []
 
     @classmethod
     def meaning(cls, stored: Any) -> str:
-        """Return the meaning of colours in stored maps that do not state it."""
+        """Return the meaning of the colours of stored maps."""
         return ""
 
     @staticmethod
     def colours(numbers: Map) -> npt.NDArray[np.uint8]:
-        """A stored map as [H, W, 3]: from black, its smallest number, to white; of three channels their upper bits."""
+        """Convert a stored map to colours [H, W, 3]: black (smallest number) to white, or the upper 8 bits of RGB."""
         if numbers.ndim == 3:
             return numbers if numbers.dtype == np.uint8 else (numbers >> 8).astype(np.uint8)
         shares = numbers.astype(np.float32)
@@ -339,7 +336,7 @@ class Modality(ABC):
 
     @staticmethod
     def show(axes: Axes, image: Tensor, whole: Tensor) -> None:
-        """Draw one of `maps`: colours from the smallest to the largest number of the whole image's."""
+        """Draw one of `maps`, with colours from the smallest to the largest value of the `whole` image."""
         known = whole[~whole.isnan()]
         low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
         if image.ndim == 3:
@@ -350,10 +347,10 @@ class Modality(ABC):
 
 
 def count_patches(valid: npt.NDArray[np.bool_], side: int) -> npt.NDArray[np.int32]:
-    """Count the valid pixels of each patch, [R, N] for maps [R, N^(1/2) side, N^(1/2) side]."""
+    """Count the valid pixels of each patch, [R, N] for maps [R, sqrt(N) side, sqrt(N) side]."""
     rows, size, _ = valid.shape
     across = size // side
-    # Lines first, in 16 bits: five times as fast as both at once.
+    # Summing lines first, in 16 bits, is five times as fast.
     lines = valid.view(np.uint8).reshape(rows, across, side, size).sum(axis=2, dtype=np.uint16)
     counts: npt.NDArray[np.int32] = lines.reshape(rows, across * across, side).sum(axis=2, dtype=np.int32)
     return counts

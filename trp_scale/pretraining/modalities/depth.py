@@ -1,7 +1,7 @@
-"""Depth, in metres or relative, standardised over its own crop, so that both are alike to the model.
+"""Depth, metric or relative, standardised over each crop.
 
-A batch has it as it is stored, in 16 bits: half the bytes of what the model sees, from the loader to the device. The
-numbers that standardise each crop there come with it.
+A batch has stored depth in 16 bits, half the bytes of the model's input, and each crop's statistics. The device
+standardises it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality,
 log = logging.getLogger(__name__)
 
 NOT_MEASURED = 0
-"""In a stored map: nothing was measured there."""
+"""Value of unmeasured pixels in stored maps."""
 
 STATISTICS = "depth_statistics"
-"""In a batch: what standardises the depth of each row's crop."""
+"""Field of a batch with the statistics of each row's crop (`crop_statistics`)."""
 
 RELATIVE_SCALE = 1.0 / 65535
-"""Scale of a map without metres: its 16 bits are a share of its range."""
+"""Scale of relative maps: 16 bits cover the range of a map."""
 
 LARGEST = 65535
-"""Of 16 bits."""
+"""Largest stored number, in 16 bits."""
 
 VARIANCE_FLOOR = 1e-6
-"""Added to the variance, in metres^2 (or shares^2): a flat crop stays near 0, its steps of a unit are not blown up."""
+"""Added to the variance, in metres^2 (or range^2), so that rounding in a flat crop is not amplified."""
 
 Direction = Literal["farther", "nearer"]
-"""What a larger number of a map means."""
+"""Meaning of a larger number in a map."""
 
 SHADES: dict[Direction, str] = {"farther": "black (near) to white (far)", "nearer": "black (far) to white (near)"}
-"""How depth looks on a contact sheet, by what a larger number means."""
+"""Shades of depth on a contact sheet, by the meaning of a larger number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class StoredDepth(StoredMaps):
     """Depth maps of a data set.
 
     Attributes:
-        scale: metres per unit; None: relative.
-        larger_is: what a larger number means. Nothing that is made of one data set depends on it, so it is not in repr,
-            hence not in the digest that checkpoints hold.
+        scale: metres per unit; `None` if relative.
+        larger_is: meaning of a larger number. Batches do not depend on it, so it is not in repr, which enters the
+            digest in checkpoints.
     """
 
     scale: float | None
@@ -70,8 +70,8 @@ class StoredDepth(StoredMaps):
 
 
 class DepthFormat(MapFormat):
-    """16 bits. dataset.json has "scale": metres per unit, null if the maps are relative; "unit": for people to read;
-    "larger_is": "farther" (or absent), or "nearer" of inverse depth."""
+    """16 bits. dataset.json has "scale": metres per unit, or null for relative maps; "unit": description of the unit;
+    "larger_is": "farther" (or absent), or "nearer" for inverse depth."""
 
     def stored(self, path: Path, name: str, description: Description) -> StoredDepth:
         directory, scale = own_directory(path, name, description), description.get("scale")
@@ -85,29 +85,28 @@ class DepthFormat(MapFormat):
         return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
 
     def agree(self, members: Sequence[tuple[str, StoredDepth]]) -> None:
-        """Refuses a mixture in which larger is nearer in one member and farther in another: the model could learn
-        neither."""
+        """Refuse mixtures of depth and inverse depth."""
         first, wanted = members[0][0], members[0][1].larger_is
         for name, maps in members[1:]:
             if maps.larger_is != wanted:
                 raise DataError(
                     f"data.path: members of a mixture must have depth of the same direction: larger is {wanted} in "
-                    f"{first}, {maps.larger_is} in {name}. Label one of them anew with a depth model of the other's "
-                    f"direction (trp-scale pseudo-label; --depth.larger_is says what a model means by a larger output, "
-                    f"if that was wrong), or train on one data set at a time"
+                    f"{first}, {maps.larger_is} in {name}. Label one of them again with a depth model of the other's "
+                    f"direction (trp-scale pseudo-label; --depth.larger_is corrects a model's direction), or train on "
+                    f"one data set at a time"
                 )
 
 
 METRIC_KINDS = ("depth_pro", "glpn", "zoedepth")
-"""Kinds of models whose output is in metres; Depth Anything says in its configuration whether it is."""
+"""Model types with output in metres. The configuration of Depth Anything states this itself."""
 
 
 class DepthLabels(PseudoLabels):
-    """Depth estimators. Their configuration says whether their output is in metres; None: it does not say."""
+    """Labels from depth estimators; `read_model` returns whether the output is in metres, or `None` if unknown."""
 
     purpose = "depth estimation"
     auto_classes: ClassVar[dict[str, str]] = {"DepthEstimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"}
-    png_level = 3  # at 6 it would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)
+    png_level = 3  # level 6 is 4 % smaller and takes three times as long (512 x 384: 196 KB, 47 ms)
 
     def read_model(self, where: str, config: Any) -> bool | None:
         estimation_type = getattr(config, "depth_estimation_type", None)
@@ -129,15 +128,14 @@ class DepthLabels(PseudoLabels):
             return setting if setting != "auto" else "farther" if metric else "nearer"
         if metric is False:
             raise DataError(
-                f"--depth.scale {settings.scale}: {where} says in its configuration that its depth is relative, not "
-                f"in metres; leave --depth.scale out, or choose a metric model"
+                f"--depth.scale {settings.scale}: by its configuration, {where} estimates relative depth, not metres; "
+                f"omit --depth.scale, or choose a metric model"
             )
         if metric is None and setting == "auto":
             log.warning(
-                "--depth.scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
-                "stored as if it were. Give --depth.larger_is farther if it is; if it is inverse depth, as that of DPT "
-                "from MiDaS, or relative, leave --depth.scale out and say with --depth.larger_is what a larger output "
-                "means",
+                "--depth.scale %g: the configuration of %s does not state that its depth is in metres; it is stored as "
+                "metres. If this is right, give --depth.larger_is farther. For relative or inverse depth, such as DPT "
+                "from MiDaS, omit --depth.scale and give the meaning of a larger output with --depth.larger_is",
                 settings.scale,
                 where,
             )
@@ -149,11 +147,11 @@ class DepthLabels(PseudoLabels):
 
 @dataclass(frozen=True, kw_only=True)
 class DepthFiles(MapFiles):
-    """Depth maps from files: PNG of 16 bits, or of 8 if they are relative; and .npy.
+    """Depth maps from files: PNG with 16 bits, or 8 bits if relative; and .npy.
 
     Attributes:
-        scale: metres per stored unit; None: relative.
-        relative: maps that have no unit are stretched, each over its own numbers.
+        scale: metres per stored unit; `None` if relative.
+        relative: stretch each map without a unit over its own range.
     """
 
     scale: float | None
@@ -205,11 +203,11 @@ FLOATS = (
     "floats found, and nothing says what they are; give --depth.scale 0.001 if they are metres (stored as millimetres, "
     "up to 65.5 m; 0.01 up to 655 m), or --depth.relative if they have no unit"
 )
-"""What is said of maps that need a setting."""
+"""Messages about maps that need a setting; dataset.json lists them for skipped images."""
 
 
 def _has_header(content: bytes | bytearray) -> bool:
-    """Whether it is a .npy file of numbers."""
+    """Whether the content is a .npy file of numbers."""
     try:
         return is_npy(content) and bool(npy_header(content))
     except DataError:
@@ -217,7 +215,7 @@ def _has_header(content: bytes | bytearray) -> bool:
 
 
 def stretch(numbers: npt.NDArray[Any]) -> Map:
-    """The numbers that are finite and not 0, from the smallest to the largest as 1 to 65535; others NOT_MEASURED."""
+    """Stretch the range of finite numbers except 0 to 1..65535; others become NOT_MEASURED."""
     known = np.isfinite(numbers) & (numbers != 0)
     return (
         relative_units(torch.from_numpy(np.where(known, numbers, np.nan).astype(np.float64))).numpy().astype(np.uint16)
@@ -225,10 +223,10 @@ def stretch(numbers: npt.NDArray[Any]) -> Map:
 
 
 def units_of_metres(metres: npt.NDArray[Any], scale: float) -> Map:
-    """Metres in units of `scale`, 1 at least; NOT_MEASURED where they are 0 or not finite.
+    """Convert metres to units of `scale`, at least 1; NOT_MEASURED where they are 0 or not finite.
 
     Raises:
-        DataError: a depth below 0, or one that 16 bits do not hold.
+        DataError: a depth is below 0, or exceeds 16 bits.
     """
     known = np.isfinite(metres) & (metres != 0)
     units = np.where(known, np.rint(metres.astype(np.float64) / scale), 0.0)
@@ -245,10 +243,9 @@ def units_of_metres(metres: npt.NDArray[Any], scale: float) -> Map:
 
 
 class Depth(Modality):
-    """Depth. Its task: the absolute error of standardised depth where it was measured. An element is a pixel.
+    """Depth. Its task is the absolute error of standardised depth at measured pixels. An element is a pixel.
 
-    The batch has it as depth [R, S, S] uint16, in stored units, NOT_MEASURED where nothing was; and as depth_statistics
-    [R, 3] float32 (`crop_statistics`).
+    Fields of a batch: depth [R, S, S] uint16, in stored units, and depth_statistics [R, 3] float32 (`crop_statistics`).
     """
 
     name = "depth"
@@ -291,7 +288,7 @@ class Depth(Modality):
         return [blank] * rows
 
     def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.uint16]:
-        """Return maps as stored: the device standardises them."""
+        """Return stored numbers; the device standardises them."""
         return numbers
 
     def patches(self, batch: Batch) -> Tensor:
@@ -307,21 +304,20 @@ class Depth(Modality):
 
 
 def crop_statistics(depth: Map, scale: float | None) -> tuple[float, float, float]:
-    """What standardises the depth of a crop over its measured pixels: without the lowest and highest tenth, the mean of
-    the rest is subtracted, and divided by sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
+    """Return the statistics that standardise the depth of a crop: (depth - mean) / sqrt(var + 1e-6) over the measured
+    pixels without the lowest and highest tenth (TRP 4.2; Bachmann et al.).
 
-    Of K measured pixels the K // 10 lowest and as many of the highest are left out, so that mean and variance do not
-    depend on which of equal pixels these are. Both are sums of integers: exact, in any order.
+    Of K measured pixels, the K // 10 lowest and K // 10 highest are left out. Mean and variance come from sums of
+    integers, which are exact.
 
     Args:
-        depth: [S, S] uint16, 0 where nothing was measured.
-        scale: metres per unit; None: relative.
+        depth: [S, S] uint16, 0 if not measured.
+        scale: metres per unit; `None` if relative.
 
     Returns:
-        the mean in stored units, its whole part and the rest of it, and units over the deviation; zeros if nothing was
-        measured.
+        integer and fractional part of the mean in stored units, and unit / deviation; zeros without measured pixels.
     """
-    counts = np.bincount(depth.ravel())  # pixels of each value; partitioning takes half as long again
+    counts = np.bincount(depth.ravel())  # pixels of each value; np.partition takes 1.5 times as long
     counts[NOT_MEASURED : NOT_MEASURED + 1] = 0
     measured = int(counts.sum())
     if measured == 0:
@@ -341,24 +337,20 @@ def crop_statistics(depth: Map, scale: float | None) -> tuple[float, float, floa
 
 
 def standardise(depth: Tensor, statistics: Tensor) -> Tensor:
-    """[R, S, S] uint16, [R, 3] -> [R, S, S] float32, not a number where nothing was measured.
-
-    Args:
-        depth: in stored units.
-        statistics: `crop_statistics` of each.
-    """
+    """Standardise depth: [R, S, S] uint16 in stored units, `crop_statistics` [R, 3] -> [R, S, S] float32, NaN if not
+    measured."""
     middle, rest, factor = statistics[:, :, None, None].unbind(1)  # [R, 1, 1] each
     units = depth.float()
-    values = (units - middle).sub_(rest).mul_(factor)  # the first difference is exact: of 16-bit integers
+    values = (units - middle).sub_(rest).mul_(factor)  # the difference of 16-bit integers is exact
     return values.masked_fill_(units == NOT_MEASURED, torch.nan)
 
 
 def depth_maps(processor: Any, scale: float | None) -> Interpret:
-    """Return the function that makes maps of a depth estimator's output.
+    """Return the function from a depth estimator's output to maps.
 
     Args:
-        processor: its image processor, whose post_process_depth_estimation is used where it has one.
-        scale: metres per stored unit; None: each image's finite output goes to 1..65535.
+        processor: its image processor; post_process_depth_estimation is used if it has this method.
+        scale: metres per stored unit; `None` stretches each image's finite output to 1..65535.
     """
 
     def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
@@ -373,7 +365,7 @@ def depth_maps(processor: Any, scale: float | None) -> Interpret:
 
 
 def _estimates(processor: Any, output: Any, sizes: Sequence[Size]) -> list[Tensor]:
-    """Depth of each image at its size, float [H, W]."""
+    """Return the depth of each image at its size, float [H, W]."""
     post_process = getattr(processor, "post_process_depth_estimation", None)
     if post_process is None:
         return [
@@ -381,19 +373,16 @@ def _estimates(processor: Any, output: Any, sizes: Sequence[Size]) -> list[Tenso
             for depth, size in zip(output.predicted_depth, sizes, strict=True)
         ]
     arguments: dict[str, Any] = {"target_sizes": list(sizes)}
-    if "source_sizes" in inspect.signature(post_process).parameters:  # ZoeDepth takes off the padding that it put on
+    if "source_sizes" in inspect.signature(post_process).parameters:  # ZoeDepth removes its padding
         arguments["source_sizes"] = list(sizes)
     estimates = post_process(output, **arguments)
-    # Some drop every dimension of 1, that of an image one pixel wide too.
+    # Some processors squeeze all dimensions of size 1, also those of an image one pixel wide.
     return [estimate["predicted_depth"].reshape(size) for estimate, size in zip(estimates, sizes, strict=True)]
 
 
 def relative_units(depth: Tensor) -> Tensor:
-    """The finite values from the smallest to the largest as 1 to 65535, int32; others are NOT_MEASURED; equal ones 1.
-
-    Args:
-        depth: float [H, W].
-    """
+    """Stretch the range of finite values of float [H, W] to 1..65535, int32; others become NOT_MEASURED. If all are
+    equal, they become 1."""
     finite = depth.isfinite()
     low = torch.where(finite, depth, torch.inf).amin()
     high = torch.where(finite, depth, -torch.inf).amax()
@@ -403,13 +392,8 @@ def relative_units(depth: Tensor) -> Tensor:
 
 
 def metric_units(depth: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Metres in units of `scale`, clipped to 1..65535, int32, and how many were clipped, int32; what is not finite is
-    NOT_MEASURED.
-
-    Args:
-        depth: metres, float [H, W].
-        scale: metres per unit.
-    """
+    """Convert metres, float [H, W], to units of `scale` metres, clipped to 1..65535, int32; also return the number of
+    clipped pixels, int32. Values that are not finite become NOT_MEASURED."""
     finite = depth.isfinite()
     units = (depth / scale).round()
     clipped = finite & ((units < 1) | (units > LARGEST))

@@ -1,7 +1,7 @@
-"""Surface normals: the direction in which each pixel's surface faces, seen from the camera.
+"""Surface normals in camera coordinates: x points right, y up, z towards the camera.
 
-x points right, y up and z towards the camera. A stored map holds (n + 1) / 2 of each component n, in red, green and
-blue, as a share of the largest number of its 8 or 16 bits. Black: nothing is known there.
+A stored map holds (n + 1) / 2 of each component n in red, green and blue, times the largest number of its 8 or 16 bits.
+Black pixels are unknown.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trp_scale.pretraining.modalities.base import Modality, SceneMap
 from trp_scale.pretraining.modalities.settings import NormalsSettings
 
 UNKNOWN = 0
-"""In all three channels of a stored map."""
+"""Value of unknown pixels in all three channels of a stored map."""
 
 SHORTEST = 1e-6
-"""Length from which on a prediction has a direction."""
+"""Smallest length of a prediction that is normalised to 1."""
 
 
 class Normals(Modality):
-    """Surface normals. Their task: 1 - cosine of the angle to the true normal, or the mean absolute error of the three
-    components (--normals.loss), where the normal is known. An element is a pixel.
+    """Surface normals. Their task is 1 - cosine of the angle to the true normal, or the mean absolute error of the
+    components (--normals.loss), at known pixels. An element is a pixel.
 
-    The batch has them as normals [R, 3, S, S] float32 of length 1, not a number where nothing is known.
+    Field of a batch: normals [R, 3, S, S] float32 of length 1, NaN if unknown.
     """
 
     settings: NormalsSettings
@@ -42,12 +42,12 @@ class Normals(Modality):
         return SceneMap(stored_normals(scene.normals, 16), {})
 
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[np.float32]:
-        """Normalise to length 1, since stored numbers are rounded; a mirrored surface faces the other side."""
+        """Normalise rounded normals to length 1; mirror their x component with the crop."""
         known = (numbers != UNKNOWN).any(axis=-1, keepdims=True)
         normals = numbers.astype(np.float32) * np.float32(2 / np.iinfo(numbers.dtype).max) - np.float32(1)
         if mirrored:
             normals[..., 0] *= -1
-        # No stored number is 0 as a component, so that no vector has length 0.
+        # No stored number means a component of 0, so no vector has length 0.
         units: npt.NDArray[np.float32] = normals / np.sqrt(np.square(normals).sum(axis=-1, keepdims=True))
         return np.where(known, units, np.float32(np.nan))
 
@@ -65,22 +65,22 @@ class Normals(Modality):
         return _units(_vectors(prediction)).flatten(-2)
 
     def plainest(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """The mean of these patches' normals."""
+        """Return the mean normal of the patches."""
         mean = _vectors(patches).flatten(0, 2).nanmean(0)  # [3]
         return mean.nan_to_num(nan=0.0).repeat(prediction.shape[-1] // 3).expand_as(prediction).contiguous()
 
     @staticmethod
     def show(axes: Any, image: Tensor, whole: Tensor) -> None:
-        """Each component from -1, dark, to 1, bright; grey where nothing is known."""
+        """Draw components from -1 (dark) to 1 (bright), unknown pixels grey."""
         axes.imshow(((image + 1) / 2).clamp(0, 1).nan_to_num(nan=0.5).permute(1, 2, 0).numpy())
 
 
 def stored_normals(normals: npt.NDArray[np.floating[Any]], bits: int) -> Map:
-    """Normals as they are stored.
+    """Convert normals to stored numbers.
 
     Args:
-        normals: [H, W, 3] of length 1; not a number where nothing is known.
-        bits: 8 or 16, of each component.
+        normals: [H, W, 3] of length 1, NaN if unknown.
+        bits: 8 or 16, per component.
     """
     kind = np.uint8 if bits == 8 else np.uint16
     shares = np.rint((normals.astype(np.float64) + 1) / 2 * np.iinfo(kind).max)
@@ -88,7 +88,7 @@ def stored_normals(normals: npt.NDArray[np.floating[Any]], bits: int) -> Map:
 
 
 def _vectors(patches: Tensor) -> Tensor:
-    """[R, N, P] -> [R, N, L, 3]: the channels of each place lie side by side."""
+    """[R, N, P] -> [R, N, L, 3]."""
     return patches.reshape(*patches.shape[:-1], -1, 3)
 
 

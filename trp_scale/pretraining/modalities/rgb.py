@@ -1,4 +1,4 @@
-"""The image: its pixels, with each patch's own mean and deviation taken out or as they are."""
+"""The image, predicted with or without normalisation of each patch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trp_scale.pretraining.modalities.base import Modality
 RAW = "raw_rgb"
 
 HIDDEN = 0.5
-"""What is not there is shown as, of [0, 1]."""
+"""Grey of missing pixels in pictures, of [0, 1]."""
 
 
 class Rgb(Modality):
-    """Red, green and blue. Tasks: rgb, the squared error of pixels with each patch's mean and deviation taken out (He
-    et al.); raw_rgb, of pixels as they are, without their channels' mean and deviation. An element is a patch.
+    """RGB. Tasks: rgb, the squared error of pixels normalised by each patch's mean and deviation (He et al.); raw_rgb,
+    of pixels normalised by ImageNet's mean and deviation. An element is a patch.
 
-    The batch has it as images [R, 3, S, S] uint8.
+    Field of a batch: images [R, 3, S, S] uint8.
     """
 
     name = "rgb"
@@ -51,13 +51,13 @@ class Rgb(Modality):
         return {"images": cut_images(cropper, crops, rows).squeeze(1)}  # [R, 3, S, S]
 
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[Any]:
-        raise NotImplementedError("images are cut as bytes, and normalised on the device")
+        raise NotImplementedError("images stay bytes in a batch; the device normalises them")
 
     def patches(self, batch: Batch) -> Tensor:
         return self._image_patches(batch["images"])
 
     def seen(self, patches: Tensor, batch: Batch) -> Tensor:
-        """Add `pixel_shift` [R, 3, S, S] of the batch's extras, which a hook may set."""
+        """Add the extra `pixel_shift` [R, 3, S, S], which a hook may set."""
         shift = batch.extras.get(PIXEL_SHIFT)
         return patches if shift is None else self._image_patches(batch["images"], shift)
 
@@ -69,7 +69,7 @@ class Rgb(Modality):
         return (guess - target).square().mean(-1)
 
     def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """Return rgb with the true patch's mean and deviation, as is usual."""
+        """Return the prediction; for rgb with the true patch's mean and deviation, as is usual."""
         if task == RAW:
             return prediction
         variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)

@@ -29,40 +29,37 @@ from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality,
 from trp_scale.pretraining.modalities.settings import SemsegSettings
 
 VOID = 255
-"""No class. Classes have numbers below it."""
+"""Label of pixels without a class."""
 
 COLOURS = 20
-"""Of the palette in pictures; classes beyond take them again."""
+"""Colours of the palette in pictures; further classes repeat them."""
 
 MOST_NAMED = 24
-"""Classes in a picture's legend."""
+"""Most classes in a picture's legend."""
 
 CONTACT_COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], axis=1).astype(np.uint8)
-"""Colour of each number on a contact sheet, [256, 3]: neighbours differ."""
+"""Colour of each number on a contact sheet, [256, 3]; neighbours differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredClasses(StoredMaps):
-    """Segmentation maps of a data set; `classes`: their names, by number; None: not written down."""
+    """Segmentation maps of a data set; `classes` are the names by number, `None` if not stored."""
 
     classes: tuple[str, ...] | None
 
 
 class ClassFormat(MapFormat):
-    """8 bits, one class a pixel. dataset.json has "classes": their names, in the order of their numbers."""
+    """8 bits, one class per pixel. dataset.json has "classes": their names in the order of their numbers."""
 
     def readable(self, content: bytes | bytearray) -> bool:
-        """Return whether the content is readable, also as a palette of any bits: its indexes are the classes, in
-        whichever colours."""
+        """Whether the format is known; palette images of any bits are too: their indices are the classes."""
         return self.fits(content) or png_format(content)[1] == PALETTE
 
     def stored(self, path: Path, name: str, description: Description) -> StoredClasses:
         directory = own_directory(path, name, description)
         classes = class_names(path, f"modalities.{name}.classes", description.get("classes"))
         if classes is not None and not 0 < len(classes) <= VOID:
-            raise DataError(
-                f"{path}: {len(classes)} classes of modality {name} found, 1 to {VOID} allowed ({VOID}: void)"
-            )
+            raise DataError(f"{path}: {len(classes)} classes of modality {name}, allowed: 1 to {VOID} ({VOID} is void)")
         return StoredClasses(name=name, suffix=self.suffix, directory=directory, classes=classes)
 
     def check(self, numbers: Map, stored: StoredClasses) -> None:
@@ -74,7 +71,7 @@ class ClassFormat(MapFormat):
     def require(self, path: Path, stored: StoredClasses) -> None:
         if stored.classes is None:
             raise RefusedError(
-                f"{stored.name} maps are asked for, but {path} has no list of its classes; shard the images again with "
+                f"{stored.name} maps need class names, which {path} lacks; shard the images again with "
                 f"--semseg.classes NAMES.txt"
             )
 
@@ -97,7 +94,7 @@ class SegmentationFiles(MapFiles):
 
 
 class SegmentationLabels(PseudoLabels):
-    """Models for semantic or panoptic segmentation. Their configuration names their classes."""
+    """Labels from models for semantic or panoptic segmentation; `read_model` returns the class names."""
 
     purpose = "semantic segmentation"
     auto_classes: ClassVar[dict[str, str]] = {
@@ -111,8 +108,8 @@ class SegmentationLabels(PseudoLabels):
             raise DataError(f"{where}: id2label in config.json must name the classes 0 to {len(names) - 1}, each once")
         if not 0 < len(names) <= VOID:
             raise DataError(
-                f"{where}: {len(names)} classes; at most {VOID} can be stored in 8 bits ({VOID} itself is void). "
-                f"Choose a model with fewer"
+                f"{where}: {len(names)} classes, allowed: up to {VOID} in 8 bits ({VOID} is void); choose a model with "
+                f"fewer classes"
             )
         return tuple(names[number] for number in range(len(names)))
 
@@ -120,7 +117,7 @@ class SegmentationLabels(PseudoLabels):
         if not hasattr(processor, "post_process_semantic_segmentation"):
             raise DataError(
                 f"{where}: its image processor {type(processor).__name__} has no post_process_semantic_segmentation; "
-                f"choose a model whose processor has"
+                f"choose a model with this method"
             )
 
     def describe(
@@ -133,10 +130,10 @@ class SegmentationLabels(PseudoLabels):
 
 
 class Semseg(Modality):
-    """Segmentation, at 1/stride of the image's resolution. Its task: the cross-entropy of labels that are not void. An
+    """Segmentation at 1/stride of the image's resolution. Its task is the cross-entropy of labels that are not void. An
     element is a label.
 
-    The batch has it as semseg [R, S / stride, S / stride] uint8.
+    Field of a batch: semseg [R, S / stride, S / stride] uint8.
     """
 
     settings: SemsegSettings
@@ -155,12 +152,12 @@ class Semseg(Modality):
     def from_files(cls, settings: Any) -> SegmentationFiles:
         if settings.classes is None:
             raise DataError(
-                "the input has segmentation maps, and nothing says what their numbers mean: give --semseg.classes "
-                "FILE, a text file with the name of each number, one a line from 0 on"
+                "the input has segmentation maps without class names; give --semseg.classes FILE, a text file with one "
+                "class name per line, from number 0 on"
             )
         names, content = read_names("--semseg.classes", str(settings.classes))
         if len(names) > VOID:
-            raise DataError(f"--semseg.classes {settings.classes}: {len(names)} names, at most {VOID} are allowed")
+            raise DataError(f"--semseg.classes {settings.classes}: {len(names)} names, allowed: up to {VOID}")
         return SegmentationFiles(
             name=cls.name,
             format=cls.format,
@@ -184,7 +181,7 @@ class Semseg(Modality):
         return SegmentationTokeniser(classes, self.side**2, self.settings.class_embedding, width)
 
     def values(self, task: str, classes: int) -> int:
-        """Return a logit of each class per label, label first."""
+        """Return the number of logits per patch, one per label and class, label first."""
         return self.side**2 * classes
 
     def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
@@ -194,11 +191,11 @@ class Semseg(Modality):
         return losses.view(labels.shape).sum(-1)
 
     def reconstruction(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """The likeliest class of each label."""
+        """Return the most likely class of each label."""
         return prediction.view(*patches.shape, -1).argmax(-1).to(patches.dtype)
 
     def plainest(self, task: str, prediction: Tensor, patches: Tensor) -> Tensor:
-        """The logarithms of how often each class occurs in these patches."""
+        """Return the log frequencies of the classes in the patches."""
         labels = patches.long()
         classes = prediction.shape[-1] // labels.shape[-1]
         logits = F.one_hot(labels[labels != VOID], classes).float().mean(0).clamp(min=1e-6).log()  # [C]
@@ -210,7 +207,7 @@ class Semseg(Modality):
 
     @classmethod
     def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
-        """The classes that occur, in the order of their numbers; of more than MOST_NAMED the most frequent ones."""
+        """Return the present classes in the order of their numbers; at most the MOST_NAMED most frequent ones."""
         from matplotlib import colormaps
 
         counts = torch.bincount(torch.cat([labels.flatten().long() for labels in maps]), minlength=VOID + 1)[:VOID]
@@ -225,24 +222,24 @@ class Semseg(Modality):
 
     @staticmethod
     def show(axes: Any, image: Tensor, whole: Tensor) -> None:
-        colours = torch.where(image == VOID, torch.nan, (image % COLOURS).float())  # neighbours in the list differ
+        colours = torch.where(image == VOID, torch.nan, (image % COLOURS).float())
         axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)
 
 
 class SegmentationTokeniser(nn.Module):
-    """A patch of labels as a token: a vector for each class, those of a patch's labels side by side through one matrix.
+    """Tokeniser of a patch of labels: class embeddings, concatenated, through one matrix.
 
     Args:
-        classes: C; one more vector stands for VOID.
-        labels: L, of a patch.
-        embedding: E, width of a class's vector.
-        width: D, of the token.
+        classes: C; VOID has one more embedding.
+        labels: L, labels per patch.
+        embedding: E, width of a class embedding.
+        width: D, width of a token.
     """
 
     def __init__(self, classes: int, labels: int, embedding: int, width: int) -> None:
         super().__init__()
         self.classes = classes
-        # Flat, because weight decay goes by the number of dimensions and embeddings are not decayed.
+        # One-dimensional, so that weight decay, which skips vectors, skips it.
         self.class_embedding = nn.Parameter(torch.empty((classes + 1) * embedding))
         self.projection = nn.Linear(labels * embedding, width)
 
@@ -254,13 +251,13 @@ class SegmentationTokeniser(nn.Module):
 
 
 def unlisted_class(numbers: Map, classes: int) -> int | None:
-    """A number of a map that is neither one of so many classes nor void; None if there is none."""
+    """Return a number of a map that is neither a class nor void; `None` if all are valid."""
     wrong = (numbers >= classes) & (numbers != VOID)
     return int(numbers[np.unravel_index(wrong.argmax(), wrong.shape)]) if wrong.any() else None
 
 
 def class_maps(processor: Any, classes: int) -> Interpret:
-    """Return the function from a segmentation model's output to maps: values outside of the classes (such as -1) become
+    """Return the function from a segmentation model's output to maps; values that are not classes (such as -1) become
     VOID."""
 
     def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:

@@ -1,5 +1,5 @@
-"""The package's modalities, in the order of a sample's members, and the settings of each: of runs, of its maps from
-files (shard-images), and of its labels by models (pseudo-label)."""
+"""Modalities of the package in the order of a sample's members, and their settings for runs, for maps from files
+(shard-images), and for labels by models (pseudo-label)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trp_scale.config.settings import Section, Settings, setting
 
 @dataclass(kw_only=True)
 class LabelSettings(Section):
-    """How a model labels images with a modality."""
+    """Labels of a modality from a model."""
 
     model: str = ""
-    """A directory that save_pretrained wrote, or a name on the Hugging Face hub. Weights are read from safetensors
-    alone, and no code of theirs is run. Empty = no labels of this modality."""
+    """A directory written by save_pretrained, or a name on the Hugging Face hub. Only safetensors weights are read, and
+    no code of the model is run. Empty = no labels of this modality."""
     directory: str = ""
-    """Directory of the maps within the data set; empty = the modality's name. Another model needs another one."""
+    """Directory of the maps in the data set; empty = the modality's name. Each model needs its own directory."""
 
 
 @component("modality", "rgb", "trp_scale.pretraining.modalities.rgb:Rgb", tasks=("rgb", "raw_rgb"))
@@ -34,14 +34,14 @@ class DepthFileSettings(Section):
     """Meaning of the numbers in depth maps from files."""
 
     scale: float | None = setting(None, above=0)
-    """Metres per unit of what is stored, in 16 bits (0.001: millimetres, up to 65.5 m). PNG of 16 bits and .npy of
-    whole numbers are in these units; .npy of floats are metres. None = relative depth, of an unknown unit."""
+    """Metres per stored unit, in 16 bits (0.001: millimetres, up to 65.5 m). 16-bit PNG and integer .npy are in these
+    units; float .npy is in metres. None = relative depth of unknown unit."""
     relative: bool = False
-    """Maps of 8 bits and .npy of floats have no unit: each one's smallest to largest number is stored as 1 to 65535.
-    Without it they are refused unless floats are metres: 256 steps are a picture of depth, not metres. In all maps
-    0, and what is not finite, means that nothing was measured there."""
+    """Maps of 8 bits and float .npy have no unit: the range of each map is stored as 1 to 65535. Without this, 8 bits
+    are an error, and so are floats without --depth.scale. In all maps, 0 and values that are not finite mean not
+    measured."""
     larger_is: Literal["farther", "nearer"] = "farther"
-    """What a larger number means; nearer: inverse depth, or a picture of depth whose near parts are bright."""
+    """Meaning of a larger number; nearer = inverse depth, or images of depth with bright near parts."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.scale is not None and self.relative:
@@ -52,19 +52,19 @@ class DepthFileSettings(Section):
 
 @dataclass(kw_only=True)
 class DepthLabelSettings(LabelSettings):
-    """A depth estimator (--depth.model), and what its output means."""
+    """A depth estimator (--depth.model), and the meaning of its output."""
 
     model: str = setting("")
-    """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
-    wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
+    """Depth estimator of transformers (DPT, Depth Anything and others): a directory written by save_pretrained, or a
+    name on the Hugging Face hub. Only safetensors weights are read, and no code of the model is run."""
     scale: float | None = setting(None, above=0)
-    """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
+    """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model with output in metres. Without this,
     each image's output is stretched to 1..65535."""
     larger_is: Literal["auto", "nearer", "farther"] = setting("auto")
-    """What a larger output means; auto: farther if it is in metres by --depth.scale or by the model's configuration,
-    else nearer (DPT and Depth Anything estimate inverse depth)."""
+    """Meaning of a larger output; auto = farther if it is in metres by --depth.scale or the model's configuration, else
+    nearer (DPT and Depth Anything estimate inverse depth)."""
     directory: str = setting("")
-    """Directory of the maps within the data set; empty = depth. Another model needs another one."""
+    """Directory of the maps in the data set; empty = depth. Each model needs its own directory."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.scale is not None and self.larger_is == "nearer":
@@ -80,7 +80,7 @@ class DepthLabelSettings(LabelSettings):
 )
 @dataclass(kw_only=True)
 class DepthSettings(Settings):
-    """The distance of every pixel, in metres or relative."""
+    """Distance of every pixel, in metres or relative."""
 
 
 @dataclass(kw_only=True)
@@ -88,9 +88,9 @@ class SemsegFileSettings(Section):
     """Meaning of the numbers in segmentation maps from files."""
 
     classes: Path | None = setting(None)
-    """Text file with the name of each class, one a line from number 0 on; needed with such maps."""
+    """Text file with one class name per line, from number 0 on; required for segmentation maps."""
     void_label: int = setting(255, at_least=0, at_most=255)
-    """Number that means no class; stored as 255."""
+    """Number of pixels without a class; stored as 255."""
 
 
 @dataclass(kw_only=True)
@@ -98,11 +98,11 @@ class SemsegLabelSettings(LabelSettings):
     """A model for semantic or panoptic segmentation (--semseg.model)."""
 
     model: str = setting("")
-    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth.model
-    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is no
-    choice: it knows things only, and would call sky, walls and ground a thing."""
+    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others): a directory or a name,
+    as in --depth.model. Its classes, at most 255, become those of the data set. Do not use models for instance
+    segmentation (such as ...-coco-instance): they label sky, walls and ground as objects."""
     directory: str = setting("")
-    """Directory of the maps within the data set; empty = semseg. Another model needs another one."""
+    """Directory of the maps in the data set; empty = semseg. Each model needs its own directory."""
 
 
 @component(
@@ -114,19 +114,19 @@ class SemsegLabelSettings(LabelSettings):
 )
 @dataclass(kw_only=True)
 class SemsegSettings(Settings):
-    """The class of every pixel."""
+    """Class of every pixel."""
 
     stride: int = setting(4)
     """Maps are read and predicted at 1/stride of the image's resolution; must divide vision.patch_size."""
     class_embedding: int = setting(64, at_least=1)
-    """Width of the vector that each class enters with."""
+    """Width of the class embeddings at the input."""
 
     def problems(self, config: Any) -> Iterator[str]:
         patch_size = config.vision.patch_size
         if patch_size > 0 and (self.stride < 1 or patch_size % self.stride):
             near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
             yield (
-                f"--semseg.stride is {self.stride} and does not divide --vision.patch_size {patch_size}; allowed: "
+                f"--semseg.stride is {self.stride}, which does not divide --vision.patch_size {patch_size}; allowed: "
                 f"{', '.join(map(str, near))}"
             )
 
@@ -140,7 +140,7 @@ class SemsegSettings(Settings):
 @component("modality", "normals", "trp_scale.pretraining.modalities.normals:Normals")
 @dataclass(kw_only=True)
 class NormalsSettings(Settings):
-    """The direction that every pixel's surface faces."""
+    """Surface normal of every pixel."""
 
     loss: Literal["cosine", "l1"] = "cosine"
-    """1 - cosine of the angle between predicted and true normal, or the mean absolute error of the three components."""
+    """cosine = 1 - cosine of the angle between predicted and true normal; l1 = mean absolute error of components."""

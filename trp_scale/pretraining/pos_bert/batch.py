@@ -1,4 +1,4 @@
-"""How text rows become a Batch: pair, lay out, mask. One of several kinds of rows behind the same order and loader."""
+"""Batches of text: draw sentence pairs, lay out the sequences, mask them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _SPLIT = np.uint64(name_hash("pair: split"))
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Pieces of A and B of each sequence, [R] each; starts are places in `TextRows.tokens` seen as one flat array.
+    """Segments A and B of each sequence, [R] each; starts are indices in the flattened `TextRows.tokens`.
 
-    `wrong` is the label: 1 where B is from another row.
+    `wrong` is the label: 1 if B is from another row.
     """
 
     first_start: Integers
@@ -51,13 +51,13 @@ class Segments:
 
 
 def draw_partners(states: Words, row: Integers, block_rows: Integers) -> Integers:
-    """Another row of the same block, [R]: a cyclic distance of 1..rows-1; the row itself in a block of one."""
+    """Draw another row of the same block, [R], at a cyclic distance of 1..rows-1; the row itself in a block of one."""
     distance = 1 + below(mix(states ^ _PARTNER), np.maximum(block_rows - 1, 1))
     return (row + distance) % block_rows
 
 
 def whole_rows(rows: TextRows) -> Segments:
-    """No pairs: A is the whole row and there is no B."""
+    """Return segments without pairs: A is the whole row, B is empty."""
     nothing = np.zeros_like(rows.own)
     start = rows.own * rows.tokens.shape[1]
     return Segments(
@@ -70,20 +70,20 @@ def whole_rows(rows: TextRows) -> Segments:
 
 
 def draw_pairs(rows: TextRows, states: Words, alone: npt.NDArray[np.bool_]) -> Segments:
-    """Draw the next-sentence pair of each row from its state (BERT, Devlin et al. 2019, as TRP 001 D.1 uses them).
+    """Draw the next-sentence pair of each row from its state (BERT, Devlin et al. 2019; TRP 001 D.1).
 
-    Each row is split at a sentence end into A and the rest. With probability 1/2 B is the rest (label 0, "is next" in
-    transformers' convention), else B comes from another row of the *same block* (label 1). Not of the shuffled group:
-    which blocks share a group changes from epoch to epoch. A pair is a function of (seed, row key, masking) and of the
-    block's content alone, so that ten static maskings really are ten.
+    Each row is split at a sentence end into A and the rest. With probability 1/2, B is the rest (label 0, "is next" in
+    transformers). Otherwise B is from another row of the same block (label 1). It is not from the shuffled group,
+    because the blocks of a group change each epoch. A pair depends only on (seed, row key, masking) and the block's
+    content, so ten static maskings give exactly ten pairs.
 
-    The B of a wrong pair is the partner row's longest tail of whole sentences that is no longer than the continuation
-    it stands for; if even the last sentence is longer, its beginning. A right B ends where a row ends and so does a
-    wrong one, and their lengths are alike, so that neither the length nor a cut-off end gives the label away.
+    A wrong B is the partner row's longest tail of whole sentences that is at most as long as the rest; if even the last
+    sentence is longer, its beginning. Both kinds of B have similar lengths and end where a row ends, so neither length
+    nor a cut end reveals the label.
 
-    What is left for odd rows: one of a single sentence is split at the start of a word, one of a single word anywhere;
-    a single piece is A and always gets a wrong B; in a block of one row every pair is right; a single piece alone in
-    its block, and a row without pieces, get an empty right B.
+    Special rows: a single sentence is split at the start of a word, a single word anywhere. A single piece is A and
+    always gets a wrong B. In a block of one row every pair is right. A single piece alone in its block, and an empty
+    row, get an empty right B.
 
     Args:
         alone: [R] rows that are their own partner.
@@ -106,7 +106,7 @@ def draw_pairs(rows: TextRows, states: Words, alone: npt.NDArray[np.bool_]) -> S
 
 
 def _draw_split(rows: TextRows, pieces: Integers, draws: Words) -> Integers:
-    """Pieces in A, [R]: a sentence end that leaves both sides non-empty, drawn uniformly."""
+    """Draw the number of pieces in A, [R]: a uniform sentence end that leaves both sides non-empty."""
     ends = rows.ends[rows.own]  # [R, S]
     inner = (ends > 0) & (ends < pieces[:, None])
     counts = inner.sum(axis=1)
@@ -119,7 +119,7 @@ def _draw_split(rows: TextRows, pieces: Integers, draws: Words) -> Integers:
 
 
 def _split_sentence(tags: npt.NDArray[np.uint8], pieces: Integers, draws: Words) -> Integers:
-    """A split inside the only sentence of a row: at the start of a word, or between any pieces if there is one word."""
+    """Draw a split inside the only sentence of a row: at the start of a word, or anywhere in a single word."""
     column = np.arange(tags.shape[1])
     starts = ((tags & WORD_START) != 0) & (column > 0) & (column < pieces[:, None])  # [R, P]
     counts = starts.sum(axis=1)
@@ -129,9 +129,9 @@ def _split_sentence(tags: npt.NDArray[np.uint8], pieces: Integers, draws: Words)
 
 
 def _tails(ends: Integers, room: Integers) -> tuple[Integers, Integers]:
-    """Start and length of the longest tail of whole sentences within `room`, else of the last sentence cut to it."""
+    """Return start and length of the longest tail of whole sentences within `room`, else of the cut last sentence."""
     pieces = ends[:, -1]
-    inner = ends < pieces[:, None]  # starts of all sentences but the first
+    inner = ends < pieces[:, None]  # starts of all sentences except the first
     nowhere = np.iinfo(np.int64).max
     fitting = np.where(inner & (ends >= (pieces - room)[:, None]), ends, nowhere).min(axis=1)
     last = np.where(inner, ends, 0).max(axis=1)
@@ -140,22 +140,22 @@ def _tails(ends: Integers, room: Integers) -> tuple[Integers, Integers]:
 
 
 def _nth_true(flags: npt.NDArray[np.bool_], nth: Integers) -> Integers:
-    """Column of the nth (from 0) True of each line; 0 where there is none."""
+    """Return the column of the nth (from 0) True in each line; 0 without one."""
     return np.asarray((flags.cumsum(axis=1) > nth[:, None]).argmax(axis=1), dtype=np.int64)
 
 
 class TextBatchBuilder:
-    """Makes batches of `[CLS] A [SEP] B [SEP]`, always padded to the data set's length L, with M masked slots.
+    """Builds batches of `[CLS] A [SEP] B [SEP]`, padded to the data set's length L, with M masked slots.
 
-    Fields of the batch, first dimension rows but for `kept`:
+    Fields of the batch:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
-        attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded, unless the run is
-            compiled: with and without a mask each block would need two graphs.
-        kept [K] int64: places of the R * L that are computed (`kept_places`); absent where the mask is.
+        attention_mask [R, L] bool: True up to the last [SEP]. Absent without padding, except in compiled runs, where
+            a mask that comes and goes would need two graphs per block.
+        kept [K] int64: computed positions of the R * L (`kept_places`); absent with the mask.
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
-        next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
-        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be read; it then is [CLS] [SEP] [SEP].
+        next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 if objective.next_sentence is off).
+        row_weights [R] float32: 1, or 0 for a row that is absent or unreadable, which is [CLS] [SEP] [SEP].
 
     All draws come from (training.seed, row key, epoch modulo masking.maskings).
     """
@@ -187,7 +187,7 @@ class TextBatchBuilder:
         self.limit = self._masker.limit
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        """Build the batch of the rows at `addresses`; the first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows, segments = self._read(addresses, states)
@@ -227,19 +227,19 @@ class TextBatchBuilder:
     def _lay_out(
         self, rows: TextRows, segments: Segments
     ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
-        """Tokens, tags, token types, which are real pieces, and which are attended to; each [R, L]."""
+        """Return tokens, tags, token types, flags of real pieces, and the attention mask, each [R, L]."""
         column = np.arange(self._length)
-        first_stop = 1 + segments.first_length[:, None]  # [R, 1] place of the first [SEP]
-        second_stop = first_stop + 1 + segments.second_length[:, None]  # place of the second [SEP]
+        first_stop = 1 + segments.first_length[:, None]  # [R, 1] index of the first [SEP]
+        second_stop = first_stop + 1 + segments.second_length[:, None]  # index of the second [SEP]
         if not self._pairs:
             second_stop = first_stop
         in_first = (column >= 1) & (column < first_stop)  # [R, L]
         in_second = (column > first_stop) & (column < second_stop)
         pieces = in_first | in_second
-        first_shift = segments.first_start - 1  # [R] from a place in the sequence to one in the flat rows
+        first_shift = segments.first_start - 1  # [R] from an index in the sequence to one in the flat rows
         second_shift = segments.second_start - segments.first_length - 2
         source = column + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
-        source *= pieces  # products: several times faster than np.where
+        source *= pieces  # several times faster than np.where
         tokens = rows.tokens.ravel()[source].astype(np.int64)
         tokens[~pieces] = self._pad
         line = np.arange(len(tokens))
@@ -270,16 +270,15 @@ def _fields(
 
 
 KEPT_LENGTHS = 64
-"""Lists of places have so many lengths at most: a GPU's memory is reused from one micro-batch to the next only where
-tensors are of a size that it has seen."""
+"""Number of different lengths of `kept`: the GPU allocator reuses memory only for tensor sizes that occurred before."""
 
 
 def kept_places(attended: Flags) -> Integers:
-    """Places, ascending, of the flattened rows that a micro-batch computes: the real ones, and the first that are
-    padded up to the next 64th of them all.
+    """Return the positions of the flattened rows that are computed, ascending: the real ones, and the first padding
+    positions up to the next multiple of R * L / KEPT_LENGTHS.
 
     Args:
-        attended: [R, L] True at real places.
+        attended: [R, L] True at real positions.
     """
     real = attended.ravel()
     part = -(-real.size // KEPT_LENGTHS)
@@ -288,25 +287,20 @@ def kept_places(attended: Flags) -> Integers:
 
 
 def keeping_all(batch: Batch) -> Batch:
-    """The batch with all its places in the list."""
+    """Return the batch with all positions computed."""
     tokens = batch["tokens"]
     fields = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool), "kept": torch.arange(tokens.numel())}
     return replace(batch, fields={**fields, **batch.fields, "kept": fields["kept"]})
 
 
 def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
-    """Open data sets of text.
-
-    Raises:
-        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: settings that do not fit the data or each other, or data of another kind.
-    """
+    """Open text data sets (see `Upstream.open_rows`)."""
     require_kind(paths, config.reads)
     datasets = [open_text_dataset(path.path, path.name) for path in paths]
     meta = agree(datasets)
     if meta.length > config.model.max_positions:
         raise RefusedError(
             f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
-            f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
+            f"give --model.max_positions {meta.length}, or shard the data with a smaller length"
         )
     return Rows.from_datasets(datasets, meta, TextBatchBuilder(config, datasets, meta))

@@ -1,6 +1,6 @@
-"""Choose the predicted pieces and their replacements (TRP 4.1.1: masks first, tags after).
+"""Choice of the predicted pieces and their replacements (TRP 4.1.1).
 
-Every draw is a hash of the row's state, so a mask depends on (seed, row key, masking) and on nothing else.
+Every draw is a hash of the row's state, so a mask depends on (seed, row key, masking) only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 @dataclass(frozen=True, kw_only=True)
 class Masked:
-    """A masked micro-batch: unused slots have position 0 and weight 0.
+    """A masked micro-batch; unused slots have position 0 and weight 0.
 
     Attributes:
-        tokens: [R, L] what the model sees.
+        tokens: [R, L] input of the model.
         positions: [R, M] ascending.
-        labels: [R, M] the original ids.
+        labels: [R, M] original ids.
         groups: [R, M] group numbers, `other` in unused slots.
         weights: [R, M] 1, or 0 in unused slots.
     """
@@ -49,13 +49,13 @@ class TokenMasker:
     """Draws masks.
 
     Args:
-        settings: the section `masking`.
-        length: L, pieces of a sequence.
-        vocab_size, mask_id, special_ids: of the tokenizer; random replacements are uniform over all other ids.
-        spare_other: leave pieces outside the nine groups alone (objective.other = unmasked).
+        settings: section `masking`.
+        length: L, pieces per sequence.
+        vocab_size, mask_id, special_ids: of the tokenizer; random replacements are uniform over non-special ids.
+        spare_other: never mask pieces outside the nine groups (objective.other = unmasked).
 
     Raises:
-        RefusedError: settings that contradict each other.
+        RefusedError: settings that contradict each other or the length.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class TokenMasker:
         """Mask each row.
 
         Args:
-            tokens: [R, L] finished sequences.
+            tokens: [R, L] complete sequences.
             tags: [R, L] tag bytes of the pieces.
-            pieces: [R, L] True where a real piece is; special tokens and padding are False and never chosen.
-            states: [R] a word per row.
+            pieces: [R, L] True at pieces of text; special tokens and padding are False and never chosen.
+            states: [R] one word per row.
         """
         groups = tags & np.uint8(GROUP_BITS)
         allowed = pieces & (groups != OTHER) if self._spare_other else pieces
@@ -113,7 +113,7 @@ class TokenMasker:
         labels = tokens[lines, positions]  # [R, M]
         replaced = np.where(used, self._replace(labels, positions, states), labels)
         masked = tokens.copy()
-        masked[lines, positions] = replaced  # unused slots put back what position 0 holds
+        masked[lines, positions] = replaced  # unused slots rewrite position 0 with its own id
         return Masked(
             tokens=masked,
             positions=positions,
@@ -130,7 +130,7 @@ class TokenMasker:
         wanted: Integers,
         states: Words,
     ) -> tuple[Integers, Integers]:
-        """Chosen positions in the first columns of [R, M], in any order, and their number, [R]."""
+        """Return the chosen positions in the first columns of [R, M], in any order, and their number, [R]."""
         orders = mix(states ^ _ORDER)
         if self._settings.unit == "word":
             return _choose_words(tags, allowed, wanted, orders, self.limit)
@@ -145,7 +145,7 @@ class TokenMasker:
         return (keys[:, : self.limit] & _PLACE).astype(np.int64), wanted
 
     def _replace(self, labels: Integers, positions: Integers, states: Words) -> Integers:
-        """Replace pieces at `positions`, [R, M]: [MASK] (80 %), a random id (10 %), the piece itself (10 %)."""
+        """Return the replacements [R, M]: [MASK] (80 %), a random id (10 %), the piece itself (10 %)."""
         column = positions.astype(np.uint64)
         kind = below(mix(mix(states ^ _KIND)[:, None] ^ column), 10)
         draws = mix(mix(states ^ _REPLACEMENT)[:, None] ^ column)
@@ -156,14 +156,15 @@ class TokenMasker:
 def _choose_stratified(
     words: Words, groups: npt.NDArray[np.uint8], allowed: Flags, wanted: Integers, starts: Words, limit: int
 ) -> tuple[Integers, Integers]:
-    """Systematic sampling: pieces sorted by group, in random order within it; every (n / k)-th from a random start.
+    """Choose by systematic sampling: sort pieces by group, randomly within a group; take every (n / k)-th from a random
+    start.
 
-    With n pieces, k wanted and u uniform in 0..n-1, the j-th is chosen if (j k + u) mod n < k. That chooses exactly k,
-    and each piece for exactly k of the n starts: with probability k / n, as in uniform sampling. A group of m pieces
-    gets floor or ceil of m k / n of them, where uniform sampling has a hypergeometric spread.
+    For n pieces, k of them wanted, and u uniform in 0..n-1, piece j is chosen if (j k + u) mod n < k. This chooses
+    exactly k pieces, each with probability k / n as in uniform sampling. A group of m pieces gets floor or ceil of
+    m k / n of them; uniform sampling has a hypergeometric spread.
     """
     position = np.arange(words.shape[1], dtype=np.uint64)
-    group = groups.astype(np.uint64) << np.uint64(60)  # at most 9, so below _NEVER
+    group = groups.astype(np.uint64) << np.uint64(60)  # groups are at most 9, so keys are below _NEVER
     keys = np.where(allowed, group | (words >> np.uint64(20) << np.uint64(16)) | position, _NEVER)
     keys.sort(axis=1)
     available = allowed.sum(axis=1)[:, None]
@@ -178,17 +179,17 @@ def _choose_stratified(
 def _choose_words(
     tags: npt.NDArray[np.uint8], allowed: Flags, wanted: Integers, orders: Words, limit: int
 ) -> tuple[Integers, Integers]:
-    """Whole words in random order, up to and including the first with which the number of pieces is reached.
+    """Choose whole words in random order until the wanted number of pieces is reached.
 
-    That last word is left out if the limit would be exceeded with it. Only if the very first word alone is longer than
-    the limit are its first `limit` pieces taken. So a row may get more pieces than wanted, never more than the limit,
-    and a word is masked as a whole or not at all. A word is what the tags say: its first piece carries WORD_START.
+    The last word is left out if it exceeds the limit. If the first word alone exceeds it, its first `limit` pieces are
+    chosen. A row may get more pieces than wanted, but never more than the limit. The first piece of a word has the tag
+    WORD_START.
     """
     rows, length = allowed.shape
     before = np.zeros_like(allowed)
     before[:, 1:] = allowed[:, :-1]
-    first = allowed & (((tags & WORD_START) != 0) | ~before)  # a segment's first piece begins a word in any case
-    number = np.maximum(first.cumsum(axis=1) - 1, 0)  # [R, L] word that a piece belongs to
+    first = allowed & (((tags & WORD_START) != 0) | ~before)  # the first piece of a segment always begins a word
+    number = np.maximum(first.cumsum(axis=1) - 1, 0)  # [R, L] word of each piece
     draws = mix(orders[:, None] ^ number.astype(np.uint64)) >> np.uint64(32) << np.uint64(32)
     position = np.arange(length, dtype=np.uint64)
     keys = np.where(allowed, draws | number.astype(np.uint64) << np.uint64(16) | position, _NEVER)
@@ -204,5 +205,5 @@ def _choose_words(
     sizes = np.bincount(index[allowed], minlength=rows * length).reshape(rows, length)
     stop = start + np.take_along_axis(sizes, np.where(inside, word, 0), axis=1)
     chosen = inside & (start < wanted[:, None]) & ((stop <= limit) | ((start == 0) & (column < limit)))
-    positions = np.where(chosen, (keys & _PLACE).astype(np.int64), 0)  # taken words come first
+    positions = np.where(chosen, (keys & _PLACE).astype(np.int64), 0)  # chosen words come first
     return positions[:, :limit], chosen.sum(axis=1)

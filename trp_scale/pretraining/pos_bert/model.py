@@ -1,9 +1,8 @@
-"""BERT for pre-training: transformers' encoder, with a last layer and heads that look only at the masked positions.
+"""BERT for pre-training: transformers' encoder, with a last layer and heads for the masked positions only.
 
-transformers' own heads send every position through the transform and the vocabulary; 85 % of that work is thrown away.
-The encoder's blocks are called one by one with a ready mask: transformers' own loop looks at every step whether the
-mask is all ones, which would wait for the GPU.
-Parameter names are those of transformers' `BertForPreTraining`, so that weights go both ways unchanged.
+The heads of transformers compute logits at every position, and 85 % of them are never used. Our loop over the layers
+takes a finished mask; that of transformers checks at every step if the mask is all ones, which synchronises with the
+GPU. Parameter names are those of transformers' `BertForPreTraining`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from trp_scale.models.initialise import give, initialise
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this, so that its matrix products fill the hardware's tiles."""
+"""The vocabulary is padded to a multiple of this, for full tiles in matrix products."""
 
 
 def padded_vocabulary(vocab_size: int) -> int:
-    """Smallest multiple of VOCABULARY_MULTIPLE that holds `vocab_size`."""
+    """Round `vocab_size` up to a multiple of VOCABULARY_MULTIPLE."""
     return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def bert_config(model: TextModelConfig, vocab_size: int, **changes: Any) -> BertConfig:
-    """transformers' configuration of our encoder."""
+    """Return transformers' configuration of the encoder."""
     values: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
@@ -53,7 +52,7 @@ WordLosses = Callable[[Tensor, Tensor], Tensor]
 
 
 class BertOutput(NamedTuple):
-    """Outputs for the objective; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+    """Outputs for the objective. A tuple, because ZeRO-3 attaches its hooks to the tensors in an output.
 
     Attributes:
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
@@ -71,11 +70,11 @@ class BertOutput(NamedTuple):
 
 
 class Places(NamedTuple):
-    """List of kept places of rows, and their positions.
+    """Computed positions of rows, as a list.
 
     Attributes:
-        kept: [K] int64, places of the flattened rows, each once.
-        numbers: [R, L] int64, of each place in the list; of one that is not in it, any number.
+        kept: [K] int64, positions of the flattened rows, each once.
+        numbers: [R, L] int64, index of each position in the list; any index for positions outside it.
     """
 
     kept: Tensor
@@ -83,21 +82,21 @@ class Places(NamedTuple):
 
     @classmethod
     def from_mask(cls, kept: Tensor, rows: Tensor) -> Places:
-        """Index these places in rows of this shape, [R, L]."""
+        """Return the list of positions `kept` [K] of rows [R, L]."""
         numbers = torch.zeros_like(rows, dtype=torch.int64).view(-1)
         numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
         return cls(kept, numbers.view_as(rows))
 
 
 def usual_length(rows: Tensor) -> int:
-    """Length for which graphs over lists of kept places are made: three quarters of the places of rows, [R, L]. Not
-    all of them: a graph would take the length of the list and that of the rows for one number."""
+    """Return the list length for which graphs are traced: three quarters of the positions of rows [R, L]. With all of
+    them, a graph would treat the lengths of list and rows as the same number."""
     return max(2, rows.numel() * 3 // 4)
 
 
 class FromList(torch.autograd.Function):
-    """A list in rows, where it has nothing with what nobody reads: no gradient may come from there. One copy forward,
-    one backward; torch's own backward pass would add up what is zero but for one place."""
+    """Copy a list into rows. Positions outside the list have arbitrary values, and their gradient is ignored. The
+    backward pass is one copy; that of torch indexing would be a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, listed: Tensor, kept: Tensor, numbers: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class FromList(torch.autograd.Function):
 
 
 class ToList(torch.autograd.Function):
-    """The places of rows that are in a list; the gradient of the others is 0."""
+    """Copy the listed positions of rows into a list; the gradient of other positions is 0."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
@@ -125,26 +124,25 @@ class ToList(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
         rows = gradient.new_zeros(ctx.shape)
-        rows.view(-1, ctx.shape[-1]).index_copy_(0, kept, gradient)  # each place once: no sum, whose order is not fixed
+        rows.view(-1, ctx.shape[-1]).index_copy_(0, kept, gradient)  # positions are unique: no nondeterministic sum
         return rows, None
 
 
 def in_rows(hidden: Tensor, places: Places | None) -> Tensor:
-    """A list [K, D] in rows [R, L, D]; rows as they are."""
+    """Return a list [K, D] as rows [R, L, D]; without a list, return the rows."""
     return hidden if places is None else FromList.apply(hidden, *places)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Layer(BertLayer):  # type: ignore[misc]
-    """BERT's layer, over rows or over a list of those of their places that are kept: exactly what the rows would give.
+    """BERT's layer, over rows or over a list of their positions, with equal results.
 
-    Attention alone looks beyond a place, and gets rows; all else is computed on the list. Parameter names are
-    transformers'.
+    Attention is computed on rows, everything else on the list. Parameter names are those of transformers.
     """
 
     cut: Cut = WHOLE
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
-        """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
+        """[R, L, D] and mask [R, 1, 1, L] bool or `None` -> [R, L, D]; with places, [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
         parts = self.cut.project(hidden, *projections)
         queries, keys, values = (in_rows(part, places) for part in parts)
@@ -164,7 +162,7 @@ class Layer(BertLayer):  # type: ignore[misc]
 
         def heads(projected: Tensor) -> Tensor:
             rows, length, width = projected.shape
-            size = attention.attention_head_size  # tensor parallel ranks have some of the heads: D is their width
+            size = attention.attention_head_size  # with tensor parallelism, D is the width of this rank's heads
             return projected.view(rows, length, width // size, size).transpose(1, 2)  # [R, H, *, D / H]
 
         dropout = attention.dropout.p if self.training else 0.0
@@ -175,22 +173,21 @@ class Layer(BertLayer):  # type: ignore[misc]
         return context.transpose(1, 2).flatten(2)
 
     def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[tuple[Tensor, ...], int]:
-        """Arguments of `forward` whose first dimension changes from call to call, and a length that is usual
-        (engines/compiled.py)."""
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
         return ((), 0) if places is None else ((hidden, places.kept), usual_length(places.numbers))
 
 
 class LastLayer(Layer):
-    """BERT's last layer, computed only at the positions somebody reads: exactly what the full layer gives there.
+    """BERT's last layer, computed only at the positions that the heads read, with equal results.
 
-    Keys and values come from all positions; queries, attention output and feed-forward only from the chosen ones, which
-    leaves about 30 % of the layer's work at 15 % masked. Parameter names are the full layer's.
+    Keys and values come from all positions; queries, attention output and feed-forward from the selected positions.
+    This is about 30 % of the layer's work at 15 % masked. Parameter names are those of the full layer.
     """
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, places: Places | None = None
     ) -> Tensor:
-        """Run as `Layer` with positions [R, S] -> [R, S, D]. A list must hold the positions."""
+        """Compute `Layer` at positions [R, S] -> [R, S, D]; a list must contain them."""
         attention, width = self.attention.self, hidden.shape[-1]
         if places is None:
             chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, width))  # [R, S, D]
@@ -204,7 +201,7 @@ class LastLayer(Layer):
 
 
 class PredictionTransform(nn.Module):
-    """dense, GELU, layer norm: the last layer all masked-word tasks share."""
+    """Linear, GELU, layer norm: the last layer that all masked-word tasks share."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -228,13 +225,13 @@ class PredictionHead(nn.Module):
         padded = padded_vocabulary(vocab_size)
         self.transform = PredictionTransform(hidden_size, eps)
         self.bias = nn.Parameter(torch.zeros(padded))
-        # -inf on the padding rows rather than a slice of the logits: a slice would copy the model's largest tensor.
+        # Padding gets a bias of -inf: a slice of the logits would copy the model's largest tensor.
         mask = torch.zeros(padded)
         mask[vocab_size:] = -torch.inf
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, tap: Tensor | None = None) -> Tensor:
-        # DeepSpeed casts parameters to bf16 or fp16 and leaves buffers as they are.
+        # DeepSpeed casts parameters to bf16 or fp16, but not buffers.
         bias = self.bias + self.out_of_vocabulary.to(self.bias.dtype)
         return F.linear(self.transform(hidden, tap), embeddings, bias)
 
@@ -253,8 +250,8 @@ class BertForMaskedPositions(nn.Module):
 
     Args:
         model: sizes.
-        vocab_size: true size of the vocabulary; rows beyond it, up to a multiple of 64, never take part in the softmax.
-        seed: initial weights follow from it and from each tensor's name.
+        vocab_size: size of the vocabulary without padding; padding has probability 0.
+        seed: seed of the initial weights.
     """
 
     word_losses: WordLosses | None = None
@@ -272,13 +269,13 @@ class BertForMaskedPositions(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The repeated blocks, each a unit of sharding."""
+        """The encoder's layers; each is sharded as one unit."""
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """Heads, hidden units of the feed-forward layers and the vocabulary are cut; next-sentence head, pooler,
-        transform and norms are not."""
+        """Tensor-parallel plan: cut heads, feed-forward and vocabulary, but not next-sentence head, pooler, transform
+        and norms."""
         layer = "bert.encoder.layer.*"
         return TensorPlan(
             columns=(*(f"{layer}.attention.self.{name}" for name in PROJECTIONS), f"{layer}.intermediate.dense"),
@@ -310,14 +307,14 @@ class BertForMaskedPositions(nn.Module):
         Args:
             tokens: [R, L] int64.
             token_types: [R, L] int64, 0 for the first sentence, 1 for the second.
-            attention_mask: [R, L] bool, True at real tokens; None where all are. torch's flash attention takes no mask.
-            masked_positions: [R, M] int64; unused slots may hold any real position.
-            kept: [K] int64, places of the R * L that are computed, all real ones and perhaps others, each once; None:
-                all. Then there is a mask.
-            representation_tap: [R, 1 + M, D] zeros, added to what the heads read.
+            attention_mask: [R, L] bool, True at real tokens; `None` if all are, since flash attention takes no mask.
+            masked_positions: [R, M] int64; unused slots may have any real position.
+            kept: [K] int64, computed positions of the R * L, each once: all real ones and any others; `None` = all. It
+                needs a mask.
+            representation_tap: [R, 1 + M, D] zeros, added to the input of the heads.
             transform_tap: [R, M, D] zeros, added to the output of the transform's matrix.
         """
-        assert kept is None or attention_mask is not None, "where places are left out, a mask says so"
+        assert kept is None or attention_mask is not None, "kept needs a mask"
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
         places = None if kept is None else Places.from_mask(kept, tokens)
         hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
@@ -340,7 +337,7 @@ class BertForMaskedPositions(nn.Module):
         )
 
     def embed(self, tokens: Tensor, token_types: Tensor, kept: Tensor | None) -> Tensor:
-        """[R, L, D] of all places, or [K, D] of those that are kept."""
+        """Return the embeddings of all positions [R, L, D], or of `kept` [K, D]."""
         if kept is None:
             return self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # type: ignore[no-any-return]
         listed = self.bert.embeddings(
@@ -353,12 +350,11 @@ class BertForMaskedPositions(nn.Module):
     def varying(
         self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Arguments of `forward` whose first dimension changes from call to call, and a length that is usual
-        (engines/compiled.py)."""
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
         return ((), 0) if kept is None else ((kept,), usual_length(tokens))
 
     def set_output_bias(self, values: Tensor) -> None:
-        """Start the word prediction at these logits, [V]; padding stays at 0."""
+        """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
         bias = self.cls.predictions.bias
         give(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
 

@@ -31,22 +31,19 @@ from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObject
 from trp_scale.pretraining.pos_bert.weights import load_bert
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
-"""Argument of the model that takes a tap."""
+"""Argument of the model for each tap."""
 
 NEXT_SENTENCE = "next_sentence"
 
 
 class PosMaskedLanguageModelling:
-    """Losses of T tasks: the groups in their stored order (the last is `other`), then next-sentence prediction.
-
-    `other` words (12-14 % of English words) follow `objective.other`: outside the balance with their natural share
-    n_other / n of the masked words, without loss, never masked (then their count is 0), or a tenth balanced task.
-    Next-sentence prediction follows `objective.next_sentence`.
+    """T tasks: the groups in their stored order (the last is `other`, 12-14 % of English words), then next-sentence
+    prediction.
 
     Args:
         config: settings.
-        groups: names of the groups as numbered in the shards; the last one is `other`.
-        hidden_size: D, the encoder's width.
+        groups: names of the groups, in the order of their numbers in the shards.
+        hidden_size: D, width of the encoder.
     """
 
     in_a_graph = True
@@ -65,7 +62,7 @@ class PosMaskedLanguageModelling:
             self.balanced += (self.next_sentence,)
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64; excluded words count too, they only get no weight; with next sentences off there are none."""
+        """[T] float64; words without loss count too; without next-sentence prediction its count is 0."""
         words = batch["label_weights"].flatten().double() @ self._membership(batch)  # [groups]
         rows = batch["row_weights"].double().sum().reshape(1)
         if self.config.next_sentence == "off":
@@ -73,8 +70,8 @@ class PosMaskedLanguageModelling:
         return torch.cat([words, rows])  # [T]
 
     def _membership(self, batch: Batch) -> Tensor:
-        """[R * M, groups] float64, 1 where a masked position belongs to a group; compared rather than counted with
-        bincount, which would wait for the GPU."""
+        """Return [R * M, groups] float64, 1 where a masked position belongs to a group. bincount would synchronise with
+        the GPU."""
         groups = batch["label_groups"].flatten()
         return (groups.unsqueeze(-1) == torch.arange(self.other + 1, device=groups.device)).double()
 
@@ -89,10 +86,7 @@ class PosMaskedLanguageModelling:
         return weights
 
     def __call__(self, forward: Callable[..., BertOutput], batch: Batch) -> TaskLosses:
-        """Sums of the cross-entropies of each task, in nats, and their counts.
-
-        The sums are taken in float64: they are compared and divided across ranks, and T numbers cost nothing.
-        """
+        """Return the sums of the cross-entropies of each task, in nats and float64, and their counts."""
         output = forward(
             batch["tokens"],
             batch["token_types"],
@@ -106,11 +100,11 @@ class PosMaskedLanguageModelling:
         weighted = words.double() * batch["label_weights"].flatten().double()
         rows = F.cross_entropy(output.next_sentence_logits.float(), batch["next_sentence"], reduction="none")  # [R]
         if self.config.next_sentence == "off":
-            # The head still takes part in the graph: ZeRO-3 keeps the last gradient of a parameter that does not.
+            # The head stays in the graph: ZeRO-3 keeps the last gradient of a parameter outside it.
             rows = rows * 0.0
         rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
         shared = output.shared_inputs
-        if shared is not None:  # [R, M, D]; under autocast the layer itself reads it in the precision of its output
+        if shared is not None:  # [R, M, D]; under autocast the layer casts its input to the precision of its output
             shared = shared.flatten(0, 1).to(output.prediction_logits.dtype)  # [R * M, D]
         return TaskLosses(
             sums=torch.cat([weighted @ self._membership(batch), rows_sum]),
@@ -120,7 +114,7 @@ class PosMaskedLanguageModelling:
         )
 
     def _hits(self, output: BertOutput, batch: Batch) -> Tensor:
-        """[T] float64, words of each group, and pairs of sentences, that the model would have named."""
+        """Return the number of correct predictions of each task, [T] float64."""
         named = output.prediction_logits.flatten(0, 1).argmax(-1) == batch["labels"].flatten()  # [R * M]
         words = named.double() * batch["label_weights"].flatten().double()
         pairs = (output.next_sentence_logits.argmax(-1) == batch["next_sentence"]).double()  # [R]
@@ -128,18 +122,18 @@ class PosMaskedLanguageModelling:
         return torch.cat([words @ self._membership(batch), (pairs @ weights).reshape(1)])
 
     def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
-        """The last layer with weights that masked words share is the head's transform, which next-sentence prediction
-        does not pass; at the head's input each row belongs to one task, the first to next-sentence prediction."""
+        """At "weights", the head's transform, which next-sentence prediction does not use; at "representation", the
+        heads' input, whose first row belongs to next-sentence prediction."""
         words = tuple(range(self.next_sentence))
         return words if at == "weights" else (*words, self.next_sentence)
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """Return the tap at the transform's output [R, M, D], or at the heads' input [R, 1 + M, D]."""
+        """Return the tap on the transform's output [R, M, D], or on the heads' input [R, 1 + M, D]."""
         rows, masked = batch["masked_positions"].shape
         return Tap(TAPS[at], (rows, masked if at == "weights" else 1 + masked, self.hidden_size))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """The rows of a group's words, the others 0."""
+        """Return the gradient at the words of each group, 0 elsewhere."""
         rows = gradient if at == "weights" else gradient[:, 1:]  # [R, M, D]
         words = rows.flatten(0, 1)  # [R * M, D]
         members = self._membership(batch).to(words.dtype)  # [R * M, groups]
@@ -150,11 +144,11 @@ class PosMaskedLanguageModelling:
 
 
 COUNTED_ROWS = 2048
-"""Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
+"""Rows for counting pieces: a quarter of a million pieces with 128 per row."""
 
 
 def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
-    """[V] float64, how often each piece occurs in the batch's rows as they are stored; special tokens do not count."""
+    """Count each piece in the unmasked rows of a batch, [V] float64; special tokens have count 0."""
     tokens = batch["tokens"].clone()  # [R, L]
     used = batch["label_weights"] > 0  # [R, M]
     row = torch.arange(len(tokens))[:, None].expand_as(used)
@@ -165,7 +159,7 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
 
 
 def blank_rows(length: int, predicted: int, rows: int) -> Batch:
-    """Rows in which nothing is written and nothing left out as padding, with `predicted` masked positions each."""
+    """Return a batch of empty rows without padding, with `predicted` masked positions each."""
     fields = {
         **dict.fromkeys(("tokens", "token_types"), torch.zeros(rows, length, dtype=torch.int64)),
         **dict.fromkeys(
@@ -202,7 +196,7 @@ class TextUpstream(Upstream):
 
     @classmethod
     def outline(cls, config: PosBertConfig, facts: DataFacts) -> Outline:
-        """Sequences without padding."""
+        """Describe the run with sequences without padding."""
         model, length = config.model, facts.length or config.model.max_positions
         if length > model.max_positions:
             raise RefusedError(f"--length is {length}, allowed: up to --model.max_positions {model.max_positions}")
@@ -217,7 +211,7 @@ class TextUpstream(Upstream):
 
     @cached_property
     def step_flops(self) -> float:
-        """Return the FLOPs of a step with as much padding left out as in the first rows of the training order."""
+        """Model FLOPs of a step, with the padding of the first rows of the training order left out."""
         facts = DataFacts(length=self.meta.length, vocabulary=self.meta.vocab_size)
         outline = self.outline(self.config, facts)
         return replace(outline, rows=lambda count: self._first_rows()).step_flops(self._group.size)
@@ -226,7 +220,7 @@ class TextUpstream(Upstream):
         return self.source.first_rows(min(COUNTED_ROWS, self.source.rows))
 
     def worst_case_batch(self, batch: Batch) -> Batch:
-        """Return the batch with all padding kept."""
+        """Return the batch with padding computed too."""
         return keeping_all(batch)
 
     def model(self) -> nn.Module:
@@ -239,7 +233,7 @@ class TextUpstream(Upstream):
         return model
 
     def _log_frequencies(self) -> Tensor:
-        """[V] of each piece, from the first rows of the training order."""
+        """Return the log frequency of each piece in the first rows of the training order, [V]."""
         batch = self._first_rows()
         counts = piece_counts(batch, self.meta)
         digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
@@ -254,24 +248,24 @@ class TextUpstream(Upstream):
 
     @classmethod
     def inference_config(cls, config: PosBertConfig) -> PosBertConfig:
-        """No pieces are counted for a first output bias."""
+        """Return settings without an initial output bias."""
         config = copy(config)
         config.objective = replace(config.objective, output_bias="zero")
         return config
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Rows of the run's own tokenizer."""
+        """Refuse rows of another tokenizer."""
         meta = rows.meta
         assert isinstance(meta, TextMeta)
         digest, vocabulary = tokenizer_digest(run_dir / TOKENIZER), extra["vocab_size"]
         if meta.vocab_size != vocabulary:
             raise RefusedError(
-                f"{path}: a vocabulary of {meta.vocab_size} pieces found, the run's has {vocabulary}; shard the text "
+                f"{path}: the vocabulary has {meta.vocab_size} pieces, the run's has {vocabulary}; shard the text "
                 f"with the run's tokenizer: --tokenizer {run_dir / TOKENIZER}"
             )
         if digest != meta.tokenizer_digest and "" not in (digest, meta.tokenizer_digest):
             raise RefusedError(
-                f"{path}: another tokenizer found than the run's, of as many pieces; shard the text with the run's: "
-                f"--tokenizer {run_dir / TOKENIZER}"
+                f"{path}: the tokenizer differs from the run's, which has as many pieces; shard the text with the "
+                f"run's: --tokenizer {run_dir / TOKENIZER}"
             )

@@ -1,6 +1,6 @@
-"""BERT's weights and files from and to transformers' `BertForPreTraining`.
+"""Import and export of BERT: transformers' `BertForPreTraining`.
 
-Names are equal; the vocabulary is padded here, and tensors that are tied have two names there.
+Names are equal. Our vocabulary is padded, and transformers has two names for tied tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TIED_PARAMETERS = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-"""Second names of transformers for tensors that the model has once."""
+"""Second names of tied tensors in transformers."""
 
 
 def weight_names(vocab_size: int) -> WeightNames:
-    """Return the table of names; padding rows of the vocabulary, which transformers has not, become zero."""
+    """Return the table of names; padding rows of the vocabulary, which transformers lacks, become zero."""
     rows = padded_vocabulary(vocab_size) - vocab_size
     padded = WeightLayout(
         lambda tensor: F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows)), lambda tensor: tensor[:vocab_size]
@@ -45,10 +45,10 @@ def weight_names(vocab_size: int) -> WeightNames:
 
 
 def load_bert(model: BertForMaskedPositions, state: Mapping[str, Tensor]) -> None:
-    """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
+    """Import the state dict of a transformers `BertForPreTraining`; padding rows become zero.
 
     Raises:
-        ValueError: names that are missing, unexpected or of another shape; an output layer of its own.
+        ValueError: names are missing, unexpected or of another shape, or the output layer is not tied.
     """
     parameters, vocab_size = dict(model.named_parameters()), model.config.vocab_size
     ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
@@ -59,14 +59,14 @@ def load_bert(model: BertForMaskedPositions, state: Mapping[str, Tensor]) -> Non
     for copy, name in TIED_PARAMETERS.items():
         if copy in state and not torch.equal(state[copy], tensors[name]):
             raise ValueError(
-                f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
-                "with tie_word_embeddings=False cannot be taken"
+                f"{copy} differs from {name}: this model uses one tensor for both, so weights trained with "
+                "tie_word_embeddings=False cannot be imported"
             )
     weight_names(vocab_size).import_weights(model, tensors)
 
 
 def to_transformers(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Return the state dict of transformers' `BertForPreTraining`: padding rows cut, tied tensors named twice."""
+    """Return the state dict of transformers' `BertForPreTraining`: no padding, both names of tied tensors."""
     state = weight_names(vocab_size).export_weights(weights)
     return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}
 
@@ -75,7 +75,7 @@ def write_bert(asked: Export) -> None:
     """Write the model and its tokenizer.
 
     Raises:
-        RefusedError: there is no tokenizer.
+        RefusedError: the tokenizer is missing.
         CheckpointError: the checkpoint is damaged, or is not of a BERT.
     """
     tokenizer = find_tokenizer(asked.checkpoint, asked.document)
@@ -87,10 +87,10 @@ def write_bert(asked: Export) -> None:
 
 
 def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
-    """RUN/tokenizer, else the directory named when the checkpoint was written (a run directory may have been moved)."""
+    """Return RUN/tokenizer, or else the directory in the checkpoint's document, if the run directory was moved."""
     candidates = [checkpoint.resolve().parent.parent / TOKENIZER]
     if named := document.extra.get("data_tokenizer"):
-        candidates.append(checkpoint.resolve().parent.parent / str(named))  # an absolute path stands for itself
+        candidates.append(checkpoint.resolve().parent.parent / str(named))  # unchanged if absolute
     for candidate in candidates:
         if candidate.is_dir():
             return candidate
@@ -99,7 +99,7 @@ def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
 
 
 def assemble(checkpoint: Path, document: CheckpointDocument, state: str) -> BertForPreTraining:
-    """transformers' model with the checkpoint's weights, the padding rows of the vocabulary cut off.
+    """Return transformers' model with the checkpoint's weights, without padding of the vocabulary.
 
     Raises:
         CheckpointError: sizes or names are not those of a BERT.
@@ -107,16 +107,16 @@ def assemble(checkpoint: Path, document: CheckpointDocument, state: str) -> Bert
     vocab_size = document.extra.get("vocab_size")
     if not isinstance(vocab_size, int):
         where = checkpoint / DOCUMENT_NAME
-        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; the vocabulary's true size is needed")
+        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; expected the size of the vocabulary")
     known = {field.name for field in fields(TextModelConfig)}
     settings = {name: value for name, value in document.config.get("model", {}).items() if name in known}
     config = bert_config(TextModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
     weights = read_full_state(checkpoint, state)
     if missing := [name for name in PADDED_PARAMETERS if name not in weights]:
-        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {missing} are missing")
+        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: missing {missing}")
     model = BertForPreTraining(config)
     try:
         model.load_state_dict(to_transformers(weights, vocab_size))
-    except RuntimeError as error:  # torch lists every missing, unexpected and misshapen tensor
+    except RuntimeError as error:  # its text lists all missing, unexpected and misshapen tensors
         raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {error}") from error
     return model

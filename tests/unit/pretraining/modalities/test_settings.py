@@ -94,8 +94,8 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
     [
         ({"modalities": {"inputs": ["rgb", "dept"]}}, "--modalities.inputs has 'dept': no such modality; did you mean"),
         ({"modalities": {"inputs": ["raw_rgb"]}}, "--modalities.inputs has 'raw_rgb': no such modality"),
-        ({"modalities": {"outputs": ["semsegs"]}}, "has 'semsegs': no modality has such a task; did you mean semseg?"),
-        ({"modalities": {"outputs": ["edges"]}}, "one of your own is registered by --module FILE.py"),
+        ({"modalities": {"outputs": ["semsegs"]}}, "has 'semsegs': no modality has this task; did you mean semseg?"),
+        ({"modalities": {"outputs": ["edges"]}}, "--module FILE.py"),
         ({"semseg": {"strid": 2}}, "semseg.strid: unknown key; did you mean semseg.stride?"),
         ({"depth": {"stride": 2}}, "depth: unknown key"),
         ({"crops": {"count": 2}}, "crops.count: a setting of upstream mae; this run's is mm_mae"),

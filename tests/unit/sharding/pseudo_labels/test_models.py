@@ -189,7 +189,7 @@ def test_metres_of_a_model_that_does_not_speak_of_metres(
         assert label(data, models._replace(depth=model), semseg={"model": ""}, **settings)
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert (
-            any(f"--depth.model {model} does not say" in each and "--depth.larger_is" in each for each in said)
+            any(f"--depth.model {model} does not state" in each and "--depth.larger_is" in each for each in said)
             == warned
         )
 
