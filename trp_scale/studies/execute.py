@@ -1,8 +1,8 @@
-"""Running a study's nodes: what has finished is not done again, what fails stops only what needs it.
+"""Run the commands of a study. Finished nodes are skipped; a failed node blocks only the nodes that need it.
 
-DIR/study.json              which study at which scale, and its inputs
-DIR/state/NODE.json         how a node ended: command, status, seconds
-DIR/logs/NODE.log           what its command printed
+DIR/study.json              name, scale and inputs of the study
+DIR/state/NODE.json         command, status and seconds of a node
+DIR/logs/NODE.log           output of its command
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from trp_scale.training.report import read_summary
 STUDY_FILE = "study.json"
 
 DATA_FILES = ("dataset.json", "annotations.json")
-"""Written last into a data set: of shards, or of `shard-images --coco`."""
+"""Last file that is written to a data set: by shard-text and shard-images, or by `shard-images --coco`."""
 
 Status = Literal["finished", "failed", "stopped"]
 
 LAST_LINES = 3
-"""Of a failed command's output, in the record."""
+"""Output lines of a failed command that its record contains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
-    """How a node ended.
+    """Result of a node.
 
     Attributes:
-        command: its words behind `trp-scale`; none where there was nothing to do.
-        status: finished, failed or stopped.
-        reason: of a failure, in the command's own last words.
-        seconds: of all its starts; processor_seconds: of this host's, children included.
-        at: when it ended.
+        command: arguments of `trp-scale`; empty if nothing had to run.
+        reason: last output lines of a failed command.
+        seconds: wall time of all starts.
+        processor_seconds: CPU time of all starts on this host, child processes included.
+        at: end time.
     """
 
     node: str
@@ -67,28 +67,23 @@ class NodeState:
 
 
 def has_finished(state: NodeState | None) -> bool:
-    """Whether a node has ended well."""
     return state is not None and state.status == "finished"
 
 
 def file_name(node: str) -> str:
-    """A node's name as that of a file."""
+    """Convert the name of a node to a file name."""
     return node.replace("/", "+")
 
 
 def read_state(directory: Path, node: str) -> NodeState | None:
-    """Return how a node ended; `None` if it was not started, or its process was killed.
-
-    Raises:
-        RefusedError: the record is not one of ours.
-    """
+    """Return the state of a node; `None` if it never started or its process was killed."""
     path = directory / "state" / f"{file_name(node)}.json"
     return record(NodeState, read_object(path), str(path), RefusedError) if path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Contents of a study's directory: study, scale, and the path of each input."""
+    """Contents of study.json: study, scale, and the path of each input."""
 
     study: str
     scale: str
@@ -96,11 +91,7 @@ class Claim:
 
 
 def read_claim(directory: Path) -> Claim:
-    """Read which study was started in a directory.
-
-    Raises:
-        RefusedError: none has.
-    """
+    """Read which study a directory belongs to. Raises RefusedError if study.json is missing."""
     path = directory / STUDY_FILE
     if not path.is_file():
         raise RefusedError(f"{path} is missing; allowed: the --run_dir of trp-scale study run")
@@ -108,32 +99,28 @@ def read_claim(directory: Path) -> Claim:
 
 
 def claim(directory: Path, asked: Claim) -> None:
-    """Make the study's directory, or go on in it.
-
-    Raises:
-        RefusedError: it holds another study, or this one at another scale or with other inputs.
-    """
+    """Create the directory of a study, or check that it belongs to this study. Raises RefusedError if it does not."""
     if (directory / STUDY_FILE).is_file():
         stored = read_claim(directory)
         for field in fields(Claim):
             if (value := getattr(stored, field.name)) != (wanted := getattr(asked, field.name)):
                 raise RefusedError(
-                    f"--run_dir {directory} holds a study with {field.name} {value!r}, {wanted!r} is asked for; "
+                    f"--run_dir {directory} contains a study with {field.name} {value!r}, expected {wanted!r}; "
                     "give another --run_dir"
                 )
         return
     if directory.is_dir() and any(directory.iterdir()):
-        raise RefusedError(f"--run_dir {directory} is not empty and holds no study; give another")
+        raise RefusedError(f"--run_dir {directory} is not empty and contains no study; give another")
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / STUDY_FILE, asdict(asked))
 
 
 class Executor:
-    """Runs nodes of a graph, each in a process of its own.
+    """Run each node of a graph in a subprocess.
 
     Args:
-        jobs: at a time; each has its share of the cores.
-        tell: called with a line for each node that ends.
+        jobs: nodes that run at the same time; they share the cores equally.
+        tell: called with one line per node that ends.
     """
 
     def __init__(
@@ -149,11 +136,8 @@ class Executor:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, only: str | None = None) -> dict[str, NodeState | None]:
-        """Run all nodes, or one whose needs have finished; gives how each ended.
-
-        Raises:
-            RefusedError: a node has finished with another command than the study's file now says.
-        """
+        """Run all nodes, or only one whose dependencies have finished. Return their states. Raises RefusedError if the
+        command of a finished node differs from the study file."""
         for part in ("state", "logs"):
             (self.graph.directory / part).mkdir(parents=True, exist_ok=True)
         names = list(self.graph.nodes) if only is None else [only]
@@ -173,7 +157,7 @@ class Executor:
         return {name: ended.get(name) for name in names}
 
     def stop(self) -> None:
-        """Ask the commands that run to stop where they can go on, and start no more."""
+        """Send SIGTERM to the running commands and start no more."""
         self.stopping.set()
         for process in list(self._running.values()):
             _ask_to_stop(process.pid)
@@ -206,15 +190,16 @@ class Executor:
         self.tell(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
 
     def _read_finished(self, name: str) -> NodeState | None:
-        """A node's state, if it has finished and its command is still the same."""
+        """Return the state of a finished node; refuse it if its command has changed."""
         state = read_state(self.graph.directory, name)
         if state is None or state.status != "finished":
             return None
         if state.command != (words := self.graph.words(name)):
             before, now = shlex.join(state.command), shlex.join(words)
             raise RefusedError(
-                f"{self.graph.path(name)} has finished with another command than the study now has:\n  then: {before}\n"
-                f"  now:  {now}\ngive another --run_dir, or remove state/{file_name(name)}.json and the directory"
+                f"{self.graph.path(name)} has finished with another command than the study has now:\n"
+                f"  before: {before}\n  now:    {now}\n"
+                f"give another --run_dir, or remove state/{file_name(name)}.json and the directory"
             )
         return state
 
@@ -240,7 +225,7 @@ class Executor:
         return state
 
     def _process(self, name: str, words: list[str]) -> tuple[Status, str, float]:
-        """Run a command to its end; gives status, reason and processor seconds."""
+        """Run a command. Return status, reason and processor seconds."""
         log = self.graph.directory / "logs" / f"{file_name(name)}.log"
         launcher = [] if name.startswith("data/") else shlex.split(self.graph.scale.launcher)
         command = [*launcher, *(self.program[1:] if launcher else self.program), *words]
@@ -272,7 +257,7 @@ class Executor:
         return "failed", f"exit status {process.returncode}; {_last_lines(log)}", seconds
 
     def _whole(self, name: str) -> bool:
-        """Whether a command that ended well has done all: a run that was stopped ends well too."""
+        """Return whether a command with exit status 0 is complete. A run that was stopped also exits with 0."""
         path = self.graph.path(name)
         if name.startswith("data/"):
             return any((path / name).is_file() for name in DATA_FILES)
@@ -285,7 +270,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def _ask_to_stop(process: int) -> None:
-    """SIGTERM. Popen's own send_signal may take the exit status away from the thread that waits for it."""
+    """Send SIGTERM. `Popen.send_signal` may consume the exit status that another thread waits for."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGTERM)
 
@@ -300,12 +285,11 @@ def _last_lines(log: Path) -> str:
 
 
 def read_states(graph: Graph) -> dict[str, NodeState | None]:
-    """Return how each node ended."""
     return {name: read_state(graph.directory, name) for name in graph.nodes}
 
 
 def find_blocked(graph: Graph, states: Mapping[str, NodeState | None]) -> dict[str, str]:
-    """Map nodes that cannot run to the failed node that they need."""
+    """Map each blocked node to the failed node that it needs."""
     causes: dict[str, str] = {}
     for name, node in graph.nodes.items():  # needs come first
         for need in node.needs:
@@ -316,15 +300,12 @@ def find_blocked(graph: Graph, states: Mapping[str, NodeState | None]) -> dict[s
 
 
 def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
-    """Submit the nodes that have not finished to SLURM: an array for each level of needs, which starts when the level
-    before it has ended, well or not. Gives the jobs' numbers.
+    """Submit the unfinished nodes to SLURM: one job array per dependency level. An array starts when the previous one
+    has ended, with or without failures. Return the job ids. Raises RefusedError if SLURM rejects the jobs.
 
     Args:
-        words: the command that runs a study, to which `--only N` is added.
+        words: command that runs the study; `--only N` is added.
         sbatch: further flags of sbatch.
-
-    Raises:
-        RefusedError: SLURM refuses the jobs, or there is none.
     """
     indices = {name: index for index, name in enumerate(graph.nodes)}
     states, level = read_states(graph), dict[str, int]()
@@ -343,7 +324,7 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
 
 
 def totals(states: Mapping[str, NodeState | None]) -> dict[str, Any]:
-    """Hours of all nodes and how many ended in which way."""
+    """Return hours and the number of nodes by status."""
     known = [state for state in states.values() if state is not None]
     return {
         "hours": sum(state.seconds for state in known) / 3600,

@@ -1,11 +1,11 @@
-"""The runs of a study and what each needs first. A run is one command of `trp-scale`; its words are known when what it
-needs has ended, since a tuned rate and the steps of equal time follow from other runs.
+"""Dependency graph of a study. A node is one `trp-scale` command. Its arguments are known once its dependencies have
+finished: tuned values and the steps of equal time come from other runs.
 
     data/NAME                            a data set
     tuning/VARIANT/VALUE                 a short run with one value of the tuned setting
-    runs/VARIANT/seed_S                  a pre-training run; VARIANT@time: of as many steps as take the baseline's time
-    judged/JUDGE/...                     what a judge found of the run of the same path
-    judge_tuning/JUDGE/VARIANT/VALUE     a judge with one value of its own setting, on the first seed's run
+    runs/VARIANT/seed_S                  a pre-training run; VARIANT@time trains for the baseline's time
+    judged/JUDGE/...                     results of a judge on the run of the same path
+    judge_tuning/JUDGE/VARIANT/VALUE     a judge with one value of its tuned setting, on the run of seed 0
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from trp_scale.studies.study import Flags, Judge, Scale, Study, Tuning, fill_pla
 from trp_scale.training.metrics import read_history
 
 UNTRAINED: Flags = {"training.steps": 1, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
-"""A run that leaves the encoder as its seed drew it: a step of 1e-30 is less than fp32 can add."""
+"""Settings that keep the initial weights: a step of 1e-30 is below the resolution of fp32."""
 
 TUNING_SEED = 1000
-"""Of the runs that try values: no seed of the comparison has learned from their order."""
+"""Seed of tuning runs, which no compared run uses."""
 
 SEEDS_APART = 100
-"""First seed of the judging of run S is 100 S: the same for all variants, others for each run."""
+"""Run S is judged with seeds from 100 S on: equal for all variants, different for each run."""
 
 SAME_STEPS = 0.03
-"""Where a variant's step takes the baseline's time within this share, equal time is equal steps: no run is made."""
+"""Tolerance of the step time ratio. Within it equal time means equal steps, and no extra run is made."""
 
 TIME = "@time"
 
 
 def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, TaskResult]:
-    """Return the rows by task, in order; then average and worst, if all judged tasks are judged together: of
-    accuracies, F1 and correlations the lowest is worst, of errors of one metric the highest."""
+    """Return the rows by task, followed by average and worst if all judged tasks are comparable."""
     rows = {task.task: task for task in tasks}
     judged = {task.task: task for task in tasks if task.judged}
     return rows | (summarise(judged) if len(set(map(judged_together, judged.values()))) == 1 else {})
@@ -46,14 +45,14 @@ def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, TaskResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One command. Attributes: name: its path in the study's directory; needs: names of others that end first."""
+    """One command. Attributes: name: path in the study's directory; needs: nodes that must finish first."""
 
     name: str
     needs: tuple[str, ...] = ()
 
 
 class Graph:
-    """All nodes of a study at a scale."""
+    """All nodes of a study at one scale."""
 
     def __init__(self, study: Study, scale: Scale, directory: Path, inputs: Mapping[str, str]) -> None:
         self.study, self.scale, self.directory = study, scale, directory
@@ -86,7 +85,6 @@ class Graph:
                         yield from self._judge_nodes(run, name, seed)
 
     def trained_variants(self) -> list[str]:
-        """Variants that train."""
         return [name for name, variant in self.variants.items() if variant.trained]
 
     def _judge_nodes(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
@@ -113,15 +111,11 @@ class Graph:
             yield Node(name=f"judged/{tuning.judge}/{run.name}", needs=(run.name,))
 
     def path(self, node: str) -> Path:
-        """Directory of a node."""
         return self.directory / node
 
     def words(self, node: str) -> list[str]:
-        """The command of a node, behind `trp-scale`; empty where there is nothing to run.
-
-        Raises:
-            RefusedError: a placeholder that is not known, or a result that cannot be read.
-        """
+        """Return the arguments of a node's `trp-scale` command; empty if nothing has to run. Raises RefusedError for an
+        unknown placeholder or an unreadable result."""
         kind, *rest = node.split("/")
         if kind == "data":
             data = self.scale.data[rest[0]]
@@ -167,7 +161,7 @@ class Graph:
         return self._pretrain(node, name, seed, changes)
 
     def settings(self, variant: str) -> Flags:
-        """Return the settings of a variant's run that differ from the recipe."""
+        """Return the settings of a variant that differ from the recipe."""
         changes = self.scale.variant_settings.get(variant, {})
         return self._fill({**self.scale.settings, **self.variants[variant].settings, **changes}, variant)
 
@@ -194,11 +188,7 @@ class Graph:
         return fill_placeholders(flags, self.places, where)
 
     def choose_value(self, tuning: Tuning, under: str) -> float:
-        """Return the best of the tried values; the first of equal ones.
-
-        Args:
-            under: the tries' directory, one a value.
-        """
+        """Return the best tried value, the first one on a tie. `under` is the directory of the tuning nodes."""
         scores = {}
         for value in tuning.values:
             rows = collect_rows(self.results(under.split("/")[1], f"{under}/{value:g}"))
@@ -208,23 +198,18 @@ class Graph:
         return max(scores, key=lambda value: scores[value])
 
     def title(self, name: str) -> str:
-        """A variant's title; that of equal time is named so."""
         variant = self.variants[name.removesuffix(TIME)]
         return f"{variant.title}, equal time" if name.endswith(TIME) else variant.title
 
     def results(self, judge: str, node: str) -> list[TaskResult]:
-        """Return a judge's results; rows outside of average and worst are marked as not judged."""
+        """Return the results of a judge; tasks in `left_out` are marked as not judged."""
         left_out = self.scale.judges[judge].left_out
         tasks = read_results(self.path(node)).tasks
         return [replace(task, judged=task.judged and task.task not in left_out) for task in tasks]
 
     def steps_of_time(self, variant: str) -> int | None:
-        """Steps that take a variant as long as the baseline's take it: by the seconds of a step, of each seed the
-        variant's over the baseline's, their median. None: as many as the baseline's, within SAME_STEPS.
-
-        Raises:
-            RefusedError: a run has no steps to measure.
-        """
+        """Return the steps that take as long as the baseline's steps; `None` if the step times agree within SAME_STEPS.
+        The ratio of step times is the median over seeds."""
         ratios = []
         for seed in range(self.scale.seeds):
             mine, other = (self.seconds_of_step(name, seed) for name in (variant, self.study.baseline))
@@ -236,8 +221,7 @@ class Graph:
         return max(1, round(history.last_step / ratio))
 
     def seconds_of_step(self, variant: str, seed: int) -> float:
-        """Return the seconds of a step of an equal-steps run, as in RunHistory. Raises: RefusedError: no step was
-        logged."""
+        """Return `RunHistory.seconds_of_step` of an equal-steps run. Raises RefusedError if no step was logged."""
         path = self.path(f"runs/{variant}/seed_{seed}")
         seconds = read_history(path).seconds_of_step
         if seconds is None:

@@ -1,5 +1,5 @@
-"""Evaluate a study: figures of all runs by row and variant, differences from the baseline, and a sentence for each by
-rule. A row is a task that a judge measures, or the average or worst of those that are judged together."""
+"""Evaluate a study: figures by row and variant, differences from the baseline, and one sentence per variant. A row is a
+task of a judge, or the average or worst of comparable tasks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trp_scale.reporting.results import AVERAGE, RESULTS_FILE, WORST, TaskResult
 from trp_scale.studies.graph import TIME, Graph, collect_rows
 
 GROUND_LEVEL = 0.01
-"""Largest p value at which pre-training is said to beat the untrained encoder."""
+"""Largest p value at which pre-training is reported to beat the untrained encoder."""
 
 ALL = "all judges"
 
 
 @dataclass(frozen=True, order=True)
 class JudgeRow:
-    """A row of the table. Attributes: judge: its name, or ALL; row: task, average or worst."""
+    """Row of the table. Attributes: judge: name or ALL; row: task, average or worst."""
 
     judge: str
     row: str
@@ -31,12 +31,12 @@ class JudgeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantResult:
-    """A variant in a row.
+    """Result of a variant in one row.
 
     Attributes:
-        spread: of its runs.
-        difference: to the baseline, over the seeds that both have; None of the baseline itself or without common seeds.
-            Its p value is Holm's: of the outcome's row over its variants, of all others over all of theirs.
+        spread: over its runs.
+        difference: from the baseline over common seeds; `None` for the baseline or without common seeds. p values are
+        Holm-corrected in two families: the outcome row, and all other rows.
     """
 
     spread: Spread
@@ -48,11 +48,11 @@ class Outcome:
     """Results of a study.
 
     Attributes:
-        variants: in their order, equal-time ones behind the others.
-        figures: by row, variant and seed, each judging's.
+        variants: in the order of the file; equal-time variants last.
+        figures: by row, variant and seed; one value per judging seed.
         metrics: by row.
         cells: by row and variant.
-        outcome: the row of the sentence.
+        outcome: row that the sentences are about.
     """
 
     variants: list[str]
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def read_outcome(graph: Graph) -> Outcome:
-    """Read all results that exist."""
+    """Read all existing results."""
     study, scale = graph.study, graph.scale
     names = [*graph.variants, *(f"{name}{TIME}" for name in graph.trained_variants() if "time" in scale.budgets)]
     figures: dict[JudgeRow, dict[str, dict[int, list[float]]]] = {}
@@ -87,7 +87,7 @@ def read_outcome(graph: Graph) -> Outcome:
 
 
 def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, TaskResult]:
-    """All rows of one run; none where equal time is equal steps, and no run was made."""
+    """Return all rows of one run; empty if the run does not exist."""
     rows: dict[JudgeRow, TaskResult] = {}
     tasks: dict[str, TaskResult] = {}
     judges = graph.study.outcome_row(graph.scale).judges
@@ -97,7 +97,7 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, TaskResult]:
             continue
         results = graph.results(judge, node)
         for name, row in collect_rows(results).items():
-            # Average and worst of one task are that task.
+            # With one task, average and worst repeat it.
             if name not in (AVERAGE, WORST) or sum(task.judged for task in results) > 1:
                 rows[JudgeRow(judge, name)] = row
         if judge in judges:
@@ -120,8 +120,8 @@ def _compare_variants(row: Mapping[str, Mapping[int, list[float]]], baseline: st
 
 
 def _correct(outcome: Outcome, ground: str) -> None:
-    """Give Holm's p values, in place: the outcome's row is a family, all other rows are another. The ground is no
-    claim and has its own p value."""
+    """Set Holm-corrected p values in place. The outcome row is one family, all other rows another. The untrained
+    encoder belongs to neither."""
     for is_outcome in (True, False):
         family = {
             (key, name): cell.difference
@@ -135,7 +135,7 @@ def _correct(outcome: Outcome, ground: str) -> None:
 
 
 def verdict(cell: VariantResult, row: TaskResult) -> str:
-    """better, worse, or no difference seen; empty where nothing was tested."""
+    """Return better, worse or no difference seen; empty without a test."""
     difference = cell.difference
     if difference is None or difference.corrected is None:
         return ""
@@ -145,10 +145,10 @@ def verdict(cell: VariantResult, row: TaskResult) -> str:
 
 
 def describe_outcome(graph: Graph, outcome: Outcome) -> list[str]:
-    """The outcome by rule: whether pre-training pays at all, then each variant against the baseline."""
+    """Describe whether pre-training beats the untrained encoder, then each variant against the baseline."""
     study, key = graph.study, outcome.outcome
     if key not in outcome.cells:
-        return ["Nothing to state yet: no run has been judged."]
+        return ["No result yet: no run has been judged."]
     row, cells = outcome.metrics[key], outcome.cells[key]
     sentences = list(_describe_ground(graph, outcome))
     for name, cell in cells.items():
@@ -157,7 +157,7 @@ def describe_outcome(graph: Graph, outcome: Outcome) -> list[str]:
             sentence = _describe_verdict(seen, cell.difference, graph.title(study.baseline))
             sentences.append(f"{graph.title(name)}: {sentence}")
     if not sentences:
-        return ["Nothing to state yet: fewer than two seeds have been judged."]
+        return ["No result yet: fewer than two seeds have been judged."]
     return [f"Outcome: {key}, {row.metric}, {'lower' if row.lower_is_better else 'higher'} is better.", *sentences]
 
 
@@ -171,30 +171,30 @@ def _describe_verdict(seen: str, difference: Difference, baseline: str) -> str:
     if seen != "no difference seen":
         return f"{seen} than {baseline} by {by}."
     return (
-        f"no difference to {baseline} seen at this power: {by}; a difference of {difference.visible:.4f} would have "
-        f"been seen {POWER:.0%} of the time."
+        f"no difference to {baseline} seen: {by}; a difference of {difference.visible:.4f} is detected with a power of "
+        f"{POWER:.0%}."
     )
 
 
 def _describe_ground(graph: Graph, outcome: Outcome) -> list[str]:
-    """Whether the baseline beats the untrained encoder in the outcome's row; if not, whether it does on average."""
+    """Compare the baseline with the untrained encoder in the outcome row; if it is not better, also on average."""
     study, key = graph.study, outcome.outcome
     gain, p = _gain(outcome, key, study.ground)
     if gain is None:
         return []
     pays = gain > 0 and p < GROUND_LEVEL
-    words = "pays here" if pays else "is not seen to pay here, so what follows says little"
+    words = "pays here" if pays else "does not pay here, so the following results say little"
     titles = f"{graph.title(study.baseline)} over {graph.title(study.ground)}"
     sentence = f"Pre-training {words}: {titles} {gain:+.4f} (p {p:.3g}, paired)"
     mean, p = _gain(outcome, JudgeRow(key.judge, AVERAGE), study.ground)
     if not pays and mean is not None and mean > 0 and p < GROUND_LEVEL:
-        sentence += f"; it does in the average of the tasks: {mean:+.4f} (p {p:.3g})"
+        sentence += f"; it pays on average over the tasks: {mean:+.4f} (p {p:.3g})"
     return [f"{sentence}."]
 
 
 def _gain(outcome: Outcome, key: JudgeRow, ground: str) -> tuple[float | None, float]:
-    """Return (gain, p) of the baseline over the untrained encoder. gain is None where it is not known, or has nothing
-    to do with training: with each seed both have the same figure, as random masks have."""
+    """Return gain and p value of the baseline over the untrained encoder. The gain is `None` if unknown, or if both are
+    equal for each seed: then the row does not depend on training, as for random masks."""
     cell = outcome.cells.get(key, {}).get(ground)
     if cell is None or cell.difference is None or cell.difference.test is None:
         return None, 1.0

@@ -1,5 +1,4 @@
-"""Estimate the cost of a study in advance: by the planner for named GPUs, else by counted FLOPs and this machine's
-speed."""
+"""Estimate the cost of a study: with the planner for named GPUs, otherwise from FLOPs and the speed of this machine."""
 
 from __future__ import annotations
 
@@ -21,28 +20,25 @@ from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, to_arguments
 
 START_SECONDS = 8.0
-"""Of a command's imports on a core."""
+"""CPU seconds that a command needs for its imports."""
 
 EFFICIENCY = 0.35
-"""Of a core's matrix products that a step of a small model reaches; stated with the figures."""
+"""Share of a core's matrix product speed that a step of a small model reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Attributes: steps: of a run; seconds: of a step."""
+    """Attributes: steps: of a run; seconds: per step."""
 
     steps: int
     seconds: float
 
 
 def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
-    """The plan, a line each.
+    """Yield the lines of the plan. Raises RefusedError for invalid settings, or if no layout fits.
 
     Args:
-        price: of an hour of a GPU, or of a core.
-
-    Raises:
-        RefusedError: settings that cannot be, or a layout that fits nowhere.
+        price: per hour of a GPU or a core.
     """
     graph = Graph(study, scale, Path("runs/study"), dict.fromkeys(needed_inputs(study, scale), NO_DATA))
     speed = 0.0 if scale.gpus else measured_speed()
@@ -65,11 +61,11 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
         for name in graph.trained_variants():
             cost = run_cost(graph, name, speed, scale.tuning.flags)
             total += tries * cost.steps * cost.seconds / 3600
-        yield f"  {tries} values of {scale.tuning.setting} for each variant are in the total"
+        yield f"  included: {tries} values of {scale.tuning.setting} for each variant"
     commands = 0.0 if scale.gpus else len(graph.nodes) * START_SECONDS / 3600
     unit = f"hours of {scale.gpus} GPUs" if scale.gpus else "core hours"
-    yield f"pre-training: {total:.2f} {unit}" + (f", and {commands:.2f} of starting commands" if commands else "")
-    yield "judging, and making the data, are not in it: --run_dir DIR counts them by those that have finished there"
+    yield f"pre-training: {total:.2f} {unit}" + (f", and {commands:.2f} to start commands" if commands else "")
+    yield "not included: judging and data preparation; --run_dir DIR estimates them from commands that have finished"
     if price:
         yield f"price: {(total + commands) * max(1, scale.gpus) * price:,.2f} at {price:g} an hour"
     if not scale.gpus:
@@ -77,11 +73,7 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
 
 
 def hours_left(graph: Graph) -> Iterator[str]:
-    """Yield the remaining time for each kind of command, by the seconds of finished commands of that kind.
-
-    Raises:
-        RefusedError: a record that is not one of ours.
-    """
+    """Yield the remaining hours by kind of command, from the seconds of finished commands of that kind."""
     kinds: dict[str, list[NodeState | None]] = {}
     for node, state in read_states(graph).items():
         kind = "/".join(node.split("/")[:2])
@@ -94,19 +86,19 @@ def hours_left(graph: Graph) -> Iterator[str]:
         if not left:
             continue
         if not seconds:
-            yield f"  {kind}: {left} left, none finished yet: not in the sum"
+            yield f"  {kind}: {left} left, none finished yet: not included"
             continue
         hours = left * statistics.fmean(seconds) / 3600
         total += hours
         yield f"  {kind}: {left} left, {statistics.fmean(seconds):.4g} s each by {len(seconds)}: {hours:.2f} hours"
-    yield f"left: {total:.2f} hours of commands, to be divided by --jobs"
+    yield f"left: {total:.2f} hours of commands; divide by --jobs"
 
 
 def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = None) -> Cost:
-    """A variant's run, by the planner's counts.
+    """Estimate the cost of one run of a variant.
 
     Args:
-        speed: FLOPs a second of a core; used where the scale has no GPUs.
+        speed: FLOP/s of a core; used if the scale has no GPUs.
         changes: further settings.
     """
     arguments = _arguments(graph, variant, changes or {})
@@ -131,7 +123,7 @@ def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:
     flags = {**graph.settings(variant), **changes}
     recipe = flags.pop("recipe", graph.scale.recipe)
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
-        flags["data.path"] = NO_DATA  # not the recipe's own, which may lie where the command is given
+        flags["data.path"] = NO_DATA  # the recipe's path may exist in this directory
     length = flags.get("model.max_positions", 0)
     vocabularies = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
     known: Flags = {
@@ -142,7 +134,7 @@ def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:
 
 
 def measured_speed() -> float:
-    """FLOPs a second of fp32 matrix products on one core, the best of some tenths of a second."""
+    """Measure fp32 matrix products on one core for 0.3 s. Return the best FLOP/s."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`trp-scale study report`: what a study found, as Markdown, LaTeX and HTML, with a picture and a sentence by rule."""
+"""`trp-scale study report`: results of a study as Markdown, LaTeX and HTML, with a plot."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ MARKS = {"better": "better", "worse": "worse", "no difference seen": "no differe
 
 
 def write_report(graph: Graph, output: Path, command: str) -> str:
-    """Write README.md, report.tex, report.html, figures.json and the picture; gives the Markdown.
-
-    Args:
-        command: that ran the study.
-
-    Raises:
-        RefusedError: results that cannot be read.
-    """
+    """Write README.md, report.tex, report.html, figures.json and outcome.png. Return the Markdown."""
     output.mkdir(parents=True, exist_ok=True)
     outcome = read_outcome(graph)
     sentences = describe_outcome(graph, outcome)
@@ -96,13 +89,13 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, keys: Sequence[Ju
     seeds = " to ".join(dict.fromkeys(str(count) for count in (runs[0], runs[-1])))
     notes = [
         f"{'; '.join(kinds)}; measured on {splits}",
-        f"mean and half of its {LEVEL:.0%} interval over {seeds} pre-training seeds; bold: the best mean",
+        f"mean ± half of its {LEVEL:.0%} interval over {seeds} pre-training seeds; bold: best mean",
         *_describe_variance(outcome, keys),
     ]
     if counts := [f"{name} {row.count:,}" for name, row in metrics.items() if row.count is not None]:
         notes.append(f"measured on: {', '.join(counts)}")
     if judge in graph.scale.judges and (left_out := graph.scale.judges[judge].left_out):
-        notes.append(f"average and worst leave out {', '.join(left_out)}")
+        notes.append(f"not in average and worst: {', '.join(left_out)}")
     head: list[str | Cell] = [""]
     head += [Cell(text=key.row, strong=key == outcome.outcome) for key in keys]
     return Table(
@@ -116,8 +109,8 @@ def _describe_variance(outcome: Outcome, keys: Sequence[JudgeRow]) -> Iterator[s
     within = [part.within for part in spreads if part.within is not None]
     if between and within:
         yield (
-            f"standard deviations, mean over cells: of pre-training seeds {statistics.fmean(between):.4f}, of judging "
-            f"seeds {statistics.fmean(within):.4f}"
+            f"standard deviation, mean over cells: over pre-training seeds {statistics.fmean(between):.4f}, over "
+            f"judging seeds {statistics.fmean(within):.4f}"
         )
 
 
@@ -147,15 +140,15 @@ def _differences_table(graph: Graph, outcome: Outcome) -> Table:
             ]
         )
     notes = [
-        f"{key}, seed by seed against {graph.title(graph.study.baseline)}; two-sided paired t-test",
-        "visible: the smallest difference that such a test sees in four of five cases at the corrected level",
+        f"{key}, paired by seed with {graph.title(graph.study.baseline)}; two-sided paired t-test",
+        "visible: smallest difference that the test detects with a power of 80 % at the corrected level",
     ]
     head = ["", "difference", "interval", "p", "p (Holm)", "visible", "seen"]
     return Table(title="Differences to the baseline", head=head, rows=rows, notes=notes)
 
 
 def _paper_table(graph: Graph) -> Table:
-    """The paper's own figures, which are of its models and data."""
+    """Figures that the paper prints for its own models and data."""
     columns = list(dict.fromkeys(name for variant in graph.variants.values() for name in variant.paper))
     rows = [
         [variant.title, *(f"{variant.paper[name]:g}" if name in variant.paper else "-" for name in columns)]
@@ -166,7 +159,7 @@ def _paper_table(graph: Graph) -> Table:
         title=f"What the paper prints ({graph.study.source.place})",
         head=["", *columns],
         rows=rows,
-        notes=["of its own models, data and steps: not to be compared with the figures above one by one"],
+        notes=["other models, data and steps: do not compare single values with the figures above"],
     )
 
 
@@ -192,14 +185,14 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
         for name, histories in runs.items()
     ]
     notes = [
-        "ms: of processors on a CPU, so that other load does not count, and of time on a GPU; the median over logged "
-        "steps of a run, then over runs",
-        "minutes: of time, of a run's steps, their mean",
+        "ms a step: CPU time on a CPU, which excludes other load, and wall time on a GPU; median over logged steps, "
+        "then over runs",
+        "training minutes: wall time, mean over runs",
     ]
     if "time" in graph.scale.budgets:
         notes.append(
-            f"equal time: as many steps as take the baseline's time by that ratio; within {SAME_STEPS:.0%} of it equal "
-            "steps are equal time, and no further run is made"
+            f"equal time: steps that take the baseline's time, from that ratio; a ratio within {SAME_STEPS:.0%} of 1 "
+            "needs no extra run"
         )
     head = ["", "steps", "ms a step", "over baseline", "training minutes", "runs"]
     return Table(title="Cost", head=head, rows=rows, notes=notes)
@@ -209,13 +202,16 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
     scale, sums = graph.scale, totals(states)
     rows = [
         ("command", command),
-        ("pre-training seeds", f"0 to {scale.seeds - 1}: initial weights, order of data, masks; shared"),
+        (
+            "pre-training seeds",
+            f"0 to {scale.seeds - 1}: initial weights, data order and masks; shared by all variants",
+        ),
         ("recipe", scale.recipe),
-        ("settings of all", _flags(scale.settings)),
+        ("common settings", _flags(scale.settings)),
     ]
     for name, variant in graph.variants.items():
         settings = {**variant.settings, **scale.variant_settings.get(name, {})}
-        rows.append((variant.title, _flags(settings) if variant.trained else "untrained: as the seed draws it"))
+        rows.append((variant.title, _flags(settings) if variant.trained else "untrained: initial weights"))
     rows += [(f"data {name}", f"{data.command} {_flags(data.flags)}") for name, data in scale.data.items()]
     rows += [
         (f"judge {name}", f"{judge.command} {_flags(judge.flags)}; {judge.seeds} seeds a run")
@@ -237,12 +233,12 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
 def _tuning_rows(graph: Graph) -> Iterator[tuple[str, str]]:
     tuning = graph.scale.tuning
     if tuning is None:
-        yield "tuning of runs", "none: their rates are those above, for all seeds"
+        yield "tuning of runs", "none"
     else:
         under = {name: f"judged/{tuning.judge}/tuning/{name}" for name in graph.trained_variants()}
         yield (
             f"{tuning.setting} of runs",
-            f"of {tuning.tried} by {tuning.row} of {tuning.judge} on rows held out for it, seed {TUNING_SEED}, with "
+            f"from {tuning.tried} by {tuning.row} of {tuning.judge} on validation rows, seed {TUNING_SEED}, with "
             f"{_flags(tuning.flags)}: {_chosen_values(graph, tuning, under)}",
         )
     for name, judge in graph.scale.judges.items():
@@ -250,13 +246,13 @@ def _tuning_rows(graph: Graph) -> Iterator[tuple[str, str]]:
             under = {variant: f"judge_tuning/{name}/{variant}" for variant in graph.variants}
             yield (
                 f"{judge.tuning.setting} of {name}",
-                f"of {judge.tuning.tried} on the run of seed 0, with {_flags(judge.tuning.flags)}: "
+                f"from {judge.tuning.tried} on the run of seed 0, with {_flags(judge.tuning.flags)}: "
                 f"{_chosen_values(graph, judge.tuning, under)}",
             )
 
 
 def _chosen_values(graph: Graph, tuning: Tuning, under: Mapping[str, str]) -> str:
-    """Return the chosen value by variant; a dash if it is not judged yet."""
+    """Return the chosen value of each variant; a dash before all values are judged."""
     texts = []
     for name, directory in under.items():
         judged = all((graph.path(f"{directory}/{value:g}") / RESULTS_FILE).is_file() for value in tuning.values)
@@ -266,7 +262,7 @@ def _chosen_values(graph: Graph, tuning: Tuning, under: Mapping[str, str]) -> st
 
 
 def _figures(graph: Graph, outcome: Outcome) -> dict[str, object]:
-    """All figures, for whoever wants to compute with them."""
+    """All figures in machine-readable form."""
     return {
         "study": graph.study.title,
         "outcome": {"judge": outcome.outcome.judge, "row": outcome.outcome.row},
@@ -287,12 +283,12 @@ def _figures(graph: Graph, outcome: Outcome) -> dict[str, object]:
 
 def _flags(flags: Mapping[str, object]) -> str:
     texts = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in flags.items()}
-    return " ".join(f"--{name} {text}" for name, text in texts.items()) or "as the recipe"
+    return " ".join(f"--{name} {text}" for name, text in texts.items()) or "as in the recipe"
 
 
 def draw_outcome(graph: Graph, outcome: Outcome, path: Path) -> bool:
-    """Draw the outcome's row: each variant's mean with its interval, every run a dot, along an axis where the variants
-    have numbers. Return False where no run has been judged."""
+    """Plot the outcome row: mean and interval of each variant, and a dot per run; along an axis if the variants have
+    numbers. Return False if no run has been judged."""
     cells = outcome.cells.get(outcome.outcome, {})
     if not cells:
         return False

@@ -1,9 +1,9 @@
-"""Read a study: a table or figure of a paper as one file of variants, judges, and scales to run it at.
+"""Read a study: one YAML file that describes a table or figure of a paper.
 
-variants    what is compared: settings of a pre-training run that differ, and the paper's figures
+variants    pre-training runs to compare: their settings, and the paper's figures
 judges      commands that measure a run: finetune, probe, evaluate; each writes results.json
 scales      cpu, gpu, paper: recipe, data, seeds and judges of each
-outcome     the one row that the study's sentence is about, named before anything is run
+outcome     the row that the conclusion is about, fixed before any run
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trp_scale.reporting.results import AVERAGE, WORST
 FILES = Path(__file__).parent / "files"
 
 Flags = dict[str, Any]
-"""Flags of a command by name: a text, a number, true for a switch, or a list of them. `{NAME}` in a text stands for
-the directory of the input or of the data set NAME."""
+"""Flags of a command by name. A value is a text, a number, true for a switch, or a list. `{NAME}` in a text is replaced
+by the directory of the input or data set NAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSource:
-    """Where the paper has it. Attributes: paper: short name; arxiv: identifier; place: "Table 1"."""
+    """Source in the paper. Attributes: paper: short name; arxiv: identifier; place: "Table 1"."""
 
     paper: str
     arxiv: str
@@ -38,13 +38,13 @@ class PaperSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One thing that is compared.
+    """One compared variant.
 
     Attributes:
-        settings: by `section.field`, over the scale's.
-        trained: False: the encoder as the seed draws it.
-        at: number on the axis of a figure.
-        paper: the paper's figures by row; in its own units.
+        settings: by `section.field`; override those of the scale.
+        trained: False keeps the initial weights.
+        at: position on the axis of a figure.
+        paper: the paper's figures by row, in its units.
     """
 
     title: str
@@ -56,14 +56,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """One setting, chosen for each variant by itself with the same few tries.
+    """Choice of one setting, made separately for each variant from the same values.
 
     Attributes:
-        setting: that is tried, such as optimizer.lr.
-        values: in their order; of equal ones the first is taken.
-        flags: of the tries alone: fewer steps for runs, other rows for judges.
-        judge: of a run's setting: the judge whose `row` decides.
-        row: of the judge's rows.
+        setting: setting to tune, such as optimizer.lr.
+        values: to try, in order; the first wins a tie.
+        flags: only for the tries: fewer steps for runs, other rows for judges.
+        judge: for a setting of the runs: the judge whose `row` decides.
+        row: row of the judge.
     """
 
     setting: str
@@ -74,23 +74,26 @@ class Tuning:
 
     @property
     def tried(self) -> str:
-        """Values as a list in words."""
+        """Values as text."""
         return ", ".join(f"{value:g}" for value in self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A command that measures a run.
+    """Command that measures a run.
 
     Attributes:
-        command: finetune and probe take the run as --from; evaluate gives the losses of the run itself on held-out
-            rows, or measures what the judge `of` has trained on it.
-        of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
-            that it leaves, of its first seed, where that has been fine-tuned for another task before.
-        left_out: tasks that average and worst leave out: too few rows measure them, or not all variants have them.
-        seeds: of the judging, on each run.
-        tuning: of one of its flags, on the run of the first seed; its `flags` must measure other rows than the test's.
-        validation: flags that measure rows apart from the test's, for the tuning of runs.
+        command: finetune and probe read the run with --from. evaluate measures the run's losses on held-out rows, or
+            the
+        results of the judge `of`.
+        of: another judge with command finetune. evaluate measures its runs on other data; finetune starts from the
+            encoder
+        of its first seed.
+        left_out: tasks that average and worst exclude: too few rows, or missing in some variants.
+        seeds: judging seeds per run.
+        tuning: of one of its flags, on the run of the first seed; its `flags` must select rows other than the test
+            rows.
+        validation: flags that select rows other than the test rows, to tune runs.
     """
 
     command: Literal["finetune", "probe", "evaluate"]
@@ -104,7 +107,7 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """A data set that the study makes first. Attributes: command: shard-text or shard-images; flags: but --output."""
+    """Data set that the study creates. Attributes: command: shard-text or shard-images; flags: without --output."""
 
     command: Literal["shard-text", "shard-images"]
     flags: Flags
@@ -112,7 +115,7 @@ class DataSet:
 
 @dataclass(frozen=True, kw_only=True)
 class OutcomeRow:
-    """The row that the sentence is about. Attributes: judges: whose tasks it is over; row: a task, average or worst."""
+    """Row of the conclusion. Attributes: judges: whose tasks it covers; row: a task, average or worst."""
 
     judges: list[str]
     row: str = WORST
@@ -120,21 +123,21 @@ class OutcomeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large a study is run.
+    """Size of a study.
 
     Attributes:
-        settings: of all variants, over the recipe's.
-        variants: those that take part; empty = all.
-        variant_settings: by variant, over its own.
-        data: made first, by name.
-        outcome: in place of the study's, where the scale has other judges.
-        seeds: of pre-training, 0, 1, ...
+        settings: of all variants; override the recipe.
+        variants: participants; empty = all.
+        variant_settings: by variant; override the variant's settings.
+        data: data sets to create, by name.
+        outcome: replaces the study's outcome if the judges differ.
+        seeds: pre-training seeds 0, 1, ...
         tuning: of a setting of the runs.
-        budgets: steps: all variants make the recipe's steps. time: each also makes as many as take the baseline's time.
-        launcher: words before `-m trp_scale`, such as "torchrun --nproc_per_node 8", of pre-training and of judges;
-            empty: this interpreter.
+        budgets: steps: all variants train for the recipe's steps. time: each also trains for the baseline's time.
+        launcher: prefix of `-m trp_scale` for runs and judges, such as "torchrun --nproc_per_node 8"; empty: this
+            interpreter.
         gpu, gpus: for plans; 0: none.
-        note: what a reader must know, such as rendered data.
+        note: for readers of the report, such as "rendered data".
     """
 
     recipe: str
@@ -155,14 +158,14 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study, as its file has it.
+    """Contents of a study file.
 
     Attributes:
         question: one sentence.
-        inputs: what the user gives with --input NAME=PATH, and where it is from.
+        inputs: NAME of --input NAME=PATH, and its source.
         baseline: variant that the others are tested against.
-        ground: an untrained variant: pre-training must beat it for the rest to mean anything; empty: none takes part.
-        axis: what a variant's `at` is, for a figure; empty: the figure has a bar for each variant.
+        ground: untrained variant that pre-training must beat; empty: none.
+        axis: label of the axis for `at`; empty: one bar per variant.
     """
 
     title: str
@@ -177,22 +180,14 @@ class Study:
     scales: dict[str, Scale]
 
     def scale(self, name: str) -> Scale:
-        """Return the scale with this name.
-
-        Raises:
-            RefusedError: the study has none of that name.
-        """
+        """Return the scale with this name. Raises RefusedError if it does not exist."""
         if name not in self.scales:
             raise RefusedError(f"--scale {name}: not in this study; allowed: {', '.join(self.scales)}")
         return self.scales[name]
 
     def against(self, baseline: str, scale: str) -> Study:
-        """Return the study with another baseline, at equal steps alone: runs of equal time have that of the study's
-        own.
-
-        Raises:
-            RefusedError: no variant of that name is trained at this scale.
-        """
+        """Return the study with another baseline. Equal-time runs are dropped, since they depend on the original
+        baseline. Raises RefusedError if it is not a trained variant of this scale."""
         here = self.scale(scale)
         allowed = [name for name, variant in self.participants(here).items() if variant.trained]
         if baseline not in allowed:
@@ -200,13 +195,12 @@ class Study:
         return replace(self, baseline=baseline, scales={**self.scales, scale: replace(here, budgets=["steps"])})
 
     def participants(self, scale: Scale) -> dict[str, Variant]:
-        """Return the participating variants, in the order of the file."""
+        """Return the participating variants in the order of the file."""
         return {
             name: variant for name, variant in self.variants.items() if not scale.variants or name in scale.variants
         }
 
     def outcome_row(self, scale: Scale) -> OutcomeRow:
-        """The scale's own, or the study's."""
         return scale.outcome or self.outcome
 
     def problems(self) -> Iterator[str]:
@@ -220,7 +214,7 @@ class Study:
             if self.baseline not in here:
                 yield f"{where}: the baseline {self.baseline!r} does not take part"
             elif "time" in scale.budgets and not here[self.baseline].trained:
-                yield f"{where}: budgets has time, and the baseline {self.baseline!r} is not trained; allowed: steps"
+                yield f"{where}: budgets has time, but the baseline {self.baseline!r} is not trained; allowed: steps"
             for judge in self.outcome_row(scale).judges or ["none"]:
                 if judge not in scale.judges:
                     yield f"{where}: the outcome's judge {judge!r} is not among {', '.join(scale.judges)}"
@@ -240,27 +234,23 @@ def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
     first = {name: judge for name, judge in scale.judges.items() if judge.command == "finetune" and not judge.of}
     for name, judge in scale.judges.items():
         if judge.of and judge.of not in first:
-            yield f"{where}.{name}.of is {judge.of!r}; allowed: {', '.join(first) or 'a finetune; there is none'}"
+            yield f"{where}.{name}.of is {judge.of!r}; allowed: {', '.join(first) or 'a finetune; none exists'}"
         elif judge.of and judge.command == "probe":
             yield f"{where}.{name}.of is {judge.of!r}, allowed: none; a probe reads the pre-trained encoder"
         elif judge.command == "finetune" and judge.of and "downstream.task" not in first[judge.of].flags:
-            yield f"{where}.{judge.of}.flags lack downstream.task, which names the directory that {name} starts from"
+            yield f"{where}.{judge.of}.flags have no downstream.task, which names the directory that {name} starts from"
         if judge.of and judge.tuning is not None:
-            yield f"{where}.{name}.tuning is given, allowed: none, since it is of {judge.of!r}"
+            yield f"{where}.{name}.tuning is set; allowed: only without `of`, which is {judge.of!r}"
         if judge.of and scale.tuning is not None and scale.tuning.judge == name:
-            yield f"{where}.{name} chooses a setting of the runs, allowed: a judge without `of`"
+            yield f"{where}.{name} tunes a setting of the runs; allowed: a judge without `of`"
 
 
 REPEATED = ("robustness", "modality", "module")
-"""Flags that are given once for each value."""
+"""Flags that are repeated for each value."""
 
 
 def study_path(name: str) -> Path:
-    """The file of a study of the package, or a path to one.
-
-    Raises:
-        RefusedError: there is neither.
-    """
+    """Return the path of a study, given its name or a .yaml file. Raises RefusedError if neither exists."""
     path = FILES / f"{name}.yaml"
     if path.is_file():
         return path
@@ -268,30 +258,26 @@ def study_path(name: str) -> Path:
         return Path(name)
     known = known_studies()
     raise RefusedError(
-        f"study {name!r}: no such file, and no study of that name{nearest(name, known)}; allowed: {', '.join(known)}, "
+        f"study {name!r}: no such file or study{nearest(name, known)}; allowed: {', '.join(known)}, "
         "or the path of a .yaml file"
     )
 
 
 def known_studies() -> list[str]:
-    """Names of the package's studies. A file whose name begins with _ has what several of them extend."""
+    """Names of the package's studies. Files with a leading _ are only extended by others."""
     return sorted(path.stem for path in FILES.glob("*.yaml") if not path.name.startswith("_"))
 
 
 def _find_parent(name: str, by: Path) -> Path:
-    """The file that `extends` names: of the package, or beside the one that extends it."""
+    """Return the file that `extends` names: in the package, or next to the extending file."""
     for path in (FILES / f"{name}.yaml", by.parent / name):
-        if path.is_file() and path.suffix in (".yaml", ".yml"):  # a message may quote what a file holds
+        if path.is_file() and path.suffix in (".yaml", ".yml"):  # a message may quote the file
             return path
-    raise RefusedError(f"{by} extends {name!r}: there is no such study; allowed: a study of the package, or a path")
+    raise RefusedError(f"{by} extends {name!r}: no such study; allowed: a study of the package, or a path")
 
 
 def load_study(name: str) -> Study:
-    """Read a study.
-
-    Raises:
-        RefusedError: no such file, a field that is missing, unknown or of a wrong type, or parts that do not fit.
-    """
+    """Read and check a study. Raises RefusedError for missing, unknown or inconsistent fields."""
     path = study_path(name)
     document = inherit(path, _find_parent).document
     study = record(Study, document, str(path), RefusedError)
@@ -301,11 +287,7 @@ def load_study(name: str) -> Study:
 
 
 def parse_inputs(study: Study, scale: Scale, flags: list[str]) -> dict[str, str]:
-    """{name: path} of --input NAME=PATH, which must be those that the scale's flags name.
-
-    Raises:
-        RefusedError: one is missing or unknown, or its path is not there.
-    """
+    """Return {name: path} of --input NAME=PATH. Raises RefusedError if an input is missing or unknown."""
     inputs = {}
     for words in flags:
         name, equals, path = words.partition("=")
@@ -314,26 +296,22 @@ def parse_inputs(study: Study, scale: Scale, flags: list[str]) -> dict[str, str]
                 f"--input {words}: NAME=PATH expected, with a NAME of {', '.join(study.inputs) or 'none'}"
             )
         if not Path(path).exists():
-            raise RefusedError(f"--input {words}: there is no {path}; allowed: {study.inputs[name]}")
+            raise RefusedError(f"--input {words}: {path} does not exist; expected: {study.inputs[name]}")
         inputs[name] = str(Path(path).resolve())
     if missing := [name for name in needed_inputs(study, scale) if name not in inputs]:
         wanted = "\n".join(f"  --input {name}=PATH  {study.inputs[name]}" for name in missing)
-        raise RefusedError(f"inputs are missing:\n{wanted}")
+        raise RefusedError(f"missing inputs:\n{wanted}")
     return inputs
 
 
 def needed_inputs(study: Study, scale: Scale) -> list[str]:
-    """Inputs that flags of the scale name."""
+    """Inputs that the flags of a scale refer to."""
     texts = "".join(map(str, (scale.settings, scale.variant_settings, scale.data, scale.judges, study.variants)))
     return [name for name in study.inputs if f"{{{name}}}" in texts]
 
 
 def fill_placeholders(flags: Mapping[str, Any], directories: Mapping[str, str], where: str) -> Flags:
-    """The flags with directories in place of {NAME}.
-
-    Raises:
-        RefusedError: a name that is none of `directories`.
-    """
+    """Replace {NAME} in flags by directories. Raises RefusedError for an unknown name."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, list):
@@ -351,8 +329,8 @@ def fill_placeholders(flags: Mapping[str, Any], directories: Mapping[str, str], 
 
 
 def to_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """{"optimizer.lr": 0.001, "inputs": ["a", "b"], "embedded": True} -> ["--optimizer.lr", "0.001", "--inputs", "a",
-    "b", "--embedded"]: switches take no value in every command, so that what is true is said by the flag alone."""
+    """Convert {"optimizer.lr": 0.001, "inputs": ["a", "b"], "embedded": True} to ["--optimizer.lr", "0.001",
+    "--inputs", "a", "b", "--embedded"]. No command has a switch that takes a value, so True adds only the flag."""
     words: list[str] = []
     for name, value in flags.items():
         items = value if isinstance(value, list) else [] if value is True else [value]

@@ -161,7 +161,7 @@ def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
         claim(tmp_path / "study", Claim(study="one", scale="gpu", inputs={}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(RefusedError, match="is not empty and holds no study"):
+    with pytest.raises(RefusedError, match="is not empty"):
         claim(tmp_path / "full", Claim(study="one", scale="cpu", inputs={}))
 
 

@@ -119,19 +119,19 @@ def test_a_ground_that_is_seen_on_average_alone_is_said_so(judged: Graph) -> Non
         return Difference(value=value, error=error, test=PairedTest(seeds=5, p=p, test="t"))
 
     text = state(lead(0.3), lead(0.004))
-    assert "not seen to pay here" in text and "average of the tasks: +0.0500 (p 0.004)." in text
-    assert "in the average" not in state(lead(0.3), lead(0.02))
+    assert "does not pay here" in text and "average over the tasks: +0.0500 (p 0.004)." in text
+    assert "on average" not in state(lead(0.3), lead(0.02))
     assert "Pre-training" not in state(lead(1.0, value=0.0, error=0.0), lead(0.02))
 
 
 def test_equal_figures_make_no_difference(judged: Graph) -> None:
     said = "\n".join(describe_outcome(judged, read_outcome(judged)))
-    assert "slow: no difference to plain seen at this power" in said
+    assert "slow: no difference to plain seen" in said
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     graph = graph_of(tmp_path)
-    assert describe_outcome(graph, read_outcome(graph)) == ["Nothing to state yet: no run has been judged."]
+    assert describe_outcome(graph, read_outcome(graph)) == ["No result yet: no run has been judged."]
 
 
 def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
