@@ -1,6 +1,5 @@
-"""`trp-scale compare`: runs side by side. Decides which figures may share a row, which task is each run's worst, and
-what differs by more than the seeds do; prints it in the terminal, as Markdown and as CSV. All figures of runs are
-printed here."""
+"""`trp-scale compare`: runs side by side, in the terminal, as Markdown and as CSV. It decides which figures share a
+row, which task is each run's worst, and which differences exceed the seed noise."""
 
 from __future__ import annotations
 
@@ -45,10 +44,10 @@ Key = TypeVar("Key", bound=Hashable)
 BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
 WIDE = 160
-"""Columns of text where no terminal says how many it has, as in a log."""
+"""Width of the output without a terminal, as in a log."""
 
 LEFT_COLUMNS = 3
-"""Columns of words; the rest are figures."""
+"""Text columns; the rest are figures."""
 
 CSV_COLUMNS = (
     *("task", "metric", "lower_is_better", "split", "run", "encoder", "recipe", "seeds", "values", "mean", "spread"),
@@ -57,7 +56,7 @@ CSV_COLUMNS = (
 
 
 class RowKey(NamedTuple):
-    """Figures of one row are of the same task, by the same metric, on the same rows."""
+    """Key of a row: figures in one row have the same task, metric and measured rows."""
 
     task: str
     metric: str
@@ -71,12 +70,7 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Average or worst over the tasks of one kind.
-
-    Attributes:
-        name: average or worst.
-        values: by run; None for a run that has not all of the tasks.
-    """
+    """Average or worst over comparable tasks. `values` are by run; `None` if a run lacks a task."""
 
     name: str
     split: str
@@ -88,12 +82,11 @@ class Comparison:
     """Tasks x runs; the first run is the baseline.
 
     Attributes:
-        runs: their names, all different.
+        runs: unique names.
         sources: encoder and recipe of each run.
-        rows: by key, each run's figure; None where it has none.
+        rows: figure of each run by key; `None` if it has none.
         worst: (row, run) of each run's worst task.
-        summaries: average and worst of each run.
-        differences: by row, to the baseline, for each run after it; None where one of the two has no figure.
+        differences: of the later runs from the baseline, by row; `None` if a figure is missing.
     """
 
     runs: list[str]
@@ -104,39 +97,33 @@ class Comparison:
     differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
 
     def constant(self, key: RowKey) -> float | None:
-        """Return the metric of the best constant prediction, of the first run that stores it, or `None`."""
+        """Return the metric of the best constant prediction, from the first run that stores it."""
         values = (constant_figure(task) for task in self.rows[key] if task is not None)
         return next((value for value in values if value is not None), None)
 
     def count(self, key: RowKey) -> int | None:
-        """Return what was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
+        """Return the smallest number of measured elements (`TaskResult.count`) over the runs."""
         return min((task.count for task in self.rows[key] if task is not None and task.count is not None), default=None)
 
     def runs_in_row(self, key: RowKey) -> list[str]:
-        """Return the names of the runs that have a figure in the row."""
+        """Return the runs that have a figure in the row."""
         return [run for run, task in zip(self.runs, self.rows[key], strict=True) if task is not None]
 
     @property
     def all_differences(self) -> list[Difference]:
-        """Differences that are known, row by row."""
+        """Known differences, row by row."""
         return [difference for row in self.differences.values() for difference in row if difference is not None]
 
     @property
     def tests(self) -> int:
-        """p values in the comparison."""
+        """Number of p values."""
         return sum(difference.test is not None for difference in self.all_differences)
 
 
 def compare_results(named: Mapping[str, Results]) -> Comparison:
-    """Put results side by side.
-
-    Figures of one task by another metric, or on another split, get rows of their own and are named in a note: they are
-    never compared. A run's worst task is the one with the lowest mean of those that are judged together
-    (`judged_together`), if there are two or more. What is not `judged` is in the rows alone.
-
-    Raises:
-        RefusedError: a run has one figure twice.
-    """
+    """Compare results. Figures by another metric or on another split get separate rows, which a note names. The worst
+    task of a run is found among comparable judged tasks (`judged_together`) if there are two or more. Raises
+    RefusedError if a run has a figure twice."""
     rows = _rows(named)
     comparison = Comparison(
         runs=list(named),
@@ -155,15 +142,15 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
 
 
 def find_worst(tasks: Mapping[Key, TaskResult]) -> Key:
-    """The task that is worst, of those that are judged together (training/metrics.py: worst_task)."""
+    """Return the worst of comparable tasks (training/metrics.py: worst_task)."""
     losses = {key: -task.sign * task.mean for key, task in tasks.items()}
     worst = worst_task(losses, {key: task.count for key, task in tasks.items()})
-    assert worst is not None, "there are tasks, and each has a mean"
+    assert worst is not None, "no tasks"
     return worst
 
 
 def summarise(tasks: Mapping[Key, TaskResult]) -> dict[str, TaskResult]:
-    """Average and worst of tasks that are judged together."""
+    """Return average and worst of comparable tasks."""
     first = next(iter(tasks.values()))
     metric = first.metric if len({task.metric for task in tasks.values()}) == 1 else "of the tasks' own"
     means = {AVERAGE: statistics.fmean(task.mean for task in tasks.values()), WORST: tasks[find_worst(tasks)].mean}
@@ -172,14 +159,14 @@ def summarise(tasks: Mapping[Key, TaskResult]) -> dict[str, TaskResult]:
 
 
 def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
-    """Group results by row, in the order in which runs first have them; rows of one task are adjacent."""
+    """Group results by row in order of first appearance; rows of one task are adjacent."""
     rows: dict[RowKey, list[TaskResult | None]] = {}
     for number, (name, results) in enumerate(named.items()):
         for task in results.tasks:
             key = RowKey(task.task, task.metric, task.split, task.lower_is_better, task.rows)
             row = rows.setdefault(key, [None] * len(named))
             if row[number] is not None:
-                raise RefusedError(f"{name}: {key.task}, {key.metric} on {key.split} is there twice; allowed: once")
+                raise RefusedError(f"{name}: {key.task}, {key.metric} on {key.split} occurs twice; allowed: once")
             row[number] = task
     order = list(dict.fromkeys(key.task for key in rows))
     return dict(sorted(rows.items(), key=lambda item: order.index(item[0].task)))
@@ -205,7 +192,7 @@ def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult
 
 
 def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[RowKey, list[Difference | None]]:
-    """Means of all of a run's seeds less the baseline's, with tests over common seeds, corrected over the table."""
+    """Return differences of the means over all seeds, with tests over common seeds, corrected over the table."""
     differences: dict[tuple[RowKey, int], Difference] = {}
     for key, (baseline, *others) in rows.items():
         for number, other in enumerate(others):
@@ -218,15 +205,11 @@ def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[Row
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """Last parts of the paths, as many as tell them apart.
-
-    Raises:
-        RefusedError: the same directory twice.
-    """
+    """Return the shortest path endings that are unique. Raises RefusedError for a repeated directory."""
     parts = [path.resolve().parts for path in runs]
     twice = [str(path) for path, count in Counter(map(Path.resolve, runs)).items() if count > 1]
     if twice:
-        raise RefusedError(f"{twice[0]} is given twice; allowed: directories that differ")
+        raise RefusedError(f"{twice[0]} is given twice; allowed: different directories")
     for kept in range(1, max(map(len, parts)) + 1):
         shortest = ["/".join(part[-kept:]) for part in parts]
         if len(set(shortest)) == len(shortest):
@@ -235,7 +218,7 @@ def names(runs: Sequence[Path]) -> list[str]:
 
 
 def print_results(results: Results, baseline: Results | None = None, console: Console | None = None) -> None:
-    """The table of one run; against a baseline, both and what differs."""
+    """Print the table of one run, or its comparison with a baseline."""
     named = {THIS_RUN: results} if baseline is None else {BASELINE: baseline, THIS_RUN: results}
     print_comparison(compare_results(named), console)
 
@@ -250,18 +233,17 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of figures and, of several runs, that of differences."""
+    """Return the table of figures and, for several runs, the table of differences."""
     return [_figures(comparison), *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Both tables and the notes."""
     notes = "\n".join(f"- {escape_markdown(line)}" for line in legend(comparison))
     return "\n\n".join([*(table.to_markdown() for table in result_tables(comparison)), notes]) + "\n"
 
 
 def to_csv(comparison: Comparison) -> str:
-    """One line for each figure, numbers in full; the baseline's have no difference."""
+    """Return one line per figure in full precision; the baseline has no differences."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -288,8 +270,8 @@ def _csv_line(comparison: Comparison, key: RowKey, number: int, task: TaskResult
 
 
 def _figures(comparison: Comparison) -> Table:
-    """Tasks x runs: mean, spread and seeds; average and worst below them. Where they are known, the number of measured
-    elements and what a constant prediction reaches appear before the runs."""
+    """Build the table of figures: mean, spread and seeds, then average and worst. If known, columns for the number of
+    measured elements and the constant prediction precede the runs."""
     constants = {key: comparison.constant(key) for key in comparison.rows}
     known = {
         "count": {key: f"{count:,}" for key in comparison.rows if (count := comparison.count(key)) is not None},
@@ -308,14 +290,14 @@ def _figures(comparison: Comparison) -> Table:
 
 
 def _figure(task: TaskResult, worst: bool) -> Cell:
-    """0.8123 ± 0.0045 (3): mean, sample standard deviation over seeds, number of seeds."""
+    """Format "0.8123 ± 0.0045 (3)": mean, sample standard deviation over seeds, number of seeds."""
     spread = f" ± {task.spread:.4f}" if len(task.seeds) > 1 else ""
     text = f"{task.mean:.4f}{spread} ({len(task.seeds)}){' worst' if worst else ''}"
     return Cell(text=text, strong=worst, order=task.mean)
 
 
 def _differences_table(comparison: Comparison) -> Table:
-    """Each later run's mean less the first's, and the p value."""
+    """Build the table of differences from the first run, with p values."""
     head = [f"{run} less {comparison.runs[0]}" for run in comparison.runs[1:]]
     rows = [[*_row_head(key), *map(_difference, row)] for key, row in comparison.differences.items()]
     for summary in comparison.summaries:
@@ -353,31 +335,29 @@ def _summary_row(
 
 
 def legend(comparison: Comparison) -> list[str]:
-    """Explain the figures, their source, and what cannot be compared."""
+    """Explain the figures and their sources, and name rows that cannot be compared."""
     lines = [
         f"{run}: {encoder}, {recipe}"
         for run, (encoder, recipe) in zip(comparison.runs, comparison.sources, strict=True)
     ]
-    lines.append("figures: mean ± sample standard deviation over seeds (seeds); all but errors are shares of 1")
+    lines.append("figures: mean ± sample standard deviation over seeds (seeds); all except errors are shares of 1")
     if any(comparison.constant(key) is not None for key in comparison.rows):
         lines.append(
-            f"{CONSTANT_COLUMN}: what the best constant prediction reaches, one label, score or depth for all rows; a "
-            "model that is not above it has learned nothing"
+            f"{CONSTANT_COLUMN}: the best constant prediction, with one label, score or depth for all rows; a model "
+            "below it has learned nothing"
         )
     if comparison.worst:
         lines.append(
-            f"worst: the run's lowest mean of those where more is better, on one split, of {FEWEST} elements or more "
-            "where any has as many; an error is worst only among tasks of the same metric"
+            f"worst: the run's lowest mean on one split; tasks with fewer than {FEWEST} elements count only if all "
+            "have fewer; an error metric is compared only with the same metric"
         )
     not_judged = [key.task for key, row in comparison.rows.items() if not any(task and task.judged for task in row)]
     if not_judged:
-        lines.append(f"never worst: {', '.join(not_judged)}, which are not among the tasks that are judged")
+        lines.append(f"never worst, since they are not judged: {', '.join(not_judged)}")
     lines += dict.fromkeys(f"on {key.split}: {key.rows}" for key in comparison.rows if key.rows)
     if comparison.tests:
         several = f"Holm-corrected for {comparison.tests} tests" if comparison.tests > 1 else "one test, uncorrected"
-        lines.append(
-            f"p: paired t-test over the n seeds that both runs have, two-sided, {several}; bold: below {SIGNIFICANT}"
-        )
+        lines.append(f"p: two-sided paired t-test over the n common seeds, {several}; bold: below {SIGNIFICANT}")
     return [*lines, *_notes_on_rows(comparison), *_notes_on_tests(comparison)]
 
 
@@ -392,7 +372,7 @@ def _notes_on_rows(comparison: Comparison) -> list[str]:
     for number, run in enumerate(comparison.runs):
         missing = [key.task for key, row in comparison.rows.items() if row[number] is None]
         if missing and any(run_number == number for _, run_number in comparison.worst):
-            notes.append(f"the worst task of {run} is that of its own tasks; it lacks {', '.join(missing)}")
+            notes.append(f"the worst task of {run} is among its tasks; it lacks {', '.join(missing)}")
     return notes
 
 
@@ -402,11 +382,11 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
     notes = []
     tests = [difference.test for difference in comparison.all_differences]
     if not can_test():
-        notes.append("no p values: they need scipy, pip install 'trp-scale[evaluation]'")
+        notes.append("no p values: scipy is not installed; run: pip install 'trp-scale[evaluation]'")
     elif None in tests:
-        notes.append(f"no p value with fewer than {LEAST_SEEDS} seeds that both runs have, or without finite figures")
+        notes.append(f"no p value with fewer than {LEAST_SEEDS} common seeds or with figures that are not finite")
     if any(test is not None and test.test == "sign" for test in tests):
-        notes.append("sign: the differences are the same on all n seeds, so p is the sign test's")
+        notes.append("sign: all n differences are equal, so p is from the sign test")
     uneven = [
         key.task
         for key, (first, *others) in comparison.rows.items()
@@ -414,18 +394,17 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
     ]
     if uneven:
         tasks = ", ".join(dict.fromkeys(uneven))
-        notes.append(f"seeds differ between runs ({tasks}): means are over all of a run's, p over the n that both have")
+        notes.append(
+            f"seeds differ between runs ({tasks}): means are over all seeds of a run, p over the n common seeds"
+        )
     return notes
 
 
 def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> None:
-    """Print what the runs reached, and write it as Markdown and as CSV where a file is given.
-
-    Raises:
-        RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
-    """
+    """Print the results of the runs; also write them as Markdown and CSV if files are given. Raises RefusedError for a
+    directory without results.json, a repeated directory, or a file that cannot be written."""
     if not runs:
-        raise RefusedError("no run is given; allowed: one or more directories with results.json")
+        raise RefusedError("no run is given; expected: one or more directories with results.json")
     comparison = compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
     print_comparison(comparison)
     for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)):
@@ -435,11 +414,7 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
 
 
 def write_output(path: Path, text: str, flag: str = "") -> None:
-    """Write a file of the user's choice, with its directory.
-
-    Raises:
-        RefusedError: it cannot be written.
-    """
+    """Write an output file and create its directory. Raises RefusedError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

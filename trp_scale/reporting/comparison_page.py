@@ -1,4 +1,4 @@
-"""`trp-scale compare --html`: runs side by side, their curves over each other, end figures, settings, and results."""
+"""`trp-scale compare --html`: curves, final figures, settings and results of several runs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.training.report import to_words
 
 MOST_TASKS = 24
-"""Tasks that have plots of their own."""
+"""Tasks that get plots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRuns:
-    """Runs by name, in their order.
+    """Runs by name.
 
     Attributes:
         runs: those with metrics.
-        results: of those with results.json, side by side; None where none has.
+        results: comparison of those with results.json; `None` if none has.
     """
 
     runs: dict[str, RunRecord]
@@ -46,13 +46,10 @@ class ComparedRuns:
 def compare_as_page(
     directories: Sequence[Path], page: Path, *, markdown_file: Path | None = None, csv_file: Path | None = None
 ) -> None:
-    """Print what `compare` prints of the runs with results.json, and write a page of all.
-
-    Raises:
-        RefusedError: a directory with neither results.json nor metrics.jsonl, the same one twice, plotly is not
-            installed, or a file that cannot be written.
-    """
-    plotly_source()  # refused before the runs are read
+    """Print the comparison of the runs with results.json and write a page of all runs. Raises RefusedError for a
+    directory without results.json and metrics.jsonl, a repeated directory, missing plotly, or a file that cannot be
+    written."""
+    plotly_source()  # fails before the runs are read
     judged = [path for path in directories if (path / RESULTS_FILE).is_file()]
     for path in directories:
         if path not in judged and not (path / METRICS_FILE).is_file():
@@ -74,7 +71,6 @@ def compare_as_page(
 
 
 def comparison_page(compared: ComparedRuns) -> Page:
-    """One page of several runs."""
     count = len(compared.colour_of)
     sections = [*_results(compared), *_end_figures(compared), *_curves(compared), *_settings(compared)]
     return Page(
@@ -91,15 +87,13 @@ def _results(compared: ComparedRuns) -> Iterator[PageSection]:
         yield PageSection(
             name="results",
             title="Downstream results",
-            look_for=(
-                "Whether a difference is larger than the seeds make: bold ones are, after correction for all tests."
-            ),
+            look_for=("Whether a difference exceeds the seed noise: bold ones do, after correction for all tests."),
             blocks=[*result_tables(compared.results), Sentences(sentences=legend(compared.results))],
         )
 
 
 def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
-    """One table: a row for each run, a column for each task's loss at the end, and what it took."""
+    """Build a table with one row per run: final loss of each task, and its cost."""
     runs = compared.runs
     if not runs:
         return
@@ -131,13 +125,13 @@ def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
             cells.append(replace(number_cell(values[number]), strong=strong))
         rows.append(cells)
     note = (
-        "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses of runs "
-        "with other masks, targets or tokens are not of one scale."
+        "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses with "
+        "different masks, targets or tokens are not comparable."
     )
     yield PageSection(
         name="end",
         title="End figures",
-        look_for="The run whose worst task ends lowest, and what it cost.",
+        look_for="The run with the lowest final loss of the worst task, and its cost.",
         blocks=[Table(head=["run", "end", *known], rows=rows, words=2, notes=[note])],
     )
 
@@ -163,9 +157,7 @@ def _curves(compared: ComparedRuns) -> Iterator[PageSection]:
         yield PageSection(
             name="curves",
             title="Curves",
-            look_for=(
-                "Where runs part, and whether they stay apart. A run keeps its colour; a click on its name hides it."
-            ),
+            look_for=("Where runs diverge. A run has the same colour in all plots; a click on its name hides it."),
             blocks=plots,
         )
 
@@ -186,7 +178,7 @@ def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
     rows = []
     for setting in dict.fromkeys(name for flags in settings.values() for name in flags):
         if any(setting not in flags for flags in settings.values()):
-            continue  # of a kind or a hook that not all have: the settings `kind` and `hooks` say so
+            continue  # belongs to a kind or hook that another run lacks; `kind` and `hooks` differ then
         values = [json.dumps(flags[setting]) for flags in settings.values()]
         if len(set(values)) > 1:
             cells = [Cell(text=shorten(value.strip('"'), 300), code=True) for value in values]
@@ -195,6 +187,6 @@ def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
         yield PageSection(
             name="settings",
             title="Settings that differ",
-            look_for="A difference between the runs that is not in this table is one of data, version or chance.",
+            look_for="All other differences between the runs are due to data, version or randomness.",
             blocks=[Table(head=["setting", *settings], rows=rows, words=1 + len(settings))],
         )

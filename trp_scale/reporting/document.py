@@ -1,8 +1,7 @@
-"""A page's parts, and how they are written as one HTML file: sections of tables, plots, pictures and commands.
+"""Parts of a page, and their rendering as one HTML file.
 
-All text is escaped by jinja2 in page.html, and only there. The file asks nothing of the network: style, script, plotly
-and pictures are in it, and a Content-Security-Policy forbids the rest. Plots are plain data for plotly, so that making
-a page imports nothing of it.
+jinja2 escapes all text, in page.html only. The file loads nothing from the network: style, script, plotly and pictures
+are embedded, and a Content-Security-Policy forbids the rest. Plots are plain data for plotly, which is not imported.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from trp_scale.reporting.record import Points
 
 LIGHT = ("#0664b2", "#e67204", "#08a673", "#bf609d", "#a96600", "#4e88c1", "#665c14", "#4b5566")
 DARK = ("#468ff4", "#e57c53", "#38d88a", "#ce88d1", "#edb141", "#aee7f3", "#f9f036", "#b59ea9")
-"""Okabe and Ito's colours, moved until readers with deuteranopia and protanopia tell any two apart, on a light page and
-on a dark one. The page's script replaces each of the first by the second."""
+"""Colours of Okabe and Ito, adjusted so that readers with deuteranopia or protanopia can distinguish all of them. The
+page's script replaces light colours by dark ones."""
 
 DASHES = ("solid", "dash", "dot")
-"""Of more lines than colours: the second eight are dashed, the third dotted."""
+"""Dash patterns: lines 9 to 16 are dashed, lines 17 to 24 dotted."""
 
 MOST_LINES = len(LIGHT) * len(DASHES)
-"""Lines of a plot that can be told apart."""
+"""Number of distinguishable lines in a plot."""
 
 FEW_POINTS = 40
-"""Up to so many points a curve has markers."""
+"""Largest number of points of a curve with markers."""
 
 
 def colours(names: Iterable[str]) -> dict[str, Colour]:
-    """A colour for each name, in their order; from MOST_LINES on they come again."""
+    """Assign a colour to each name; they repeat after MOST_LINES."""
     colours: dict[str, Colour] = {}
     for number, name in enumerate(dict.fromkeys(names)):
         turn, colour = divmod(number, len(LIGHT))
@@ -48,12 +47,7 @@ def colours(names: Iterable[str]) -> dict[str, Colour]:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A curve in a plot.
-
-    Attributes:
-        name: in the legend.
-        emphasis: why it is drawn thick, in a word for the legend; empty: it is not.
-    """
+    """Curve in a plot. `emphasis` is the reason for a thick line, shown in the legend; empty for a thin one."""
 
     name: str
     points: Points
@@ -66,12 +60,12 @@ class Plot:
     """Curves over steps.
 
     Attributes:
-        lines: in the legend's order; the last lies on top.
-        unit: at the axis; share: values are shares of 1, shown in per cent.
-        log: a logarithmic axis; values that are not positive are not drawn.
-        edge: a value that is marked, and the words beside it.
-        from_zero: the axis begins at 0, as that of shares does.
-        wide: over the page's whole width.
+        lines: in the order of the legend; the last is on top.
+        unit: of the axis; share: values in [0, 1], shown in per cent.
+        log: logarithmic axis; values that are not positive are omitted.
+        edge: a marked value and its label.
+        from_zero: the axis starts at 0.
+        wide: uses the full page width.
     """
 
     title: str
@@ -85,16 +79,16 @@ class Plot:
 
     @property
     def averaged(self) -> int:
-        """Most logged steps of a point of any line."""
+        """Largest number of logged steps per point."""
         return max((line.points.averaged for line in self.lines), default=1)
 
     @property
     def has_legend(self) -> bool:
-        """One line needs none: the title says what it is."""
+        """Whether there are several lines."""
         return len(self.lines) > 1
 
     def limit_lines(self) -> Plot:
-        """Return the plot with the emphasised lines and the first others, so that all can be told apart."""
+        """Limit the plot to MOST_LINES lines, the emphasised ones first."""
         if len(self.lines) <= MOST_LINES:
             return self
         first = sorted(self.lines, key=lambda line: not line.emphasis)[:MOST_LINES]
@@ -102,12 +96,12 @@ class Plot:
         return replace(self, lines=first, note=f"{self.note} {left_out}".strip())
 
     def figure(self) -> dict[str, Any]:
-        """{"data": traces, "layout": layout}. A line has one trace, and one more for its band, of one legend group."""
+        """Return {"data": traces, "layout": layout}. A line and its band share a legend group."""
         traces: list[dict[str, Any]] = []
         for number, line in enumerate(self.lines):
             if line.points.averaged > 1:
                 traces.append(_band(line, number))
-        # Thick lines last: they lie on top.
+        # The last line is drawn on top.
         for number, line in sorted(enumerate(self.lines), key=lambda item: bool(item[1].emphasis)):
             traces.append(self._curve(line, number))
         return {"data": traces, "layout": self._layout()}
@@ -160,19 +154,19 @@ class Plot:
         return layout
 
     def _per_cent(self) -> str:
-        """So many digits that ticks differ."""
+        """Return a format with enough digits to distinguish ticks."""
         values = [value for line in self.lines for value in line.points.values]
         spread = max([0.0, *values]) - min([0.0, *values])
         return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%" if spread > 0.0005 else ".1e"
 
 
 def as_text(words: str) -> str:
-    """Words that plotly shows as they are: it reads some tags and entities in names."""
+    """Escape text for plotly, which interprets some tags and entities."""
     return html.escape(words, quote=False)
 
 
 def _band(line: Line, number: int) -> dict[str, Any]:
-    """Return the band from the least to the largest of the steps behind each point."""
+    """Return the band between the least and the largest value behind each point."""
     points = line.points
     return {
         "type": "scatter",
@@ -217,33 +211,33 @@ def _annotation(value: float, words: str, *, log: bool) -> dict[str, Any]:
 HERE = Path(__file__).parent
 
 PLOTLY = "plotly.min.js"
-"""Where a served page finds plotly, so that a browser keeps it from one version of the page to the next."""
+"""Name under which a served page loads plotly; browsers cache it across page versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Values that need no table: (name, value)."""
+    """(name, value) pairs."""
 
     facts: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """A list, one sentence a line."""
+    """List with one sentence per line."""
 
     sentences: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """PNG files with captions, in a strip: (caption, content)."""
+    """PNG pictures as (caption, content)."""
 
     pictures: Sequence[tuple[str, bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """Commands to type, as (purpose, command)."""
+    """Commands as (purpose, command)."""
 
     commands: Sequence[tuple[str, str]]
 
@@ -253,12 +247,12 @@ Block = Table | Facts | Sentences | Pictures | Commands | Plot
 
 @dataclass(frozen=True, kw_only=True)
 class PageSection:
-    """A part of a page.
+    """Section of a page.
 
     Attributes:
         name: of its anchor: lower-case letters and hyphens.
-        look_for: what to look for, in a sentence or two; empty: nothing is said.
-        blocks: in order; plots that follow one another stand side by side where there is room.
+        look_for: hint in one or two sentences; empty: none.
+        blocks: in order; adjacent plots share a row if they fit.
     """
 
     name: str
@@ -267,7 +261,7 @@ class PageSection:
     blocks: Sequence[Block]
 
     def rows(self) -> Iterator[tuple[str, list[Block]]]:
-        """Yield (kind, blocks) of neighbours of one kind."""
+        """Yield (kind, blocks) of adjacent blocks of one kind."""
         for kind, blocks in itertools.groupby(self.blocks, lambda block: type(block).__name__):
             yield kind, list(blocks)
 
@@ -277,13 +271,13 @@ class Page:
     """One page.
 
     Attributes:
-        kind: above the title, such as "Pre-training".
-        state: how a run ended, in a word or two; empty: no such thing.
-        mood: good, bad or open: the state's colour.
+        kind: shown above the title, such as "Pre-training".
+        state: how a run ended; empty: not applicable.
+        mood: colour of the state.
         lead: sentences below the title.
-        tiles: the figures that matter most: (name, value, beside it).
-        sections: with content; one without is left out.
-        made_of: the last line.
+        tiles: key figures as (name, value, detail).
+        sections: those without blocks are omitted.
+        made_of: last line.
     """
 
     kind: str
@@ -297,22 +291,18 @@ class Page:
 
 
 SHORT = 30
-"""Characters of a cell that stay on one line."""
+"""Characters of a cell that are never wrapped."""
 
 INSTALL = "pip install 'trp-scale[pictures]'"
 
 
 def can_draw() -> bool:
-    """Whether plotly is installed."""
+    """Return whether plotly is installed."""
     return find_spec("plotly") is not None
 
 
 def plotly_source() -> str:
-    """plotly's script, as the package brings it along.
-
-    Raises:
-        RefusedError: it is not installed.
-    """
+    """Return plotly's script. Raises RefusedError if plotly is not installed."""
     if not can_draw():
         raise RefusedError(f"a page needs the package plotly, which is not installed: {INSTALL}")
     from plotly.offline import get_plotlyjs
@@ -321,14 +311,10 @@ def plotly_source() -> str:
 
 
 def page_text(page: Page, *, served: str = "") -> str:
-    """The HTML of a page.
+    """Render a page as HTML. Raises RefusedError if it has plots and plotly is not installed.
 
     Args:
-        served: a version, where the page is served and looks for newer ones (watch.py); empty: a file of its own,
-            which holds plotly if it has plots.
-
-    Raises:
-        RefusedError: there are plots, and plotly is not installed.
+        served: version of a served page, which polls for newer ones (watch.py); empty for a self-contained file.
     """
     import jinja2
     from markupsafe import Markup
@@ -355,6 +341,6 @@ def _part(name: str) -> str:
 
 
 def _json(document: object) -> str:
-    """JSON that may stand in a script element: no text in it can end that."""
+    """Encode JSON for a script element: no text can close the element."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

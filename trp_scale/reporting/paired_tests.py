@@ -1,9 +1,9 @@
-"""Intervals, parts of the variance, paired tests with their correction, and the difference that they could have seen.
+"""Confidence intervals, variance components, paired tests with Holm's correction, and detectable differences.
 
-Runs differ by their pre-training seed, and judgings of one run by theirs. Figures of one run are not independent, so
-each run counts once, by the mean of its judgings; intervals and tests are over runs (Student's t). Runs that are
-compared share seeds: the same initial weights, order of data and judging, so differences are taken seed by seed.
-scipy.special is used because scipy.stats takes a millisecond for each test.
+Runs differ by pre-training seed, measurements of one run by judging seed. Figures of one run are not independent, so
+each run counts once, with its mean; intervals and tests are over runs (Student's t). Compared runs share seeds: the
+same initial weights, data order and judging, so tests are paired. scipy.special is used because scipy.stats takes a
+millisecond per test.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ LEAST_SEEDS = 2
 """Fewest seeds of a paired test."""
 
 LEVEL = 0.95
-"""Of intervals."""
+"""Confidence level of intervals."""
 
 SIGNIFICANT = 0.05
-"""A difference is one if its corrected p value is below."""
+"""Significance level of corrected p values."""
 
 POWER = 0.8
-"""Of the smallest difference that is named."""
+"""Power for the detectable difference."""
 
 ROUNDING = 1e-12
-"""Differences that vary by less than this share of the largest figure are equal."""
+"""Differences that vary by less than this share of the largest figure count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """A two-sided test of the differences, seed by seed.
+    """Two-sided paired test.
 
     Attributes:
-        seeds: n, that both runs have.
-        p: not corrected.
-        test: "t" the paired t-test; "sign" the sign test; "equal" nothing to test.
+        seeds: number of common seeds.
+        p: uncorrected.
+        test: "t": paired t-test; "sign": sign test; "equal": no difference to test.
     """
 
     seeds: int
@@ -49,17 +49,13 @@ class PairedTest:
 
 
 def can_test() -> bool:
-    """Whether scipy is installed."""
+    """Return whether scipy is installed."""
     return importlib.util.find_spec("scipy") is not None
 
 
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """Paired t-test; where it is undefined, because all differences are the same, p is 1 if they are 0, and otherwise
-    that of the exact sign test, 2^(1-n).
-
-    Args:
-        first, second: figures of the same seeds, two or more, all finite.
-    """
+    """Run a paired t-test on two or more finite figures of the same seeds. If all differences are equal, the t-test is
+    undefined: p is 1 if they are 0, otherwise 2^(1-n) from the exact sign test."""
     differences = [after - before for before, after in zip(first, second, strict=True)]
     count = len(differences)
     if count < LEAST_SEEDS:
@@ -76,8 +72,8 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Each p value corrected for there being several (Holm 1979), in the order given: the k-th smallest of m, from 0,
-    times m - k, no smaller than the one before it, 1 at most."""
+    """Correct p values for multiple tests (Holm 1979): the k-th smallest of m, from 0, is multiplied by m - k, at least
+    the previous one and at most 1."""
     corrected = [0.0] * len(values)
     largest = 0.0
     for rank, number in enumerate(sorted(range(len(values)), key=lambda number: values[number])):
@@ -88,14 +84,14 @@ def holm(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A run's or variant's mean less the baseline's.
+    """Difference of a mean from the baseline's.
 
     Attributes:
-        value: positive is better only where the metric is not an error.
-        error: standard error of the mean over common seeds; None without a test.
-        test: None with fewer than two common seeds, a figure that is no finite number, or without scipy.
-        corrected: Holm's p value over all tests of its family; None without a test.
-        family: number of these tests.
+        value: positive is better unless the metric is an error.
+        error: standard error over common seeds; `None` without a test.
+        test: `None` with fewer than two common seeds, non-finite figures, or without scipy.
+        corrected: Holm-corrected p value; `None` without a test.
+        family: number of tests in the correction.
     """
 
     value: float
@@ -106,28 +102,25 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the corrected p value is below SIGNIFICANT."""
+        """Return whether the corrected p value is below SIGNIFICANT."""
         return self.corrected is not None and self.corrected < SIGNIFICANT
 
     @property
     def half(self) -> float | None:
-        """Half of the interval at LEVEL; None without a test."""
+        """Half width of the interval at LEVEL; `None` without a test."""
         return None if self.error is None or self.test is None else quantile(self.test.seeds - 1) * self.error
 
     @property
     def visible(self) -> float | None:
-        """Smallest difference that a test at the corrected level would have seen with POWER; None without a test."""
+        """Smallest difference that the test detects with POWER at the corrected level; `None` without a test."""
         if self.error is None or self.test is None:
             return None
         return self.error * visible_effect(self.test.seeds, SIGNIFICANT / self.family)
 
 
 def paired_difference(baseline: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
-    """Return the mean difference over the seeds that both have, and its test; `None` without a common seed.
-
-    Args:
-        baseline, other: figures by seed.
-    """
+    """Return the mean difference over common seeds, and its test; `None` without a common seed. Figures are by
+    seed."""
     common = sorted(baseline.keys() & other.keys())
     first, second = ([figures[seed] for seed in common] for figures in (baseline, other))
     if not common:
@@ -141,7 +134,7 @@ def paired_difference(baseline: Mapping[int, float], other: Mapping[int, float])
 
 
 def correct(family: Mapping[Key, Difference]) -> dict[Key, Difference]:
-    """Return the tested ones of the differences, with the p values that Holm's correction over all of them gives."""
+    """Return the tested differences with Holm-corrected p values."""
     tests = {key: difference.test for key, difference in family.items() if difference.test is not None}
     corrected = holm([test.p for test in tests.values()])
     return {
@@ -158,8 +151,8 @@ def quantile(freedom: int) -> float:
 
 
 def visible_effect(count: int, level: float) -> float:
-    """Difference over its standard error that a two-sided paired t-test of `count` pairs at `level` sees with POWER, by
-    the noncentral t distribution."""
+    """Return the detectable difference divided by its standard error, for a two-sided paired t-test of `count` pairs at
+    `level` with POWER, from the noncentral t distribution."""
     from scipy.special import nctdtrinc, stdtrit
 
     return float(nctdtrinc(count - 1, 1 - POWER, stdtrit(count - 1, 1 - level / 2)))
@@ -167,14 +160,14 @@ def visible_effect(count: int, level: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Figures of several runs.
+    """Statistics of several runs.
 
     Attributes:
-        mean: of the runs' means.
-        half: half of the interval of that mean at LEVEL; None of one run.
-        between: standard deviation that pre-training seeds add; None of one run.
-        within: standard deviation over judgings of one run; None with one judging each.
-        runs: their number.
+        mean: over the runs' means.
+        half: half width of its interval at LEVEL; `None` for one run.
+        between: standard deviation between pre-training seeds; `None` for one run.
+        within: standard deviation between judging seeds; `None` with one judging seed.
+        runs: number of runs.
     """
 
     mean: float
@@ -185,12 +178,9 @@ class Spread:
 
 
 def spread(figures: Sequence[Sequence[float]]) -> Spread:
-    """Mean, interval and parts of the variance by a one-way layout with random effects: the variance of the runs' means
-    is that between runs plus that within divided by the number of judgings.
-
-    Args:
-        figures: [runs][judgings].
-    """
+    """Estimate mean, interval and variance components of figures [runs][judgings] by a one-way random effects model:
+    the variance of the runs' means is the variance between runs plus the variance within divided by the number of
+    judgings."""
     means = [statistics.fmean(run) for run in figures]
     mean, count = statistics.fmean(means), len(means)
     judgings = min(len(run) for run in figures)

@@ -1,6 +1,4 @@
-"""Read a run directory: history, end, settings and incidents, and the lines of metrics.jsonl as curves: values over
-steps, and of long runs means with the least and the largest.
-"""
+"""Read a run directory: history, state, settings, incidents, and the curves in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -27,18 +25,18 @@ from trp_scale.training.report import is_fine_tuning, read_summary
 from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, STOP_RECORD, read_incidents
 
 MOST_POINTS = 500
-"""Points of a curve. A longer one is drawn as means of as many logged steps each, with a band from the least to the
-largest of them, 1,500 values in all: lines of a single step each would hide one another."""
+"""Points of a curve. A longer one is drawn as means of equal numbers of logged steps, with a band from the least to the
+largest: lines of single steps would hide one another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """A curve as it is drawn.
+    """Curve to draw.
 
     Attributes:
-        steps, values: [P], P at most MOST_POINTS; of `averaged` logged steps each the mean.
-        least, largest: [P], of the same steps; empty where nothing was averaged.
-        averaged: how many logged steps a point is of; 1 = each has its own.
+        steps, values: [P], P <= MOST_POINTS; means of `averaged` logged steps.
+        least, largest: [P] over the same steps; empty if nothing is averaged.
+        averaged: logged steps per point.
     """
 
     steps: list[float]
@@ -52,8 +50,8 @@ class Curve:
     """Values of one name over the steps that have one.
 
     Attributes:
-        steps, values: of equal length, steps rising.
-        counts: what each value counts in a mean; empty: all alike.
+        steps, values: of equal length; steps increase.
+        counts: weight of each value in a mean; empty: equal weights.
     """
 
     __slots__ = ("counts", "steps", "values")
@@ -65,10 +63,10 @@ class Curve:
         return len(self.steps)
 
     def add(self, step: int, value: float, count: float | None = None) -> None:
-        """A value after a step; one that is not finite is left out."""
+        """Append a value; skip it if it is not finite."""
         try:
             finite = math.isfinite(value)
-        except OverflowError:  # a whole number beyond all floats
+        except OverflowError:  # an integer that no float can represent
             return
         if finite:
             self.steps.append(step)
@@ -77,7 +75,7 @@ class Curve:
                 self.counts.append(count)
 
     def cut(self, step: int) -> None:
-        """Take out what is of this step and later ones."""
+        """Remove values from this step on."""
         while self.steps and self.steps[-1] >= step:
             for values in (self.steps, self.values, self.counts):
                 if values:
@@ -85,18 +83,17 @@ class Curve:
 
     @property
     def varies(self) -> bool:
-        """Whether two of its values differ."""
+        """Whether two values differ."""
         return len(self) > 0 and min(self.values) < max(self.values)
 
     def multiply(self, factor: float) -> Curve:
-        """Each value times a factor."""
         curve = Curve()
         curve.steps, curve.counts = self.steps, self.counts
         curve.values = array("d", (factor * value for value in self.values))
         return curve
 
     def below(self, limit: float) -> Curve:
-        """The values up to a limit."""
+        """Return the values up to a limit."""
         curve = Curve()
         for step, value in zip(self.steps, self.values, strict=True):
             if value <= limit:
@@ -104,7 +101,7 @@ class Curve:
         return curve
 
     def points(self, most: int = MOST_POINTS) -> Points:
-        """The curve in at most `most` points."""
+        """Reduce the curve to at most `most` points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)  # [n]
         if len(steps) <= most:
             return Points(steps=round_values(steps), values=round_values(values))
@@ -125,26 +122,26 @@ class Curve:
 
 
 def round_values(values: Iterable[float]) -> list[float]:
-    """Round to seven digits: more cannot be seen, and would enlarge the page."""
+    """Round to seven digits: more would only enlarge the page."""
     return [float(f"{value:.7g}") for value in values]
 
 
 Tree = dict[str, Any]
-"""Curves by name; a name that is an object in the line has a Tree of its own."""
+"""Curves by name; nested for objects in the line."""
 
 OWN_STEP = "step"
-"""A hook that measures now and then says by a field of this name after which step it did."""
+"""Field with the step of a measurement, for hooks that do not measure at every step."""
 
 
 class RunCurves:
-    """All numbers of a run's lines. Where a run went back to a checkpoint, the later start's values stand.
+    """Curves of a run. After a rollback the repeated steps replace the earlier ones.
 
     Attributes:
-        losses, weights: by task; losses count by the task's elements.
-        held_out: by figure (`loss`, and what else a validation gives), then by task; of the whole under `""`.
+        losses, weights: by task; losses are weighted by the task's elements.
+        held_out: by figure, such as `loss`, then by task; the total has the name "".
         fields: of the line itself, such as `lr`.
-        hooks: by the hook's name.
-        words: text that hooks logged last, by the hook's name and the text's.
+        hooks: by hook.
+        words: latest text that hooks logged, by hook and name.
         skipped: steps that were not applied.
     """
 
@@ -159,7 +156,7 @@ class RunCurves:
         self._last = 0
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """One line, as `read_metrics` gives it."""
+        """Add a line of `read_metrics`."""
         step = line["step"]
         if "tasks" in line:
             if step <= self._last:
@@ -213,13 +210,12 @@ class RunCurves:
             curve.cut(step)
 
     def curves(self) -> Iterator[Curve]:
-        """All of them."""
         for tree in (self.losses, self.weights, self.held_out, self.fields, self.hooks):
             yield from leaves(tree)
 
 
 def leaves(tree: Mapping[str, Any] | Curve) -> Iterator[Curve]:
-    """The curves of a tree."""
+    """Yield the curves of a tree."""
     if isinstance(tree, Curve):
         yield tree
     else:
@@ -247,13 +243,12 @@ def _add(tree: Tree, name: str, step: int, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How a run stands.
+    """State of a run.
 
     Attributes:
-        word: finished, stopped, failed, running, or not known.
-        mood: good, bad or open.
-        sentence: why, and what to do.
-        goes_on: whether it may go on where it is.
+        word: finished, stopped, failed, running, or end not known.
+        sentence: reason and advice.
+        goes_on: whether the run can be resumed.
     """
 
     word: str
@@ -264,13 +259,12 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """Settings that are not the recipe's.
+    """Settings that differ from the recipe.
 
     Attributes:
-        recipe: as the command named it.
-        settings: (setting, the recipe's value, the run's); where the recipe has no such setting, as of another kind,
-            the default takes the place of its value.
-        problem: why they could not be compared; empty: they were.
+        recipe: as given on the command line.
+        settings: (setting, value in the recipe or else the default, value in the run).
+        problem: why they were not compared; empty if they were.
     """
 
     recipe: str = ""
@@ -280,7 +274,7 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(PartOf):
-    """Fields read from environment.json. Attributes: command: words of the last start's; directory: where it was."""
+    """Fields of environment.json. Attributes: command: of the last start; directory: working directory."""
 
     command: list[str] = field(default_factory=list)
     directory: str = ""
@@ -288,17 +282,14 @@ class Start(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run.
+    """Contents of a run directory.
 
     Attributes:
-        summary: summary.json; empty of a run that has not ended.
-        start: of environment.json; empty if there is none that can be read.
-        settings: config.yaml as it is; empty if there is none.
-        config: the same as settings of this version; None where they cannot be read as such.
-        changed: against the recipe.
-        state: how it stands.
+        summary: summary.json; empty before the run ends.
+        start: from environment.json; empty if it is missing or damaged.
+        settings: config.yaml; empty if it is missing.
+        config: typed settings; `None` if this version cannot read them.
         incidents: oldest first.
-        fine_tuning: whether it is no pre-training.
     """
 
     run_dir: Path
@@ -319,7 +310,7 @@ class RunRecord:
 
     @property
     def command(self) -> list[str]:
-        """The words of the last start's command line, from `trp-scale` or the script's name on; empty: not known."""
+        """Command line of the last start without the interpreter; empty if unknown."""
         words = self.start.command
         script = next((n for n, word in enumerate(words) if Path(word).name in _SCRIPTS), len(words))
         arguments = words[script:]
@@ -332,11 +323,7 @@ _SCRIPTS = ("trp-scale", "pretrain.py", "finetune.py")
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run directory; one pass over metrics.jsonl.
-
-    Raises:
-        RefusedError: no metrics.jsonl there, or a file that is damaged.
-    """
+    """Read a run directory in one pass over metrics.jsonl. Raises RefusedError if that file is missing or damaged."""
     curves = RunCurves()
     history = read_history(run_dir, curves.take)
     settings = _settings(run_dir)
@@ -358,7 +345,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def _start(path: Path) -> Start:
-    """Read a start; `doctor RUN_DIR` is the place that examines a damaged file."""
+    """Read environment.json; a damaged file is left to `trp-scale doctor`."""
     try:
         return record(Start, read_optional_object(path), str(path), RefusedError)
     except RefusedError:
@@ -373,7 +360,7 @@ def _settings(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, str]:
-    """The settings, or why they cannot be read: of a module that --module did not name, or of another version."""
+    """Return the settings, or the reason why they cannot be read: a missing --module, or another version."""
     if not settings:
         return None, ""
     try:
@@ -396,7 +383,7 @@ def _changed_settings(settings: Mapping[str, Any], start: Start, config: Config 
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """Return the defaults of every section of the run, by its kinds."""
+    """Return the defaults of the run's sections."""
     sections: dict[str, Any] = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
     kinds: dict[str, Any] = {
         name: type(section) for name, section in sections.items() if dataclasses.is_dataclass(section)
@@ -406,7 +393,7 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 
 def _recipe(start: Start) -> str:
-    """--recipe of the last start; a path as it was given, from the directory of that start."""
+    """Return --recipe of the last start; a relative path is resolved from its working directory."""
     words = start.command
     recipes = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
     recipes += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
@@ -424,21 +411,21 @@ def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
         if stop.get("status") != 0:
             return State(word="failed", mood="bad", sentence=f"It failed: {sentence}.", goes_on=True)
         if why == FINISHED:
-            return State(word="finished", mood="good", sentence="All its steps are done.", goes_on=False)
+            return State(word="finished", mood="good", sentence="All steps are done.", goes_on=False)
         if nothing_left(why):
             return State(word="finished", mood="good", sentence=f"It ended early: {sentence}.", goes_on=False)
         return State(word="stopped", mood="open", sentence=f"It was stopped: {sentence}.", goes_on=True)
     holder = lease_holder(run_dir)
     if holder and not holder.get("gone"):
-        return State(word="running", mood="open", sentence="It goes on.", goes_on=False)
+        return State(word="running", mood="open", sentence="It is running.", goes_on=False)
     if reason := str(summary.get("exit_reason", "")):
         done = nothing_left(reason)
-        sentence = "All its steps are done." if reason == FINISHED else f"It ended: {shorten(reason, 400)}."
+        sentence = "All steps are done." if reason == FINISHED else f"It ended: {shorten(reason, 400)}."
         word: Literal["finished", "stopped"] = "finished" if done else "stopped"
         return State(word=word, mood="good" if done else "open", sentence=sentence, goes_on=not done)
     return State(
         word="end not known",
         mood="open",
-        sentence="It left no record of an end: it goes on, or was killed.",
+        sentence="It is still running or was killed: no record of its end exists.",
         goes_on=True,
     )

@@ -1,4 +1,4 @@
-"""results.json: what fine-tuned runs reached on their tasks."""
+"""results.json: results of runs on their tasks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from trp_scale.storage.files import write_text
 
 RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
-"""The result of one seed, in its own run directory."""
+"""Result of one seed, in its run directory."""
 
 AVERAGE, WORST = "average", "worst"
-"""Rows over tasks that are judged together."""
+"""Rows over comparable tasks."""
 
 CONSTANT = "constant_"
-"""Before a figure's name among the metrics: what the best constant prediction reaches, the same one for all rows."""
+"""Prefix of metrics of the best constant prediction, which is the same for all rows."""
 
 
 @dataclass(kw_only=True)
 class SeedResult:
-    """One fine-tuned run.
+    """Result of one run on one task; fields as in TaskResult, and:
 
     Attributes:
-        task, metric, split: as in TaskResult.
         seed: training.seed.
         metrics: all figures by name.
-        detail: per class or per group, as the task has it.
-        settings: of a fine-tuned run, as they were asked for, before the data completed them.
-        data: digest of what a fine-tuned run has learned from and was measured on; empty = not known.
-        rows, judged: as in TaskResult.
+        detail: per class or group.
+        settings: of a fine-tuned run, before the data completed them.
+        data: digest of the data of a fine-tuned run; empty = unknown.
     """
 
     task: str
@@ -57,18 +55,17 @@ class SeedResult:
 
 @dataclass(kw_only=True)
 class TaskResult:
-    """One task over seeds.
+    """Results of one task over seeds.
 
     Attributes:
-        metric: the figure the task is judged by.
+        metric: main figure.
         split: dev or test.
-        seeds, values: of each run.
-        mean: of the values.
-        spread: their sample standard deviation; 0 for one seed, NaN where a figure is no finite number.
-        metrics: every figure's values, seed by seed.
-        rows: names the measured rows, where figures of others must not be compared with these (losses of
-            pre-training); empty = the split says enough.
-        judged: False: not among the tasks of which the worst is sought.
+        seeds, values: by run.
+        spread: sample standard deviation; 0 for one seed, NaN with non-finite values.
+        metrics: values of every figure, by seed.
+        rows: identifies the measured rows if only equal rows are comparable (pre-training losses); empty = `split`
+            suffices.
+        judged: whether the task counts in average and worst.
     """
 
     task: str
@@ -86,12 +83,12 @@ class TaskResult:
 
     @property
     def sign(self) -> float:
-        """1 where more is better, else -1."""
+        """1 if more is better, else -1."""
         return -1.0 if self.lower_is_better else 1.0
 
     @cached_property
     def count(self) -> int | None:
-        """Elements, images or rows that were measured, of seeds that differ the fewest; None: not known."""
+        """Smallest number of measured elements, images or rows over seeds; `None` if unknown."""
         counts = [count for detail in self.detail if (count := _count_measured(detail)) is not None]
         return min(counts, default=None)
 
@@ -106,12 +103,12 @@ def _count_measured(detail: Mapping[str, Any]) -> int | None:
 
 @dataclass(kw_only=True)
 class Results:
-    """Results of one `trp-scale finetune` or `evaluate`.
+    """Results of one `trp-scale finetune`, `evaluate` or `probe`.
 
     Attributes:
-        recipe: its name or path.
-        encoder: as --from named it.
-        tasks: in the order they were asked for.
+        recipe: name or path.
+        encoder: value of --from.
+        tasks: in requested order.
     """
 
     recipe: str
@@ -120,20 +117,19 @@ class Results:
 
 
 def constant_figure(task: TaskResult) -> float | None:
-    """Return the task metric of the best constant prediction; `None` if unknown."""
+    """Return the metric of the best constant prediction; `None` if unknown."""
     constant = task.metrics.get(CONSTANT + task.metric)
     return None if constant is None else statistics.fmean(constant)
 
 
 def judged_together(task: TaskResult) -> tuple[str, str]:
-    """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which
-    more is better (accuracy, F1, correlations, mIoU, AP) are one kind, as TRP's Table 1 has it; each error is a kind of
-    its own; so are dev and test."""
+    """Return the group of comparable tasks. Figures of at most 1 of which more is better (accuracy, F1, correlations,
+    mIoU, AP) are one group (TRP Table 1); each error metric is a separate group. Splits are separate too."""
     return (task.metric if task.lower_is_better else "higher is better", task.split)
 
 
 def join(results: list[SeedResult]) -> TaskResult:
-    """The runs of one task as one result."""
+    """Combine the results of one task over seeds."""
     first = results[0]
     values = [result.metrics[first.metric] for result in results]
     spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
@@ -158,16 +154,11 @@ def join(results: list[SeedResult]) -> TaskResult:
 
 
 def write_results(path: Path, content: object) -> None:
-    """Write a dataclass as JSON by `atomic_write`."""
     write_text(path, json.dumps(asdict(content), indent=2) + "\n")  # type: ignore[call-overload]
 
 
 def read_seed(path: Path) -> SeedResult | None:
-    """The result of one run, or None where there is none yet.
-
-    Raises:
-        RefusedError: it is not one of ours.
-    """
+    """Read the result of one run; `None` if it does not exist. Raises RefusedError for an invalid file."""
     if not path.is_file():
         return None
     advice = "it is not written by this version of trp-scale finetune; give another --run_dir"
@@ -178,32 +169,30 @@ def read_seed(path: Path) -> SeedResult | None:
 
 
 def read_results(run_dir: Path) -> Results:
-    """results.json of a directory.
-
-    Raises:
-        RefusedError: there is none, it is not one of ours, or a figure is not a finite number.
-    """
+    """Read results.json of a directory. Raises RefusedError if it is missing, invalid, or has non-finite figures."""
     path = run_dir / RESULTS_FILE
     if not path.is_file() and (run_dir / RESULT_FILE).is_file():
-        raise RefusedError(f"{path} is missing; {RESULT_FILE} is that of one seed: give the directory above its task's")
+        raise RefusedError(
+            f"{path} is missing; {RESULT_FILE} is the result of one seed: give the parent of the task's directory"
+        )
     advice = "it is not written by trp-scale finetune, evaluate or probe"
     results = record(Results, _read(path), str(path), RefusedError, advice)
     for task in results.tasks:
         message = f"{path}: {shorten(task.task)} has the figures {quote(task.values)}"
         if not len(set(task.seeds)) == len(task.seeds) == len(task.values) > 0:
-            raise RefusedError(f"{message} of seeds {quote(task.seeds)}; one of each is expected; {advice}")
+            raise RefusedError(f"{message} for seeds {quote(task.seeds)}; expected one figure per seed; {advice}")
         if not all(map(math.isfinite, task.values)):
             raise RefusedError(
-                f"{message}; allowed: finite numbers. Run the seed again with other settings, or leave the task out"
+                f"{message}; allowed: finite numbers. Run the seed again with other settings, or omit the task"
             )
     return results
 
 
 def _read(path: Path) -> Any:
     if path.parent.exists() and not path.parent.is_dir():
-        raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}")
+        raise RefusedError(f"{path.parent} is a file; expected: the directory that contains {path.name}")
     return read_json(
         path,
-        missing="missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished; runs of "
-        "pre-training are put side by side by trp-scale compare --html FILE",
+        missing="missing; expected: a directory of trp-scale finetune, evaluate or probe; compare pre-training runs "
+        "with trp-scale compare --html FILE",
     )

@@ -1,6 +1,6 @@
-"""The page of one run: sections of its metrics, pictures, speed, incidents and settings, and the next commands.
+"""Page of one run: metrics, pictures, speed, incidents, settings and next commands.
 
-What a hook logged has titles and words where its room describes them (config/registry.py), its own names elsewhere.
+Metrics of hooks get titles and hints from config/registry.py if they are described there.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from trp_scale.training.sinks import LARGEST_PICTURE, list_pictures
 
 FEW_LINES = 3
 POINTS_OF_MANY = 100
-"""Points of a curve in a plot of more lines than FEW_LINES: the noise of one task would hide the others."""
+"""Points per curve in a plot of more than FEW_LINES lines: noise of one task would hide the others."""
 
 
 def task_lines(curves: Mapping[str, Curve], colour_of: Mapping[str, Colour], worst: str | None = None) -> list[Line]:
-    """A line for each curve that has values, the worst task's emphasised; the largest at the end first."""
+    """Return a line for each non-empty curve, the largest final value first; the worst task is emphasised."""
     most = MOST_POINTS if len(curves) <= FEW_LINES else POINTS_OF_MANY
     drawn = {name: curve.points(most) for name, curve in curves.items() if len(curve)}
     order = sorted(drawn, key=lambda name: -_end(drawn[name]))
@@ -69,13 +69,13 @@ def _end(points: Points) -> float:
 
 
 def task_colours(run: RunRecord) -> dict[str, Colour]:
-    """Return the colour of each task, equal in all plots and tables of a run."""
+    """Assign a colour to each task, for all plots and tables of a run."""
     names = [*run.history.tasks, *(name for curves in run.curves.held_out.values() for name in curves)]
     return colours(name for name in names if name)
 
 
 def tasks_section(run: RunRecord) -> PageSection:
-    """Losses of each task, the held-out ones after them, and a table of both."""
+    """Plot training and held-out losses of each task, and list them in a table."""
     worst, colour_of = marked_task(run.history), task_colours(run)
     several = len(run.history.tasks) > 1
     plots = [Plot(title="Training loss", lines=task_lines(run.curves.losses, colour_of, worst))]
@@ -84,11 +84,11 @@ def tasks_section(run: RunRecord) -> PageSection:
         if lines := task_lines({task: curve for task, curve in curves.items() if task}, colour_of, worst):
             unit = "share" if name == "accuracy" else ""
             plots.append(Plot(title=titles.get(name, f"Held-out {to_words(name)}"), lines=lines, unit=unit))
-    look_for = "How far each loss has come down, and whether the held-out one comes down with it."
+    look_for = "How far each loss has fallen, and whether the held-out loss falls too."
     if several:
         look_for = (
-            "Whether the worst task, drawn thick, comes down: that is what the run is for. Held-out losses that rise "
-            "while training losses fall mean that rows are being learned by heart."
+            "Whether the loss of the worst task (thick line) falls: that is the goal of the run. Held-out losses that "
+            "rise while training losses fall indicate overfitting."
         )
     return PageSection(
         name="losses",
@@ -99,13 +99,13 @@ def tasks_section(run: RunRecord) -> PageSection:
 
 
 def optimizer_section(run: RunRecord) -> PageSection:
-    """The loss that is minimised, the learning rate and the gradient's norm."""
+    """Plot total loss, learning rate and gradient norm."""
     return PageSection(
         name="optimizer",
         title="Optimizer",
         look_for=(
-            "A gradient norm that grows or jumps comes before a loss that does. The band of a long run shows spikes "
-            "that its mean hides."
+            "A growing or jumping gradient norm often precedes a rising loss. The band of a long run shows spikes that "
+            "its mean hides."
         ),
         blocks=list(_optimizer_plots(run)),
     )
@@ -116,8 +116,8 @@ def _optimizer_plots(run: RunRecord) -> Iterator[Plot]:
     fields = run.curves.fields
     if len(run.history.tasks) > 1 and len(total := fields.get("loss", Curve())):
         lines = [Line(name="training", points=total.points(), colour=loss)]
-        note = "The weighted sum that is minimised moves with the weights too."
-        yield Plot(title="Loss in all", lines=lines, note=note)
+        note = "Weighted sum that is minimised; it also changes with the weights."
+        yield Plot(title="Total loss", lines=lines, note=note)
         if len(curve := run.curves.held_out.get("loss", {}).get("", Curve())):
             lines = [Line(name="held out", points=curve.points(), colour=held_out)]
             yield Plot(title=held_out_name(run.history).capitalize(), lines=lines)
@@ -128,23 +128,23 @@ def _optimizer_plots(run: RunRecord) -> Iterator[Plot]:
 
 
 BALANCER = "balancer"
-"""The hook that gives tasks their weights, which are drawn from the tasks' figures."""
+"""Hook that sets the task weights; they are drawn from the figures of the tasks."""
 
 NOTICE = "notice"
 
 MOST_OTHERS = 24
-"""Plots of one hook that nothing describes; the rest is named."""
+"""Plots of a hook without descriptions; further metrics are only named."""
 
 
 def method_sections(run: RunRecord) -> Iterator[PageSection]:
-    """A section for each hook that is described, and one for all others."""
+    """Yield a section for each described hook, and one for all others."""
     hooks = {BALANCER: {}, **run.curves.hooks}
     others: list[Block] = []
     for name, tree in hooks.items():
         first = list(_weights(run)) if name == BALANCER else []
         description = metrics_description(name)
         blocks = [*first, *_blocks(run, name, tree, description)]
-        # A hook of constants alone, as the balancer of a run with one task, has nothing to look at.
+        # Skip hooks that log only constants, such as the balancer of a run with one task.
         if not any(isinstance(block, Plot) for block in blocks):
             continue
         if description is None:
@@ -157,7 +157,7 @@ def method_sections(run: RunRecord) -> Iterator[PageSection]:
                 blocks=blocks,
             )
     if others:
-        look_for = "What hooks logged that say no more of it; their own documents tell what the figures mean."
+        look_for = "Metrics of hooks without a description; see the documentation of the hook."
         yield PageSection(name="other-metrics", title="Other metrics", look_for=look_for, blocks=others)
 
 
@@ -170,7 +170,7 @@ def _weights(run: RunRecord) -> Iterator[Plot]:
     curves = run.curves.weights
     if len(curves) > 1 and any(curve.varies for curve in curves.values()):
         moving = {name: curve for name, curve in curves.items() if name not in run.history.outside_tasks}
-        note = "Each time the task was there."
+        note = "At steps where the task occurred."
         lines = task_lines(moving, task_colours(run), marked_task(run.history))
         if lines:
             yield Plot(title="Weight of each task", lines=lines, note=note, wide=True).limit_lines()
@@ -179,10 +179,10 @@ def _weights(run: RunRecord) -> Iterator[Plot]:
 def _blocks(run: RunRecord, hook: str, tree: Tree, description: MetricsDescription | None) -> Iterator[Block]:
     described = description.plots if description else ()
     constants = {name for name, curves in tree.items() if not any(curve.varies for curve in leaves(curves))}
-    # A constant line is drawn where another line of its plot moves.
+    # A constant line is drawn if another line of its plot varies.
     drawn = {name for plot in described if set(plot.names) & tree.keys() - constants for name in plot.names}
     constants -= {*drawn, OWN_STEP}
-    # A notice is at the head of the page while the last line has it.
+    # The top of the page shows a notice while the last line contains it.
     facts = [(to_words(name), text) for name, text in run.curves.words.get(hook, {}).items() if name != NOTICE]
     facts += [(to_words(name), _constant(tree[name])) for name in tree if name in constants and _is_curve(tree[name])]
     if facts:
@@ -209,7 +209,7 @@ def _constant(curve: Curve) -> str:
 
 
 def _lines(run: RunRecord, tree: Mapping[str, Any], names: Sequence[str]) -> list[Line]:
-    """A line for each name; for each task where an object is by tasks; for each field of another object."""
+    """Return one line per name; an object gives one line per task or field."""
     tasks = task_colours(run)
     curves: dict[str, Curve] = {}
     for name in names:
@@ -225,24 +225,25 @@ def _lines(run: RunRecord, tree: Mapping[str, Any], names: Sequence[str]) -> lis
 PAGE_FILE = "report.html"
 
 MOST_PICTURES = 12
-"""Pictures on a page, which is one file."""
+"""Pictures that are embedded in a page."""
 
 MOST_INCIDENTS = 200
-"""Incidents of which the page has a row; of more the latest."""
+"""Listed incidents; the latest ones if there are more."""
 
 LONG = 20
-"""Times the median. A step that took longer is not drawn: others would lie on the axis if the first one compiled."""
+"""Factor over the median step time above which steps are not drawn: compilation of the first step would flatten the
+rest."""
 
 MOST_SKIPPED = 50
-"""Skipped steps that are listed; of more the latest."""
+"""Listed skipped steps; the latest ones if there are more."""
 
 
 def write_page(run: RunRecord, drawn: Sequence[Path] = ()) -> str:
-    """Write RUN/report.html; gives the line that says where it is, or why it is not there: without plotly, and where a
-    run directory takes no files, the report is its text alone.
+    """Write RUN/report.html. Return its path, or the reason why it was not written: plotly is missing, or the directory
+    is not writable.
 
     Args:
-        drawn: PNG files to show beside those of the run directory.
+        drawn: PNG files to show in addition to RUN/pictures.
     """
     path = run.run_dir / PAGE_FILE
     if not can_draw():
@@ -255,14 +256,14 @@ def write_page(run: RunRecord, drawn: Sequence[Path] = ()) -> str:
 
 
 def run_page(run: RunRecord, drawn: Sequence[Path] = ()) -> Page:
-    """Build the page of a run; missing records have no section.
+    """Build the page of a run; sections without data are omitted.
 
     Args:
-        drawn: PNG files to show beside those of the run directory.
+        drawn: PNG files to show in addition to RUN/pictures.
     """
     sections = [tasks_section(run), optimizer_section(run), *method_sections(run)]
     sections += [pictures_section(run, drawn), speed_section(run), incidents_section(run)]
-    look_for = "Each is ready to be pasted; words in capitals are yours to fill in."
+    look_for = "Ready to paste; replace words in capitals."
     commands = [Commands(commands=list(next_commands(run)))]
     sections += [
         settings_section(run),
@@ -283,7 +284,7 @@ def run_page(run: RunRecord, drawn: Sequence[Path] = ()) -> Page:
 
 
 def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """The figures that matter most: (name, value, beside it)."""
+    """Return key figures as (name, value, detail)."""
     history = run.history
     steps = run.settings.get("training", {})
     total = steps.get("steps") if isinstance(steps, dict) else None
@@ -314,8 +315,8 @@ def _speed(run: RunRecord) -> tuple[str, str, str] | None:
 
 
 def pictures_section(run: RunRecord, drawn: Sequence[Path] = ()) -> PageSection:
-    """PNG files of RUN/pictures, by the steps in their names, and those that were drawn just now."""
-    folders: dict[Path, list[tuple[str, bytes]]] = {}  # of a step each, or of files without one
+    """Show the PNG files of RUN/pictures in order of their steps, and `drawn`."""
+    folders: dict[Path, list[tuple[str, bytes]]] = {}  # by step, or by file if there is no step
     for path in dict.fromkeys(path.resolve() for path in [*list_pictures(run.run_dir / PICTURES), *drawn]):
         content = path.read_bytes()
         if content.startswith(b"\x89PNG") and len(content) <= LARGEST_PICTURE:
@@ -323,10 +324,10 @@ def pictures_section(run: RunRecord, drawn: Sequence[Path] = ()) -> PageSection:
             folders.setdefault(step, []).append((_caption(path), content))
     steps = list(folders.values())
     most = max(2, MOST_PICTURES // max(map(len, steps), default=1))
-    if len(steps) > most:  # evenly over time, the first and the last among them
+    if len(steps) > most:  # evenly spaced, including the first and the last
         steps = [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
     pictures = [picture for step in steps for picture in step]
-    look_for = "What is predicted and what is hidden, oldest first: whether masks follow the image, and what changes."
+    look_for = "Predictions and masks, oldest first: whether masks follow the image, and what changes."
     return PageSection(
         name="pictures", title="Pictures", look_for=look_for, blocks=[Pictures(pictures=pictures)] if pictures else []
     )
@@ -338,7 +339,7 @@ def _caption(path: Path) -> str:
 
 
 def speed_section(run: RunRecord) -> PageSection:
-    """Throughput, waiting for data, memory."""
+    """Plot throughput, time waiting for data, and memory."""
     images = "images_per_second" in run.curves.fields
     pace = (
         ("images_per_second", "images / s", "") if images else ("tokens_per_second", "tokens / s", ", padding included")
@@ -347,7 +348,7 @@ def speed_section(run: RunRecord) -> PageSection:
         *_speed_plot(run, pace[0], "Throughput", unit=pace[1], note=f"Over all ranks{pace[2]}."),
         *_speed_plot(run, "data_wait_share", "Waiting for data", unit="share", note="Share of a step's time, rank 0."),
         *_speed_plot(run, "step_seconds", "Time of a step", unit="s", most=LONG),
-        *_speed_plot(run, "peak_memory_bytes", "Memory", unit="GiB", note="Largest so far, rank 0.", scale=1 / GIB),
+        *_speed_plot(run, "peak_memory_bytes", "Memory", unit="GiB", note="Peak so far, rank 0.", scale=1 / GIB),
         *_speed_plot(run, "model_flops_utilisation", "Share of the devices' bf16 peak", unit="share"),
     ]
     more = describe_start(run.history, run.summary)
@@ -355,8 +356,8 @@ def speed_section(run: RunRecord) -> PageSection:
         name="speed",
         title="Speed and memory",
         look_for=(
-            "More than a few per cent of waiting for data call for more --data.workers. Memory that keeps growing will "
-            "end the run."
+            "If waiting for data exceeds a few per cent, raise --data.workers. Memory that keeps growing will end the "
+            "run."
         ),
         blocks=[*blocks, *([Sentences(sentences=more)] if more and blocks else [])],
     )
@@ -365,17 +366,17 @@ def speed_section(run: RunRecord) -> PageSection:
 def _speed_plot(
     run: RunRecord, name: str, title: str, *, unit: str, note: str = "", scale: float = 1.0, most: float | None = None
 ) -> Iterator[Plot]:
-    """The plot of a field, in the same colour on every page; none where it has no value or is 0 all the time.
+    """Yield the plot of a field, unless it is missing or always 0.
 
     Args:
-        most: times the median: values above are left out, and the note says so.
+        most: omit values above this multiple of the median; the note counts them.
     """
     curve = run.curves.fields.get(name)
     if isinstance(curve, Curve) and len(curve) and any(curve.values):
         if most is not None:
             usual, longest = curve.below(most * statistics.median(curve.values)), max(curve.values)
             if left_out := len(curve) - len(usual):
-                note += f"Left out: {left_out:,} of more than {most:g} times the median, the longest of "
+                note += f"Not drawn: {left_out:,} above {most:g} times the median, the longest of "
                 note += f"{longest:,.1f} {unit}."
             curve = usual
         line = Line(name=name, points=curve.multiply(scale).points(), colour=colours(FIELDS)[name])
@@ -389,7 +390,6 @@ FIELDS = (
 
 
 def incidents_section(run: RunRecord) -> PageSection:
-    """Return the section on incidents during the run."""
     kinds = Counter(str(incident.get("kind", "")) for incident in run.incidents)
     kinds.update({"skipped step": len(run.curves.skipped)} if run.curves.skipped else {})
     rows: list[list[str | Cell]] = []
@@ -419,12 +419,12 @@ def incidents_section(run: RunRecord) -> PageSection:
         left_out = len(run.incidents) > MOST_INCIDENTS
         notes = [f"The latest {MOST_INCIDENTS} of {len(run.incidents):,}."] if left_out else []
         blocks.append(Table(head=["kind", "what", "step", "at"], rows=rows, words=2, notes=notes))
-    look_for = "Single ones are survived; many of one kind, or of one file, have a cause that is worth finding."
+    look_for = "Single incidents are harmless; many of one kind or file have a common cause."
     return PageSection(name="incidents", title="Incidents", look_for=look_for, blocks=blocks)
 
 
 def settings_section(run: RunRecord) -> PageSection:
-    """Settings that are not the recipe's."""
+    """List settings that differ from the recipe."""
     changed = run.changed
     rows = [
         [
@@ -439,8 +439,8 @@ def settings_section(run: RunRecord) -> PageSection:
     if changed.problem:
         blocks.append(Sentences(sentences=[f"Not compared with a recipe: {changed.problem}"]))
     look_for = (
-        f"What is not as in {changed.recipe}. What a run chooses where a recipe leaves it open, as batch.micro_size, "
-        "is listed, too; config.yaml has all settings."
+        f"Settings that differ from {changed.recipe}, including those that the run chose, such as batch.micro_size. "
+        "config.yaml contains all settings."
     )
     return PageSection(name="settings", title="Settings that differ from the recipe", look_for=look_for, blocks=blocks)
 
@@ -450,15 +450,15 @@ def _value(value: object) -> str:
 
 
 def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """(what for, command)."""
+    """Yield (purpose, command)."""
     path, modules = shlex.quote(str(run.run_dir.resolve())), _modules(run)
     if run.state.word == "running":
-        yield "Follow it while it goes on:", f"trp-scale watch {path}{modules}"
+        yield "Follow the running run:", f"trp-scale watch {path}{modules}"
     if run.state.goes_on and run.command:
-        where = run.start.directory or "where it was started"
+        where = run.start.directory or "its original working directory"
         command = continue_command(run.command, run.run_dir.resolve())
-        yield f"Go on from its newest checkpoint, in {where} and under the same launcher:", command
-    yield "Examine the run: which checkpoints are whole, where it would go on:", f"trp-scale doctor {path}"
+        yield f"Resume from the newest checkpoint, in {where} and with the same launcher:", command
+    yield "Check the run: complete checkpoints, and where it would resume:", f"trp-scale doctor {path}"
     if run.fine_tuning:
         return
     yield "Measure every task's loss on held-out rows:", f"trp-scale evaluate --run {path}{modules}"
@@ -469,7 +469,7 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
             probe = f"trp-scale probe --from {path} --data GLUE --task sst2"
         else:
             drawn = f"trp-scale report --run {path} --pictures {path}/{PICTURES}{modules}"
-            yield "Draw what it reconstructs, its positions and masks, and have them on this page:", drawn
+            yield "Draw reconstructions, positions and masks, and add them to this page:", drawn
             tuned = f"trp-scale finetune --recipe classification_tiny --from {path} --data.path SHARDS"
             yield (
                 "Fine-tune its encoder to classify images, over seeds:",
@@ -478,15 +478,15 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
             probe = f"trp-scale probe --from {path} --data SHARDS --method knn"
         yield "Measure its frozen encoder:", f"{probe}{modules}"
         to = export_format(run.config)
-        what = "the model, as transformers reads it" if to == "hf" else "the encoder, for timm or torch alone"
-        yield f"Take away {what}:", f"trp-scale export --run {path} --to {to} --output EXPORTED{modules}"
+        what = "the model for transformers" if to == "hf" else "the encoder for timm or torch"
+        yield f"Export {what}:", f"trp-scale export --run {path} --to {to} --output EXPORTED{modules}"
     other = f"trp-scale compare {path} OTHER_RUN --html compared.html{modules}"
     yield "Compare it with another run, results and curves:", other
 
 
 def export_format(config: Config) -> Literal["hf", "timm"]:
-    """Return the library that a model can be exported to unchanged: transformers has BERT, and the MAE whose encoder
-    sees visible patches alone."""
+    """Return the library that can load an exported model unchanged: transformers supports BERT, and an MAE whose
+    encoder reads only visible patches."""
     vision = getattr(config, "vision", None)
     is_mae = getattr(vision, "tokens", "") == "visible" and getattr(vision, "positions", "") == "absolute"
     return "hf" if vision is None or (is_mae and getattr(vision, "decoder", "") == "transformer") else "timm"

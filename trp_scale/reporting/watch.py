@@ -1,4 +1,4 @@
-"""`trp-scale watch`: the page of a run that goes on, served to this machine's browsers, made anew as it gets on."""
+"""`trp-scale watch`: serve the page of a running run to local browsers, and update it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from trp_scale.training.rundir import CONFIG_FILE, INCIDENTS_FILE, STOP_RECORD
 HOST = "127.0.0.1"
 
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
-"""Names under which a browser may ask, here or through a tunnel: a page of the network must not reach the run by
-another name that leads here."""
+"""Accepted Host headers, for local browsers and tunnels. This blocks DNS rebinding by web pages."""
 
 WATCHED = (METRICS_FILE, SUMMARY_FILE, STOP_RECORD, INCIDENTS_FILE)
 
 REST = 4
-"""After a page was made, nothing is made for so many times as long: a long run's page takes seconds, and the machine
-may be the one that trains."""
+"""Pause after rendering, as a multiple of the rendering time: the page of a long run takes seconds, and the machine
+may also train."""
 
 
 class RunningPage:
-    """The page of a run directory, made anew when its files have changed.
+    """Page of a run directory; rendered again after its files change.
 
     Args:
-        run_dir: exists; metrics.jsonl may come later.
-        clock: gives seconds.
+        run_dir: exists; metrics.jsonl may follow later.
+        clock: returns seconds.
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,11 +47,11 @@ class RunningPage:
         self._version, self._text, self._until = "", "", 0.0
 
     def version(self) -> str:
-        """Changes when a newer page is to be had."""
+        """Version of the newest page."""
         return self.newest()[0]
 
     def newest(self) -> tuple[str, str]:
-        """(version, HTML)."""
+        """Return (version, HTML)."""
         with self._lock:
             fingerprint = self._fingerprint()
             if fingerprint != self._version and (self.clock() >= self._until or not self._text):
@@ -75,19 +74,16 @@ class RunningPage:
         except RefusedError as error:
             if not (self.run_dir / METRICS_FILE).exists():
                 return Page(
-                    kind="Pre-training report", title=self.run_dir.resolve().name, lead=["No step is logged yet."]
+                    kind="Pre-training report", title=self.run_dir.resolve().name, lead=["No step has been logged."]
                 )
             return Page(kind="Pre-training report", title=self.run_dir.resolve().name, lead=[str(error)])
 
 
 def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
-    """A server on 127.0.0.1 that is not yet started.
+    """Create a server on 127.0.0.1. Raises RefusedError if the port is not available or plotly is not installed.
 
     Args:
-        port: 0 = any that is free.
-
-    Raises:
-        RefusedError: the port is taken, or may not be used; plotly is not installed.
+        port: 0 = any free port.
     """
     plotly = plotly_source().encode()
 
@@ -115,21 +111,21 @@ def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, format: str, *values: object) -> None:
-            """A line for each request would be all that is to be seen."""
+            """Log nothing: one line per request would hide other output."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
         allow_reuse_port = False
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A browser that goes away in the middle of an answer is no error; others are told."""
+            """Ignore browsers that close the connection during a response."""
             if not isinstance(sys.exc_info()[1], ConnectionError):
                 super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     try:
         return Server((HOST, port), Handler)
     except OSError as error:
-        reason = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        reason = "it is already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
         raise RefusedError(
             f"--port {port} of {HOST} cannot be used: {reason}; allowed: another port, or --port 0 for one that is free"
         ) from error
@@ -138,17 +134,13 @@ def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
 
 
 def watch(run_dir: Path, port: int) -> None:
-    """Serve the page until the process is interrupted.
-
-    Raises:
-        RefusedError: there is no such directory; and what `server_of` raises.
-    """
+    """Serve the page until the process is interrupted. Raises RefusedError if `run_dir` is not a run."""
     if not run_dir.is_dir():
         raise RefusedError(f"{run_dir}: no such directory; give the --run_dir of a run")
     if any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in (*WATCHED, CONFIG_FILE)):
-        raise RefusedError(f"{run_dir}: no run of trp-scale pretrain; give the --run_dir of one")
+        raise RefusedError(f"{run_dir}: not a run of trp-scale pretrain; give the --run_dir of a run")
     with make_server(RunningPage(run_dir), port) as server:
-        print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C ends it; the run is not touched)", flush=True)
+        print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C stops the server, not the run)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -235,7 +235,7 @@ def test_a_first_step_that_compiled_leaves_room_for_the_others(tmp_path: Path) -
     text = page_of(write(tmp_path / "compiled", lines))
     time = figures_of(text)[titles_of(text).index("Time of a step")]["data"]
     assert (time[0]["x"][0], max(time[0]["y"])) == (2, 0.269)
-    assert "Left out: 1 of more than 20 times the median, the longest of 37.5 s." in Read(text).words
+    assert "Not drawn: 1 above 20 times the median, the longest of 37.5 s." in Read(text).words
 
 
 def test_a_hook_from_outside_describes_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,5 +306,5 @@ def test_a_plot_shows_figures_that_measure_the_same(tmp_path: Path) -> None:
         for plot in optimizer_section(run).blocks
         if isinstance(plot, Plot)
     }
-    assert plots["Loss in all"] == ["training"]
+    assert plots["Total loss"] == ["training"]
     assert plots["Held-out loss (mean of the balanced tasks)"] == ["held out"]

@@ -64,7 +64,7 @@ def test_the_page_changes_when_the_run_gets_on(run: Path, get: Get) -> None:
     assert get("/version") != version
     assert "up to step 5." in get("/") and "end not known" in get("/")
     (run / "stop.json").write_text(json.dumps(FINISHED), encoding="utf-8")
-    assert "All its steps are done." in get("/")
+    assert "All steps are done." in get("/")
     assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "stop.json"]
 
 
@@ -85,7 +85,7 @@ def test_nothing_else_is_served_and_not_to_others(get: Get, path: str, host: str
 
 def test_a_run_without_a_step_is_waited_for_and_a_damaged_one_told(tmp_path: Path) -> None:
     page = RunningPage(tmp_path)
-    assert "No step is logged yet." in page.newest()[1]
+    assert "No step has been logged." in page.newest()[1]
     (tmp_path / "metrics.jsonl").write_text("no JSON\n", encoding="utf-8")
     page._until = 0.0
     assert "line 1: not JSON" in page.newest()[1]
@@ -110,7 +110,7 @@ def test_a_busy_port_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -
     with closing(socket.create_server((HOST, 0))) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["watch", str(run), "--port", str(port)]) == 2
-    assert f"--port {port} of {HOST} cannot be used: another program has it" in capsys.readouterr().err
+    assert f"--port {port} of {HOST} cannot be used" in capsys.readouterr().err
     with pytest.raises(RefusedError, match=r"allowed: 0 \.\.\. 65535"):
         make_server(RunningPage(run), 70_000)
 
@@ -120,7 +120,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest
     assert "no: no such directory" in capsys.readouterr().err
     (tmp_path / "other.txt").write_text("no run")
     assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "no run of trp-scale pretrain" in capsys.readouterr().err
+    assert "not a run of trp-scale pretrain" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_it_well(run: Path) -> None:
