@@ -1,5 +1,5 @@
-"""Command lines of `trp-scale evaluate`, `probe` and `represent`, and settings of the hooks that probe the encoder and
-draw pictures during training; all are read without torch."""
+"""Command lines of `trp-scale evaluate`, `probe` and `represent`, and settings of the hooks `probes` and
+`pictures`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,133 +23,124 @@ FrozenPositions = Literal["recomputed", "interpolated"]
 
 @dataclass(kw_only=True)
 class LinearSettings(Section):
-    """A linear layer behind a batch norm without affine, learned by LARS without weight decay; defaults are MAE's (He
-    et al. 2022, A.1, Table 10)."""
+    """Linear layer after a batch norm without affine parameters, trained by LARS without weight decay. Defaults are
+    MAE's (He et al. 2022, A.1, Table 10)."""
 
     epochs: int = setting(90, at_least=1)
-    """Passes over the training images."""
+    """Epochs over the training images."""
     warmup_epochs: int = setting(10, at_least=0)
-    """Epochs in which the learning rate grows to its peak. After them it falls by a cosine to 0."""
+    """Linear warm-up epochs; then the learning rate decays to 0 by a cosine."""
     batch_size: int = setting(16384, at_least=2)
-    """Images of a step; where there are fewer, all of them."""
+    """Images per step; all images if there are fewer."""
     base_lr: float = setting(0.1, above=0)
-    """Peak learning rate for 256 images of a step; it grows with the images of a step."""
+    """Peak learning rate for 256 images per step; scaled linearly with the batch size."""
     crops: Literal["cached", "fresh"] = "cached"
-    """cached: features of each whole image, computed once. fresh: features of a random crop, drawn anew in each epoch
-    and mirrored half of the time, as in MAE; the encoder then runs over all images in every epoch."""
+    """cached: features of each whole image, computed once. fresh: features of a new random crop in each epoch, with
+    horizontal flips, as in MAE; the encoder then runs over all images in every epoch."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.warmup_epochs >= self.epochs:
             yield (
-                f"--linear.warmup_epochs is {self.warmup_epochs}, allowed: below --linear.epochs {self.epochs}, or the "
-                "learning rate would never reach its peak"
+                f"--linear.warmup_epochs is {self.warmup_epochs}; allowed: less than --linear.epochs {self.epochs}, or "
+                "the learning rate never reaches its peak"
             )
 
 
 @dataclass(kw_only=True)
 class LogisticSettings(Section):
-    """scikit-learn's LogisticRegression on standardised features: the fast one."""
+    """Logistic regression of scikit-learn on standardised features. Fast."""
 
     inverse_penalty: float = setting(1.0, above=0)
-    """C of the logistic regression. A larger one penalises weights less."""
+    """C of the logistic regression. Larger values regularise less."""
     iterations: int = setting(1000, at_least=1)
-    """Largest number of iterations of the solver."""
+    """Maximum number of solver iterations."""
 
 
 @dataclass(kw_only=True)
 class KnnSettings(Section):
-    """The nearest training images vote, each by exp(cosine / temperature) (Wu et al. 2018; values of DINO, Caron et al.
-    2021)."""
+    """Weighted nearest neighbours: each neighbour votes with exp(cosine / temperature) (Wu et al. 2018; defaults of
+    DINO, Caron et al. 2021)."""
 
     k: int = setting(20, at_least=1)
-    """Nearest neighbours that vote."""
+    """Number of neighbours."""
     temperature: float = setting(0.07, above=0)
-    """Temperature of the votes. A lower one gives nearer images more weight."""
+    """Temperature of the votes. Lower values favour nearer images."""
 
 
 @dataclass(kw_only=True)
 class ProbeArguments(ReadsRuns):
-    """Measure how far the features of a frozen encoder tell classes apart: results.json and a table. Of an encoder of
-    text, --task names tasks of GLUE, in the directory --data; its classifiers are logistic. Of one of images, features
-    are computed once, under torchrun by all ranks together, and kept: the same encoder on the same images is not run
-    again. A run that learned its masks also gets MLO-MAE's own figure, of the head that its masks were learned with."""
+    """Train a classifier on the features of a frozen encoder, and write results.json and a table. For a text
+    encoder, --task names tasks of GLUE in the directory --data; its classifiers are logistic. Image features are
+    computed once, by all ranks under torchrun, and cached. A run with learned masks also gets MLO-MAE's figure: the
+    accuracy of the head that its masks were learned with."""
 
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
-    """The encoder: a run directory, an export, a directory of transformers (ViTMAE) or of timm (ViT); scratch: weights
-    drawn at random, in the sizes of --recipe, for comparison."""
+    """The encoder: a run directory, an export, a directory of transformers (ViTMAE) or of timm (ViT); scratch:
+    random weights with the sizes of --recipe, as a reference."""
     weights: Weights = "last"
-    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
+    """For a run with the hook weight_average: average uses the averaged weights instead of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Shards of training images with classes; with --task the GLUE directory."""
     task: str = ""
-    """Encoders of text: a task of GLUE, several with commas between, or all. Development sets are measured."""
+    """Text encoders: a task of GLUE, several separated by commas, or all. Development sets are measured."""
     rows: int = setting(0, at_least=0)
-    """With --task: training rows that the classifier learns from, drawn by the seed, each label's share as in all of
-    them; 0 = all."""
+    """With --task: number of training rows, a stratified random subset drawn by the seed; 0 = all."""
     max_length: int = 128
-    """With --task: pieces that are read of a sentence, at most as many as the encoder has positions."""
+    """With --task: maximum tokens per sentence, limited by the encoder's positions."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Shards of the images that accuracy is measured on: the same classes, other images. None = what
-    --validation_fraction holds out of --data."""
+    """Shards of test images with the same classes. None = the part of --data that --validation_fraction holds out."""
     method: Method = "logistic"
-    """logistic: fast. linear: as MAE probes with --pooling class and --linear.crops fresh. knn: nothing is learned."""
+    """logistic: fast. linear: MAE's probe, with --pooling class and --linear.crops fresh. knn: nothing is trained."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
-    """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
+    """For --from scratch: an image recipe with the encoder's sizes, or the config.yaml of a run."""
     image_size: int = 0
-    """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    """Image side in pixels, a multiple of the patch size; 0 = as in pre-training."""
     encoder_positions: FrozenPositions = "recomputed"
-    """Fixed positions on images of another size than in pre-training. recomputed: sine and cosine of their own
-    coordinates. interpolated: the pre-training grid, stretched (bicubic), as in MAE's code."""
+    """Fixed positions for image sizes other than in pre-training. recomputed: sine-cosine positions of the new
+    grid. interpolated: bicubic interpolation of the pre-training grid, as in MAE's code."""
     pooling: Pooling = "mean"
-    """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
+    """mean: of the patch tokens after the last norm. class: the class token."""
     per_class: int = setting(0, at_least=0)
-    """Training images of each class that the classifier learns from, drawn by the seed; 0 = all. Not with
-    --linear.crops fresh."""
+    """Training images per class, drawn by the seed; 0 = all. Not with --linear.crops fresh."""
     seeds: int = setting(1, at_least=1)
-    """Number of probes, with seeds --seed, --seed + 1, ... A seed draws the linear layer, the images of --per_class,
-    and the weights of --from scratch."""
+    """Number of probes, with seeds --seed, --seed + 1, ... The seed sets the linear layer, the images of
+    --per_class, and the weights of --from scratch."""
     seed: int = setting(0, at_least=0)
-    """The first seed."""
+    """First seed."""
     validation_fraction: float = 0.1
-    """Without --test: share of the images that are held out, by their blocks' names, as in a run."""
+    """Without --test: share of the images to hold out, by block names, as in a run."""
     split: Literal["dev", "test"] | None = None
-    """What the measured images are called; None = test with --test, else dev."""
+    """Name of the measured split; None = test with --test, else dev."""
     seen: Literal["centre", "whole"] = "centre"
-    """Part of an image that the encoder sees. centre: the shorter side is resized to image_size / centre_share, and the
-    central square is taken. whole: the whole image, squashed to a square."""
+    """Visible part of an image. centre: the shorter side is resized to image_size / centre_share, then the centre
+    is cropped. whole: the whole image, resized to a square."""
     centre_share: float = setting(0.875, above=0, at_most=1)
-    """Side of the central square over the image's shorter side: 224 of 256 pixels."""
+    """Side of the centre crop over the shorter side of the image: 224 of 256 pixels."""
     linear: LinearSettings = field(default_factory=LinearSettings)
     logistic: LogisticSettings = field(default_factory=LogisticSettings)
     knn: KnnSettings = field(default_factory=KnnSettings)
     batch_size: int = setting(64, at_least=1)
-    """Images of one forward pass on one rank."""
+    """Images per forward pass and rank."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the encoder's forward passes."""
+    """Precision of the encoder's forward passes."""
     workers: int = setting(1, at_least=0)
-    """Processes that decode images, for each rank; 0 = this process decodes. More than one is used by --linear.crops
-    fresh alone."""
+    """Processes per rank that decode images; 0 = the main process. Only --linear.crops fresh uses more than one."""
     cache: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/features")
-    """Directory where features are kept."""
+    """Directory of cached features."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for results.json; None = runs/probe-METHOD-DATE-TIME."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory with another probe's results.json: the table gives differences to it."""
+    """Directory with the results.json of another probe; the table shows differences from it."""
     local_rank: int = -1
-    """Passed by the deepspeed launcher; ranks are read from the environment."""
+    """Set by the deepspeed launcher; ignored, since ranks come from the environment."""
 
     def recipe_name(self) -> str:
-        """Name of the recipe, for the run directory."""
+        """Name for the run directory."""
         return f"probe-{self.method}"
 
 
 def parse_probe(argv: Sequence[str]) -> ProbeArguments:
-    """Read and check the command line.
-
-    Raises:
-        RefusedError: flags that cannot be; all of them in one message.
-        SystemExit: 2 for an unknown flag, 0 after --help.
-    """
+    """Read and check the command line. Raises RefusedError with all invalid flags, and SystemExit."""
     first = (
         "from_",
         "data",
@@ -183,18 +174,18 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             ("--per_class", arguments.per_class > 0),
         ]
         problems += [
-            f"--task {arguments.task} is of text, where {flag} has no meaning"
+            f"--task {arguments.task} is for text encoders; leave out {flag}"
             for flag, is_given in of_images
             if is_given
         ]
     elif arguments.rows:
-        problems.append(f"--rows {arguments.rows} is for --task; of images allowed: --per_class")
+        problems.append(f"--rows {arguments.rows} is for --task; for images use --per_class")
     if not arguments.from_:
         problems.append(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
     if not arguments.data:
-        problems.append("--data is missing; allowed: a directory that trp-scale shard-images wrote, with classes")
+        problems.append("--data is missing; expected: a directory of trp-scale shard-images, with classes")
     if scratch and not arguments.recipe:
         problems.append(
             "--from scratch needs --recipe, for the encoder's sizes: a name, or a .yaml file such as RUN/config.yaml"
@@ -205,12 +196,12 @@ def _problems(arguments: ProbeArguments) -> list[str]:
         )
     if not arguments.task and arguments.test is None and not 0 < arguments.validation_fraction < 1:
         problems.append(
-            f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
-            "measure on; allowed: more than 0 and less than 1, or --test DIR"
+            f"--validation_fraction is {arguments.validation_fraction} without --test: no images to measure on; "
+            "allowed: more than 0 and less than 1, or --test DIR"
         )
     problems += find_problems(arguments)
     if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
-        problems.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
+        problems.append(f"--per_class {arguments.per_class} is for cached features; allowed: --linear.crops cached")
     if (
         arguments.seeds > 1
         and not scratch
@@ -218,54 +209,52 @@ def _problems(arguments: ProbeArguments) -> list[str]:
         and not (arguments.per_class or arguments.rows)
     ):
         problems.append(
-            f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
-            "would give the same figure and a spread of 0; allowed: 1, or --method linear, --per_class K, or "
-            "--from scratch; probe the runs of several seeds one by one"
+            f"--seeds {arguments.seeds}: --method {arguments.method} is deterministic: all seeds give the same figure; "
+            "allowed: 1, or --method linear, --per_class K, or --from scratch; probe runs of several seeds one by one"
         )
     return problems
 
 
 @dataclass(kw_only=True)
 class RepresentArguments(ReadsRuns):
-    """Look at what an encoder has learned: how much more alike images of one class are than images of two, the
-    representations in a plane, attention maps; of a run of ours its reconstructions and masks; of fine-tuned runs what
-    they decide by. Writes PNG files, representation.json and one page, index.html."""
+    """Show what an encoder has learned: similarity within and between classes, representations in a plane,
+    attention maps; for a pre-training run of trp-scale reconstructions and masks; for fine-tuned runs their
+    decisions. Writes PNG files, representation.json and the page index.html."""
 
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")]
-    """The encoder: a run directory of trp-scale pretrain or finetune, an export, a directory of transformers (ViTMAE)
-    or of timm (ViT, such as DINO's); scratch: weights drawn at random, in the sizes of --recipe, for comparison."""
+    """The encoder: a run directory of trp-scale pretrain or finetune, an export, a directory of transformers
+    (ViTMAE) or of timm (ViT, such as DINO's); scratch: random weights with the sizes of --recipe, as a reference."""
     weights: Weights = "last"
-    """Of a run with the hook weight_average, in --from: average takes the average of its weights in place of the last
-    ones."""
+    """For a run with the hook weight_average: average uses the averaged weights instead of the last ones."""
     data: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Sharded images to look at. Figures about classes need images with classes."""
+    """Sharded images. Class similarity needs images with classes."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; made if it is not there."""
+    """Output directory; created if it does not exist."""
     run: Annotated[list[Path], tyro.conf.arg(metavar="DIR")] = field(default_factory=list)
-    """Fine-tuned runs of one kind of task, each the run directory of a seed (DIR/TASK/seed_N): what their task draws of
-    them, side by side. Classifiers have Grad-CAM; segmentation and depth predicted maps."""
+    """Fine-tuned runs of one kind of task, as run directories of a seed (DIR/TASK/seed_N), drawn next to each
+    other: classifiers with Grad-CAM, segmentation and depth with predicted maps."""
     images: int = 1024
-    """Largest number of images that figures, plane and averaged attention are made of; 0 = all."""
+    """Maximum number of images for figures, plane and average attention; 0 = all."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
-    """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
+    """For --from scratch: an image recipe with the encoder's sizes, or the config.yaml of a run."""
     image_size: int = 0
-    """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    """Image side in pixels, a multiple of the patch size; 0 = as in pre-training."""
     encoder_positions: FrozenPositions = "recomputed"
-    """Fixed positions on images of another size than in pre-training. recomputed: sine and cosine of their own
-    coordinates. interpolated: the pre-training grid, stretched (bicubic), as in MAE's code."""
+    """Fixed positions for image sizes other than in pre-training. recomputed: sine-cosine positions of the new
+    grid. interpolated: bicubic interpolation of the pre-training grid, as in MAE's code."""
     seen: Literal["centre", "whole"] = "centre"
-    """Part of an image that the encoder sees. centre: the central square, image_size of image_size / 0.875 pixels.
-    whole: the whole image, squashed to a square."""
+    """Visible part of an image. centre: the shorter side is resized to image_size / 0.875, then the centre is
+    cropped. whole: the whole image, resized to a square."""
     shown: int = 6
-    """Images in the pictures that show images."""
+    """Number of images in pictures."""
     pooling: Pooling = "mean"
-    """The representation of an image: the mean of its patch tokens, or the class token, after the last norm."""
+    """Representation of an image: mean of the patch tokens after the last norm, or the class token."""
     plane: Literal["pca", "tsne"] = "pca"
-    """How representations are laid out in a plane: principal components, or t-SNE."""
+    """Projection to the plane: principal components, or t-SNE."""
     block: int = 0
-    """Block whose attention is shown, from 0; negative ones count from the last."""
+    """Block with the shown attention, from 0; negative numbers count from the last."""
     positions: Annotated[list[str], tyro.conf.arg(metavar="ROW,COLUMN")] = field(default_factory=list)
-    """Patches whose attention is shown, such as 3,3 3,10; empty = three by three over the image."""
+    """Patches with the shown attention, such as 3,3 3,10; empty = three by three over the image."""
 
 
 ROBUSTNESS_TITLES = {
@@ -274,13 +263,13 @@ ROBUSTNESS_TITLES = {
     "sketch": "ImageNet-Sketch",
     "c": "ImageNet-C",
 }
-"""By the word before the equals sign. A: Hendrycks et al. 2021, natural adversarial examples; R: Hendrycks et al.
-2021, renditions; Sketch: Wang et al. 2019; C: Hendrycks and Dietterich 2019."""
+"""Titles by set name. A: Hendrycks et al. 2021, natural adversarial examples; R: Hendrycks et al. 2021, renditions;
+Sketch: Wang et al. 2019; C: Hendrycks and Dietterich 2019."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobustnessSet:
-    """Attributes: name: a, r, sketch or c; directory: its shards."""
+    """Robustness set. Attributes: name: a, r, sketch or c; directory: of its shards."""
 
     name: str
     directory: Path
@@ -292,11 +281,7 @@ class RobustnessSet:
 
 
 def parse_robustness_sets(words: Sequence[str]) -> list[RobustnessSet]:
-    """["a=DIR", "c=DIR"] -> the sets, in that order.
-
-    Raises:
-        RefusedError: an unknown set, one given twice, or a directory that is not there.
-    """
+    """Parse ["a=DIR", "c=DIR"]. Raises RefusedError for an unknown or repeated set, or a missing directory."""
     sets: list[RobustnessSet] = []
     allowed = ", ".join(f"{name}=DIR ({title})" for name, title in ROBUSTNESS_TITLES.items())
     for word in words:
@@ -304,29 +289,27 @@ def parse_robustness_sets(words: Sequence[str]) -> list[RobustnessSet]:
         name = name.strip().lower()
         if name == "b":
             raise RefusedError(
-                f"--robustness {word}: there is no ImageNet-B. MLO-MAE's Table 15 names one without saying what it is, "
-                f"and no data set of that name was published; allowed: {allowed}"
+                f"--robustness {word}: ImageNet-B, which MLO-MAE's Table 15 mentions, was never published; "
+                f"allowed: {allowed}"
             )
         if name not in ROBUSTNESS_TITLES or not equals or not directory:
             raise RefusedError(f"--robustness {word}: allowed: {allowed}")
         if name in {chosen.name for chosen in sets}:
-            raise RefusedError(f"--robustness {word}: {ROBUSTNESS_TITLES[name]} is given twice; give each set once")
+            raise RefusedError(f"--robustness {word}: {ROBUSTNESS_TITLES[name]} is given twice; allowed: once")
         if not Path(directory).is_dir():
-            raise RefusedError(f"--robustness {word}: there is no such directory")
+            raise RefusedError(f"--robustness {word}: no such directory")
         sets.append(RobustnessSet(name=name, directory=Path(directory)))
     return sets
 
 
 @dataclass(kw_only=True)
 class EvaluateArguments(ReadsRuns):
-    """Measure what `trp-scale finetune` or `pretrain` has trained, without training it further: results.json and a
-    table.
+    """Measure a run of `trp-scale finetune` or `pretrain` without training, and write results.json and a table.
 
-    Of a run of pre-training, finished or not, these are the mean losses of its tasks, and which is worst: on the rows
-    that it holds out, or on all of --data, with the masks that a row always has. Of a fine-tuned run they are the
-    figures of its downstream tasks.
+    For a pre-training run these are the mean losses of its tasks, and the worst task: on its held-out rows or on all of
+    --data, with the fixed validation masks. For a fine-tuned run these are the figures of its downstream tasks.
 
-    Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:
+    Classifiers can also be measured on robustness sets. Shard each from its folders first:
 
         trp-scale shard-images --inputs imagenet-a --output shards/a --split test
         for level in imagenet-c/*/*; do
@@ -334,62 +317,53 @@ class EvaluateArguments(ReadsRuns):
         done
         trp-scale evaluate --run RUN --robustness a=shards/a --robustness c=shards/c
 
-    a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes that the set has, matched by the names of
-    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities,
-    on the images as they are.
+    a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes of the set, matched by folder names. c
+    (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities, on the unchanged
+    images.
     """
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
-    """A run directory of trp-scale pretrain or a checkpoint in it; or a directory of trp-scale finetune, with all its
-    tasks and seeds, or one of its seeds. Under torchrun say --finetuned: it takes --run for one of its own flags,
-    wherever it stands."""
+    """A run directory of trp-scale pretrain or a checkpoint in it; or a directory of trp-scale finetune, with all
+    tasks and seeds, or one of its seeds. Under torchrun use --finetuned: torchrun takes --run as its own flag."""
     weights: Weights = "last"
-    """Of runs with the hook weight_average: average measures the average of the weights in place of the last ones."""
+    """For runs with the hook weight_average: average uses the averaged weights instead of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on, of a run
-    of pre-training what it holds out."""
+    """Data to measure on: shards, or the GLUE directory; empty = the validation data of the run."""
     rows: int = setting(0, at_least=0)
-    """Of a run of pre-training: rows that are measured at most, the first as they are stored; 0 = all."""
+    """For pre-training runs: maximum number of rows, in stored order; 0 = all."""
     background: Annotated[str, tyro.conf.arg(metavar="CLASS,CLASS")] = ""
-    """Of a run of a masked autoencoder, with --data of images with segmentation maps: measure in place of losses where
-    the masks lie, as the share of what is masked that shows an object, which is every class but these."""
+    """For runs of a masked autoencoder, with --data of images with segmentation maps: measure, instead of losses,
+    the share of masked pixels that show an object, which is every class except these."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Detection: folder of the images of --data."""
     split: Literal["dev", "test"] | None = None
-    """What the measured rows are called; for GLUE, which of its files are read. None = as in the run; test for images
-    of --data and for all that is given to a run of pre-training."""
+    """Name of the measured split; for GLUE, the files to read. None = as in the run; test for images of --data and
+    for --data of a pre-training run."""
     robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
         default_factory=list
     )
-    """A set of another kind of images, in place of --data. May be given several times."""
+    """Robustness set, instead of --data. May be repeated."""
     classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For --robustness: a data set with the names of the model's classes, if the run's checkpoint does not have
-    them."""
+    """For --robustness: a data set with the class names of the model, if the checkpoint has none."""
     partial: bool = False
-    """For --robustness c: take the mean over the corruptions and severities that are there, and call it partial,
-    instead of refusing."""
+    """For --robustness c: accept missing corruptions and severities, and mark the mean as partial."""
     predictions: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Save what a fine-tuned run predicts there, with several seeds in DIR/seed_N. GLUE: the files that its server
-    takes, such as CoLA.tsv and MNLI-mm.tsv; the test sets without labels by --split test. Classification: TASK.csv.
-    Segmentation: TASK/KEY.png, the number of each pixel's class. Depth: TASK/KEY.png of 16 bits, in the unit of the
-    data's maps. Detection: TASK.json in COCO's form of results."""
+    """Directory for the predictions of a fine-tuned run; with several seeds DIR/seed_N. GLUE: files for its server,
+    such as CoLA.tsv and MNLI-mm.tsv; --split test selects the unlabelled test sets. Classification: TASK.csv.
+    Segmentation: TASK/KEY.png with class numbers. Depth: TASK/KEY.png, 16 bits, in the unit of the data. Detection:
+    TASK.json in COCO's results format."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
+    """Directory for results.json; None = RUN/evaluations/NAME, with a name for what is measured."""
     micro_size: int = setting(0, at_least=0)
-    """Rows of one forward pass on one rank; 0 = the run's batch.micro_size."""
+    """Rows per forward pass and rank; 0 = the run's batch.micro_size."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory with another results.json: the table gives differences to it."""
+    """Directory with another results.json; the table shows differences from it."""
     local_rank: int = -1
-    """Passed by the deepspeed launcher; ranks are read from the environment."""
+    """Set by the deepspeed launcher; ignored, since ranks come from the environment."""
 
 
 def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
-    """Read and check the command line.
-
-    Raises:
-        RefusedError: flags that cannot be, or contradict each other.
-        SystemExit: 2 for an unknown flag, 0 after --help.
-    """
+    """Read and check the command line. Raises RefusedError for invalid or contradicting flags, and SystemExit."""
     arguments = read(
         EvaluateArguments,
         argv,
@@ -402,15 +376,13 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
             "seeds"
         )
     if not arguments.run.is_dir():
-        raise RefusedError(f"--run {arguments.run}: there is no such directory")
+        raise RefusedError(f"--run {arguments.run}: no such directory")
     if arguments.robustness and (arguments.data or arguments.split):
-        raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
+        raise RefusedError("--robustness names its own data, with the split test; leave out --data and --split")
     if arguments.robustness and arguments.predictions:
-        raise RefusedError("--predictions is not for --robustness; give one of its sets as --data, of the same classes")
+        raise RefusedError("--predictions is not for --robustness; give a set with the same classes as --data")
     if arguments.background and not arguments.data:
-        raise RefusedError(
-            "--background is for images with segmentation maps, which --data names; allowed: --data DIR with it"
-        )
+        raise RefusedError("--background needs images with segmentation maps; give them with --data DIR")
     check_settings(arguments)
     parse_robustness_sets(arguments.robustness)
     return arguments
@@ -419,37 +391,37 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
 @component("hook", "probes", "trp_scale.evaluation.probe.online:OnlineProbes")
 @dataclass(kw_only=True)
 class ProbesSettings(Settings):
-    """Measure the encoder while it trains: nearest neighbours and a linear probe on some labelled rows, and RankMe."""
+    """Measure the encoder during training: nearest neighbours and a linear probe on labelled rows, and RankMe."""
 
     every: int = setting(0, at_least=0)
-    """Steps from one measurement to the next; the last step has one too. 0 = a tenth through the run the first, from
-    then on as many as keep them at 1 % of the run's time."""
+    """Steps between measurements; the last step is always measured. 0 = first after a tenth of the run, then as
+    often as 1 % of the run's time allows."""
     data: str = ""
-    """Labelled rows to learn from: shards of images with classes, or for an encoder of text the GLUE directory.
-    Empty = the run's own images."""
+    """Labelled rows to train on: shards of images with classes, or the GLUE directory for a text encoder. Empty =
+    the run's images."""
     test: str = ""
-    """Shards of images that are measured. Empty = those that the run holds out, or a tenth of other data. Of GLUE it
-    is the development set."""
+    """Shards of test images. Empty = the run's held-out images, or a tenth of other data. GLUE uses the development
+    set."""
     task: str = "sst2"
-    """Of GLUE: cola, sst2, mrpc, qqp, mnli, qnli, rte or wnli."""
+    """For GLUE: cola, sst2, mrpc, qqp, mnli, qnli, rte or wnli."""
     rows: int = setting(1000, at_least=2)
-    """Labelled rows that the classifiers learn from; fewer where there are fewer."""
+    """Maximum number of labelled training rows."""
     measured: int = setting(1000, at_least=1)
-    """Rows that they are measured on, and RankMe is of."""
+    """Maximum number of rows for accuracy and RankMe."""
     neighbours: int = setting(20, at_least=1)
-    """Nearest rows that vote, each by exp(cosine / 0.07) (Wu et al. 2018)."""
+    """Number of neighbours; each votes with exp(cosine / 0.07) (Wu et al. 2018)."""
     inverse_penalty: float = setting(1.0, above=0)
-    """C of the logistic regression on standardised features, which is the linear probe."""
+    """C of the linear probe, a logistic regression on standardised features."""
     seen: Literal["centre", "whole"] = "centre"
-    """Part of an image that the encoder sees, as --seen of trp-scale probe."""
+    """Visible part of an image, as --seen of trp-scale probe."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.reads != "text":
             return
         if not self.data:
-            yield "--probes.data is empty, allowed for an encoder of text: the GLUE directory"
+            yield "--probes.data is empty; expected for a text encoder: the GLUE directory"
         if self.test:
-            yield f"--probes.test is {self.test}, allowed for an encoder of text: empty, GLUE has development sets"
+            yield f"--probes.test is {self.test}; allowed for a text encoder: empty, GLUE has development sets"
         if self.task not in (allowed := ("cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli")):
             yield f"--probes.task is {self.task!r}, allowed: {', '.join(allowed)}"
 
@@ -457,32 +429,29 @@ class ProbesSettings(Settings):
 @component("hook", "pictures", "trp_scale.evaluation.figures.pictures:OnlinePictures")
 @dataclass(kw_only=True)
 class PicturesSettings(Settings):
-    """Draw reconstructions, positions and masks of a run on images from its checkpoints, into RUN/pictures."""
+    """Draw reconstructions, positions and masks from checkpoints into RUN/pictures."""
 
     every: int = setting(1, at_least=1)
-    """Each Nth checkpoint of a start is drawn, by rank 0 on its CPU, while the others wait at the next step."""
+    """Draw every Nth checkpoint since the start. Rank 0 draws on its CPU; other ranks wait at the next step."""
     rows: int = setting(6, at_least=1)
-    """Held-out images that are drawn."""
+    """Number of held-out images."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.reads == "text":
-            yield "--hooks has pictures, which are of images; this run learns from text: leave it out"
+            yield "--hooks has pictures, which is for images; this run trains on text: leave it out"
         elif hasattr(config, "downstream"):
-            yield "--hooks has pictures, which are of pre-training; this run fine-tunes: leave it out"
+            yield "--hooks has pictures, which is for pre-training; this is fine-tuning: leave it out"
 
 
 describe_metrics(
     "probes",
     title="Probes",
-    look_for=(
-        "Whether the features get better for a task that is not trained, while the loss falls. RankMe that falls is a "
-        "sign of collapse."
-    ),
+    look_for=("Whether the features improve for a task that is not trained. A falling RankMe indicates collapse."),
     plots=[
         MetricPlot(
-            title="Accuracy", names=("knn", "linear"), unit="share", note="Nearest neighbours, and a linear probe."
+            title="Accuracy", names=("knn", "linear"), unit="share", note="Nearest neighbours and a linear probe."
         ),
-        MetricPlot(title="RankMe", names=("rank_me",), note="Directions that the features fill."),
-        MetricPlot(title="Cost", names=("share",), unit="share", note="Share of this start's time that probes took."),
+        MetricPlot(title="RankMe", names=("rank_me",), note="Effective rank of the features."),
+        MetricPlot(title="Cost", names=("share",), unit="share", note="Share of the time since the start."),
     ],
 )

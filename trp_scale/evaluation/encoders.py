@@ -1,4 +1,5 @@
-"""Pre-trained encoders as torch modules: `trp_scale.load` gives tokens, a frozen encoder one vector for each image."""
+"""Pre-trained encoders as torch modules: `trp_scale.load` returns token features, `FrozenEncoder` one vector per
+image."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from trp_scale.models.patches import Pixels
 
 
 class Encoder(nn.Module):
-    """Gives the token features of the last block.
+    """Return the token features of the last block.
 
     Attributes:
-        backbone: transformers' `BertModel`; of images our `ImageEncoder` (models/image_encoder.py).
-        settings: sizes of the encoder, under `model` and `vision`.
-        tokenizer: of text: transformers' tokenizer, as the pre-training had it; None for images.
-        image_size: of images: their side in pixels; 0 for text.
+        backbone: transformers' `BertModel`, or `ImageEncoder` (models/image_encoder.py).
+        settings: encoder sizes, under `model` and `vision`.
+        tokenizer: text: transformers' tokenizer from pre-training; `None` for images.
+        image_size: images: side in pixels; 0 for text.
     """
 
     backbone: nn.Module
@@ -41,7 +42,7 @@ class Encoder(nn.Module):
 
 
 class TextEncoder(Encoder):
-    """BERT without heads, over the pieces of its tokenizer."""
+    """BERT without heads."""
 
     def __init__(self, source: EncoderSource, config: GlueTaskConfig) -> None:
         super().__init__()
@@ -54,8 +55,8 @@ class TextEncoder(Encoder):
         weights = source.read()
         rows, pieces = weights["embeddings.word_embeddings.weight"], len(self.tokenizer)
         if len(rows) < pieces:
-            raise RefusedError(f"{source.path}: embeddings of {len(rows)} pieces, the tokenizer has {pieces}")
-        weights["embeddings.word_embeddings.weight"] = rows[:pieces]  # the rest only fills the hardware's tiles
+            raise RefusedError(f"{source.path}: {len(rows)} embeddings, but the tokenizer has {pieces} tokens")
+        weights["embeddings.word_embeddings.weight"] = rows[:pieces]  # the rest is padding for efficient kernels
         pooled = any(name.startswith("pooler.") for name in weights)
         self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
         take_weights(self.backbone, weights, f"--from {source.path}")
@@ -63,14 +64,12 @@ class TextEncoder(Encoder):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """[B, L] pieces, as `tokenizer(texts, padding=True, return_tensors="pt")` gives them -> [B, L, D]."""
+        """Encode tokens [B, L] of `tokenizer(texts, padding=True, return_tensors="pt")` as [B, L, D]."""
         output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class VisionEncoder(Encoder):
-    """A vision transformer on whole images."""
-
     backbone: nn.Module
 
     def __init__(self, config: ClassificationTaskConfig) -> None:
@@ -80,7 +79,7 @@ class VisionEncoder(Encoder):
         self._pixels = Pixels()
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, S, S] uint8 with S = image_size, normalised here -> [B, 1 + N, D], the class token first."""
+        """Encode unnormalised uint8 images [B, 3, S, S], S = image_size, as [B, 1 + N, D], class token first."""
         if images.dtype != torch.uint8 or images.shape[1:] != (3, self.image_size, self.image_size):
             raise RefusedError(
                 f"images of {images.dtype} and shape {list(images.shape)}; allowed: torch.uint8, [B, 3, "
@@ -91,52 +90,52 @@ class VisionEncoder(Encoder):
 
 
 def load_encoder(path: str, image_size: int = 0) -> Encoder:
-    """The encoder that --from names (finetuning/encoders.py), in evaluation mode.
+    """Load the encoder that --from names (finetuning/encoders.py), in evaluation mode.
 
     Args:
-        image_size: images: side in pixels; 0 = that of the pre-training.
+        image_size: images: side in pixels; 0 = as in pre-training.
 
     Raises:
-        RefusedError: there is none, or a size that its patches do not fill.
+        RefusedError: no such encoder, or a size that is not a multiple of the patch size.
     """
     source = open_encoder(path)
     if not source.text:
         return VisionEncoder(encoder_config(path, size=image_size)).eval()
     if image_size:
-        raise RefusedError(f"image_size is {image_size}, but {path} is an encoder of text")
+        raise RefusedError(f"image_size is {image_size}, but {path} is a text encoder")
     config = GlueTaskConfig()
     source.adopt(config)
     return TextEncoder(source, config).eval()
 
 
 BATCH = 64
-"""Images of one forward pass."""
+"""Images per forward pass."""
 
 NOT_OF_THE_WEIGHTS = ("weights", "weights_names", "dropout", "initializer_range")
-"""Fields of `model` that say where an encoder came from or how it learns, not what it computes."""
+"""Fields of `model` that do not change what the encoder computes."""
 
 
 def encoder_config(
     path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH, positions: FrozenPositions = "recomputed"
 ) -> ClassificationTaskConfig:
-    """The settings of an encoder, and of the images that it is shown.
+    """Return the settings of an encoder and of its input images.
 
     Args:
-        path: as --from names it.
+        path: value of --from.
         recipe: for scratch.
-        size: side of the images in pixels; 0 = that of the pre-training.
-        batch: images of one forward pass.
-        positions: fixed ones on a grid of another size than in pre-training.
+        size: image side in pixels; 0 = as in pre-training.
+        batch: images per forward pass.
+        positions: see --encoder_positions.
 
     Raises:
-        RefusedError: no such encoder, one of text, or a size that patches do not fill.
+        RefusedError: no such encoder, a text encoder, or a size that is not a multiple of the patch size.
     """
     config = ClassificationTaskConfig()
     config.downstream.positions = positions
     if path == SCRATCH:
         loaded = load_recipe(recipe)
         if not isinstance(loaded, (ImagePretrainConfig, ImageTaskConfig)):
-            raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
+            raise RefusedError(f"--recipe {recipe}: a text encoder; expected: a recipe of images")
         _copy_settings(config.model, loaded.model)
         _copy_settings(config.vision, loaded.vision)
         config.model.weights = ""
@@ -147,46 +146,36 @@ def encoder_config(
 
 
 def set_shown_images(config: ClassificationTaskConfig, *, size: int, batch: int) -> ClassificationTaskConfig:
-    """Fill in, in place, which images an encoder of these settings is shown.
-
-    Args:
-        size: side in pixels; 0 = that of the pre-training.
-        batch: images of one forward pass.
-
-    Raises:
-        RefusedError: a size that patches do not fill.
-    """
+    """Set the input images of an encoder in place; arguments as for `encoder_config`."""
     config.batch.global_size = config.batch.micro_size = batch
     config.data.workers = 0
     patch_size = config.vision.patch_size
     config.crops.size = size or config.downstream.pretraining_grid * patch_size
     if config.crops.size < patch_size or config.crops.size % patch_size:
         raise RefusedError(
-            f"--image_size is {config.crops.size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
+            f"--image_size is {config.crops.size}; allowed: multiples of the patch size, {patch_size} pixels"
         )
     return config
 
 
 def _copy_settings(target: object, source: Any) -> None:
-    """Copy every setting of a section that the other has too."""
+    """Copy the fields that both sections have."""
     for field in fields(source):
         if hasattr(target, field.name):
             setattr(target, field.name, getattr(source, field.name))
 
 
 class FrozenEncoder:
-    """Images [R, 3, S, S] uint8 -> vectors [R, D] fp32.
+    """Encode images [R, 3, S, S] uint8 as vectors [R, D] fp32.
 
     Args:
-        config: of the encoder (`encoder_config`).
-        pooling: mean of the patch tokens, or the class token; of the last block, normalised.
-        device: where it computes.
+        pooling: mean: of the patch tokens after the last norm; class: the class token.
         precision: fp32 or bf16.
-        seed: of the weights of scratch.
-        weights: in place of those that the settings name (model.weights), by the names of `ImageEncoder`.
+        seed: for random weights.
+        weights: replace those of model.weights; names of `ImageEncoder`.
 
     Raises:
-        RefusedError: weights that are not of this encoder.
+        RefusedError: weights of another encoder.
     """
 
     def __init__(
@@ -206,7 +195,7 @@ class FrozenEncoder:
         path = config.model.weights
         if weights is None and path:
             weights = open_encoder(path).image_weights(config)
-        # What was fine-tuned on the mean of its tokens has no last norm.
+        # An encoder that was fine-tuned with mean pooling has no last norm.
         module = ImageEncoder(config, norm=weights is None or "norm.weight" in weights)
         if weights is None:
             initialise_vision(module, seed=seed, std=config.model.initializer_range)
@@ -226,12 +215,11 @@ class FrozenEncoder:
 
     @property
     def width(self) -> int:
-        """D."""
+        """Feature width D."""
         return self.module.shape.width
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """See the class."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             tokens = self.module(self._pixels(images.to(self.device)))[0]  # [R, 1 + N, D]
         tokens = tokens.float()
@@ -239,7 +227,7 @@ class FrozenEncoder:
         return pooled
 
     def digest(self) -> str:
-        """Hash of the weights and of all settings that features depend on."""
+        """Hash the weights and all settings that affect features."""
         digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
         for name, tensor in sorted(self.module.named_parameters()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())

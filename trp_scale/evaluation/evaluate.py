@@ -1,4 +1,4 @@
-"""`trp-scale evaluate`: measure what was fine-tuned or pre-trained, on its own data or on other, without training."""
+"""`trp-scale evaluate`: measure a fine-tuned or pre-trained run on its own or other data."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from trp_scale.reporting.results import (
 )
 
 EVALUATIONS = "evaluations"
-"""File in the run's directory with what was measured later."""
+"""Directory in a run directory with the results of later evaluations."""
 
 
 def evaluate(arguments: EvaluateArguments) -> int:
-    """Run `trp-scale evaluate`; returns the exit status, 0."""
+    """Run `trp-scale evaluate`; return the exit status, 0."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sets = parse_robustness_sets(arguments.robustness)
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
@@ -57,7 +57,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
                 results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
             else:
                 results = measure_losses(pretrained, arguments, environment)
-        if not results.tasks:  # of rows without labels there are predictions alone
+        if not results.tasks:  # rows without labels have only predictions
             return 0
         on_rank_zero(world, f"writing {output}", lambda: write_results(output / RESULTS_FILE, results))
         if world.rank == 0:
@@ -68,7 +68,8 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 @contextmanager
 def create_directories(*paths: Path | None, world: Group) -> Iterator[None]:
-    """Context with directories that all ranks see. After an error those that it made are gone, where they are empty."""
+    """Create directories that all ranks can access. After an error, remove those that were created if they are
+    empty."""
     directories = [path for path in paths if path is not None]
     created = {path for directory in directories for path in (directory, *directory.parents) if not path.exists()}
     try:
@@ -76,14 +77,14 @@ def create_directories(*paths: Path | None, world: Group) -> Iterator[None]:
             check_shared_directory(directory, world)
         yield
     except BaseException:
-        for path in sorted(created, reverse=True) if world.rank == 0 else ():  # what lies in another comes first
+        for path in sorted(created, reverse=True) if world.rank == 0 else ():  # children first
             with suppress(OSError):
                 path.rmdir()
         raise
 
 
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
-    """Measure the overlap of a run's masks with objects."""
+    """Measure how a run's masks overlap with objects."""
     from trp_scale.evaluation.figures.masks_on_objects import measure_masks
     from trp_scale.evaluation.figures.trained_images import load_trained_images
 
@@ -92,15 +93,15 @@ def _masks(source: str, arguments: EvaluateArguments) -> Results:
 
 
 def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
-    """Measure all tasks and seeds of a directory of `trp-scale finetune`."""
+    """Measure all tasks and seeds of a `trp-scale finetune` directory."""
     refuse_flags(arguments, ("background", "rows"), "runs of pre-training")
     runs = find_runs(arguments.run, arguments.weights)
     if sets and len(runs) > 1:
         raise RefusedError(
-            f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
+            f"--run {arguments.run} contains {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
             f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
         )
-    several = any(len(seeds) > 1 for seeds in runs.values())  # then each has predictions in a directory of its own
+    several = any(len(seeds) > 1 for seeds in runs.values())  # then each seed has its own directory of predictions
 
     def measure(run: ReadRun) -> list[SeedResult]:
         if sets:
@@ -136,16 +137,11 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
 def measure_run(
     run: ReadRun, arguments: EvaluateArguments, environment: Environment, directory: Path | None = None
 ) -> SeedResult | None:
-    """One seed of one task. Collective; the same on all ranks, and on any number of them.
+    """Measure one seed of one task; `None` if the rows have no labels. Collective; all ranks return the same result,
+    which does not depend on their number. Raises DataError or RefusedError for data that the task cannot read.
 
     Args:
-        directory: where its predictions are saved; None: they are not.
-
-    Returns:
-        None where the measured rows have no labels.
-
-    Raises:
-        DataError, RefusedError: data that the task does not read, or of other classes.
+        directory: for predictions; `None`: do not save them.
     """
     config = measured_config(run, arguments, environment.data.size)
     task = build_task(config, environment, figures=directory is None)
@@ -169,7 +165,7 @@ def measure_run(
 
 
 def measured_config(run: ReadRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
-    """The run's settings with the data that is to be measured, and a global batch that any number of ranks divides."""
+    """Return the run's settings with the measured data, and a global batch size that fits any number of ranks."""
     config: FinetuneConfig = copy.deepcopy(run.config)
     config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
     config.batch.global_size = config.batch.micro_rows * world
@@ -181,15 +177,15 @@ def measured_config(run: ReadRun, arguments: EvaluateArguments, world: int) -> F
 def _check_data(
     run: ReadRun, arguments: EvaluateArguments, config: FinetuneConfig, task: DownstreamTask[Any], where: Environment
 ) -> None:
-    """Without --data, refuse data that is no longer what the run has had. With it, say how many of its images the run
-    has learned from. Collective."""
+    """Without --data, refuse data that has changed since the run. With --data, report images that the run was
+    trained on. Collective."""
     if not arguments.data:
         done = on_rank_zero(where.world, f"reading {run.directory}", lambda: read_seed(run.directory / RESULT_FILE))
         as_measured = config.downstream.split == run.config.downstream.split and not arguments.images
         if as_measured and done is not None and done.data and done.data != task.sources.digest():
             raise RefusedError(
-                f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} is not what the run "
-                "has learned from and was measured on; put that back, or name what is to be measured by --data"
+                f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} has changed since the "
+                "run; restore it, or name the data to measure with --data"
             )
     elif isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
         train = run.config.data.path
@@ -200,22 +196,22 @@ def _check_data(
 
         count = on_rank_zero(where.world, "comparing what is learned and measured", count_shared)
         if count and where.world.rank == 0:
-            print(f"note: {count} images of {arguments.data} are among those that {run.directory} learned from")
+            print(f"note: {count} images of {arguments.data} are training images of {run.directory}")
 
 
 def _check_classes(run: ReadRun, config: FinetuneConfig, task: DownstreamTask[Any]) -> None:
-    """Refuse data whose classes are not the model's: where the training data is gone, nothing else compares them."""
+    """Refuse data with other classes than the model. Nothing else compares them if the training data is missing."""
     classes = task.checkpoint_extra().get("classes")
     if run.classes is not None and classes is not None and tuple(classes) != run.classes:
         raise RefusedError(
             f"--data: classes {_list_names(tuple(classes))} found, the model's are {_list_names(run.classes)}; "
-            "shard data of the "
-            "same classes, in the same order; sets of some of ImageNet's classes are measured with --robustness"
+            "shard data with the "
+            "same classes in the same order; measure subsets of ImageNet's classes with --robustness"
         )
     if config.downstream.classes != run.config.downstream.classes:
         raise RefusedError(
             f"--data: {config.downstream.classes} classes found, the model has {run.config.downstream.classes}; give "
-            "data of the same classes"
+            "data with the same classes"
         )
 
 

@@ -1,5 +1,5 @@
-"""Losses of a pre-trained run on rows that it has not learned from: its own held-out rows, or other data of the same
-kind. They are those of the run's validation: the same batches, masks and sums."""
+"""Losses of a pre-trained run on its held-out rows or on other data, computed like its validation: same batches,
+masks and sums."""
 
 from __future__ import annotations
 
@@ -26,39 +26,34 @@ from trp_scale.training.loop import validate
 logger = logging.getLogger(__name__)
 
 LOSS = "loss"
-"""Figure of a task, as metrics.jsonl calls it."""
+"""Name of the figure, as in metrics.jsonl."""
 
 
 def read_pretrained(source: Path, weights: Weights = "last") -> ReadRun | None:
-    """Open a run of `trp-scale pretrain`, ended or not; `None` if the directory is none."""
+    """Open a run of `trp-scale pretrain`; `None` if the directory is something else."""
     run = open_run(source, weights) if is_run(source) else None
     return run if run is not None and isinstance(run.config, PretrainConfig) else None
 
 
 def refuse_flags(arguments: EvaluateArguments, flags: Sequence[str], kinds: str) -> None:
-    """Refuse flags that say nothing of the run.
+    """Refuse flags that do not apply to the run. Raises RefusedError that names the flag.
 
     Args:
         flags: without dashes.
-        kinds: runs that they are for.
-
-    Raises:
-        RefusedError: naming the flag.
+        kinds: runs that they apply to.
     """
     for flag in flags:
         if getattr(arguments, flag):
-            raise RefusedError(f"--{flag} is for {kinds}, and --run {arguments.run} is none; leave it out")
+            raise RefusedError(f"--{flag} is for {kinds}, which --run {arguments.run} is not; leave it out")
 
 
 def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Environment) -> Results:
-    """The mean loss of each task that occurs. Collective; the same on all ranks, and on any number of them.
-
-    Tasks outside the balance, of which no balancer makes the worst better, are not judged. A task without elements is
-    left out.
+    """Measure the mean loss of each task that occurs. Collective; all ranks return the same result, which does not
+    depend on their number. Tasks that the balancer does not weight are not judged.
 
     Raises:
         DataError: the data is missing, damaged or of another format.
-        RefusedError: data of another kind or vocabulary, nothing is held out, or rows that cannot be read.
+        RefusedError: other kind of data or vocabulary, no held-out rows, or unreadable rows.
     """
     config = measured_config(run, arguments, environment)
     paths = parse_paths(config.data.path)
@@ -77,7 +72,7 @@ def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Envi
     finally:
         upstream.sources.close()
     refuse_unread(corrupt, engine.data_group)
-    assert losses is not None, "nothing asks to leave it"
+    assert losses is not None, "validation was interrupted"
     balanced = {upstream.objective.tasks[number] for number in upstream.objective.balanced}
     which = "all" if arguments.data else f"held out {run.config.data.validation_fraction:g}"
     results = [
@@ -104,7 +99,7 @@ def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Envi
 
 
 def _build(run: ReadRun, config: PretrainConfig, arguments: EvaluateArguments, environment: Environment) -> Upstream:
-    """Open the data and make the objective, or say how data that can be measured is named."""
+    """Build the upstream; say which data can be measured if that fails."""
     try:
         return build_upstream(config, environment)
     except DataError as error:
@@ -112,20 +107,20 @@ def _build(run: ReadRun, config: PretrainConfig, arguments: EvaluateArguments, e
             raise
         raise RefusedError(
             f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
-            "command where the run was started, or give other data with --data DIR"
+            "command in the run's working directory, or give other data with --data DIR"
         ) from error
     except RefusedError as error:
         raise RefusedError(
-            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the kind "
-            "that it learned from with --data DIR"
+            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the same "
+            "kind as its training data with --data DIR"
         ) from error
 
 
 def measured_config(run: ReadRun, arguments: EvaluateArguments, environment: Environment) -> Any:
-    """The run's settings with the data that is measured, and a global batch that any number of ranks divides."""
+    """Return the run's settings with the measured data, and a global batch size that fits any number of ranks."""
     config = copy.deepcopy(find_upstream(run.config).inference_config(run.config))
     config.data.path, config.model.weights = arguments.data or config.data.path, ""
-    if arguments.data:  # all of it is measured, whatever a run would hold out
+    if arguments.data:  # all rows are measured
         config.data.validation_fraction, config.validation.every = 0.0, 0
     config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
     config.batch.global_size = config.batch.micro_rows * environment.data.size
@@ -133,27 +128,27 @@ def measured_config(run: ReadRun, arguments: EvaluateArguments, environment: Env
 
 
 def _every_block(run: ReadRun, rows: Rows) -> list[Chosen]:
-    """All of each data set, as masks [n]."""
+    """Select all rows of each data set, as masks [n]."""
     if rows.digest() == run.document.extra.get("data_digest"):
         logger.warning(
-            "--data is what the run has learned from: its training rows are measured with the others; leave --data out "
-            "to measure those that were held out alone"
+            "--data is the run's training data: training rows are measured too; leave --data out to measure only "
+            "held-out rows"
         )
     return every_block(rows.blocks)
 
 
 def _held_out(run: ReadRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:
-    """Return the run's held-out rows of each data set, as masks [n]."""
+    """Select the run's held-out rows of each data set, as masks [n]."""
     fraction = config.data.validation_fraction
     if fraction == 0.0:
         raise RefusedError(
-            f"--run {run.directory}: the run held nothing out (data.validation_fraction 0), so that it has no rows of "
-            "its own to be measured on; give other data with --data DIR"
+            f"--run {run.directory}: the run has no held-out rows (data.validation_fraction 0); give other data with "
+            "--data DIR"
         )
     if run.document.extra.get("data_digest") not in (None, rows.digest()):
         raise RefusedError(
-            f"the run's data, data.path {config.data.path} from {Path.cwd()}, is not what the run has learned from, "
-            "and what it held out of that is not known; put it back, or give --data DIR to measure on all of another"
+            f"the data at data.path {config.data.path} from {Path.cwd()} has changed since the run, so its held-out "
+            "rows are unknown; restore it, or give --data DIR to measure on all of other data"
         )
     return [
         held_out(blocks.identities, fraction, where=str(path.path))

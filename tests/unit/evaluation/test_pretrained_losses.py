@@ -141,7 +141,7 @@ def test_a_run_that_held_nothing_out_needs_data_and_flags_of_other_runs_are_refu
     """Pictures without maps and classes are enough to measure a run whose masks were learned from classes."""
     run = trained("learned_masks", image_dataset, tmp_path / "run", data__validation_fraction=0, validation__every=0)
     for more, message in (
-        ([], "the run held nothing out"),
+        ([], "data.validation_fraction 0"),
         (["--robustness", f"a={image_dataset}"], "--robustness is for"),
         (["--images", str(tmp_path)], "--images is for"),
         (["--rows", "-1"], "--rows is -1"),

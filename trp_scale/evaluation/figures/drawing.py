@@ -1,4 +1,4 @@
-"""Shared parts of pictures: matplotlib's figure, small panels, legends, and the file with its caption."""
+"""Shared parts of pictures: matplotlib figure, panels, legend, and caption."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIDE_INCHES = 1.2
-"""Side of a small panel."""
+"""Side of a panel."""
 
 DPI = 110
 
 LEGEND_INCHES = 1.4
-"""Width of a column of a legend."""
+"""Width of a legend column."""
 
 
 class Picture(NamedTuple):
-    """A PNG file and a sentence about it."""
+    """PNG file and its caption."""
 
     path: Path
     caption: str
@@ -34,16 +34,16 @@ class Picture(NamedTuple):
 
 
 def figure_class() -> type[Figure]:
-    """matplotlib's figure, without its windows."""
+    """Return matplotlib's figure class, without a window."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RefusedError("pictures need matplotlib: pip install 'trp-scale[pictures]'") from error
+        raise RefusedError("pictures need matplotlib; run: pip install 'trp-scale[pictures]'") from error
     return Figure
 
 
 def small_axes(rows: int, columns: int, side: float = SIDE_INCHES) -> tuple[Any, Any]:
-    """Return panels without ticks for small pictures, [rows, columns], and their figure."""
+    """Return panels without ticks, [rows, columns], and their figure."""
     figure = figure_class()(figsize=(side * columns + 0.4, (side + 0.15) * rows + 0.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
@@ -57,7 +57,7 @@ def show_image(axes: Axes, image: Tensor) -> None:
 
 
 def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
-    """(words, colour) of each, below a figure of layout "constrained"."""
+    """Draw a legend of (text, colour) below a figure with the layout "constrained"."""
     from matplotlib.patches import Patch
 
     if entries:

@@ -1,5 +1,5 @@
-"""Images of a data set to look at, the same ones every time, and their representations: one pass of the encoder, the
-similarity within and between classes (MLO-MAE C.3, Table 13), and a plane with all images (Figure 6)."""
+"""Choose images of a data set, encode them, and draw the similarity within and between classes (MLO-MAE C.3, Table
+13), the plane of all images (Figure 6), and attention maps."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAMED_CLASSES = 20
-"""More classes than these share colours and get no legend."""
+"""Largest number of classes with a legend; more classes share colours."""
 
 BATCH = 64
-"""Images of one forward pass."""
+"""Images per forward pass."""
 
 
 class ImageChoice(NamedTuple):
-    """Images of one data set.
+    """Chosen images of a data set.
 
     Attributes:
-        dataset: they are from.
-        positions: [n] of the chosen ones in stored order, shuffled, so that the first few are of many classes.
-        classes: names, or numbers where there are none; empty where the images have no classes.
+        positions: [n] indices in stored order, shuffled so that the first few have many classes.
+        classes: names, or numbers if there are none; empty for images without classes.
     """
 
     dataset: ImageDataset
@@ -61,27 +60,21 @@ class ImageChoice(NamedTuple):
     classes: tuple[str, ...]
 
     def first(self, count: int) -> ImageChoice:
-        """Fewer of them."""
+        """Return the first `count` images."""
         return self._replace(positions=self.positions[:count])
 
     def class_name(self, label: int) -> str:
-        """The class of an image, in words where it has some."""
+        """Name of a class; empty if unknown."""
         return self.classes[label] if 0 <= label < len(self.classes) else ""
 
 
 def choose_images(data: Path, most: int) -> ImageChoice:
-    """Choose at most `most` images of a data set; all for 0.
-
-    Raises:
-        DataError: it is missing or damaged.
-        RefusedError: it holds no images.
-    """
+    """Choose at most `most` images of a data set; all for 0. Raises DataError for damaged data, RefusedError for
+    other data."""
     require_dataset(data, f"--data {data}")
     kind = read_json(data / "dataset.json").get("kind")
     if kind != "image":
-        raise RefusedError(
-            f"--data {data}: kind {quote(kind)} found, 'image' allowed: shards of trp-scale shard-images"
-        )
+        raise RefusedError(f"--data {data}: kind {quote(kind)}; expected 'image': shards of trp-scale shard-images")
     dataset = open_image_dataset(data)
     classes = dataset.meta.classes or ()
     if "cls" in dataset.meta.suffixes and not classes:
@@ -91,22 +84,15 @@ def choose_images(data: Path, most: int) -> ImageChoice:
 
 
 def measured_images(config: ClassificationTaskConfig, choice: ImageChoice) -> Iterator[Batch]:
-    """Batches of the images as a classifier of these settings is measured on them (crops.size, augmentation).
-
-    Raises:
-        RefusedError: an image cannot be read.
-    """
+    """Yield batches of the images with the test transform of a classifier (crops.size, augmentation)."""
     config = copy.deepcopy(config)
     config.downstream.classes = max(1, len(choice.classes))
     return planned_batches(MeasuredImages(config, [choice.dataset], choice.dataset.meta), choice)
 
 
 def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
-    """Batches of the images as a pre-training run of these settings makes its own: its crops, masks and modalities.
-
-    Raises:
-        RefusedError: an image cannot be read, or the data lacks a modality.
-    """
+    """Yield batches of the images with crops, masks and modalities of a pre-training run. Raises RefusedError if
+    the data lacks a modality."""
     rows = find_upstream(config).open_rows(
         config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
     )
@@ -114,11 +100,7 @@ def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
 
 
 def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
-    """Yield the batches that the data set's builder makes of the chosen images.
-
-    Raises:
-        RefusedError: an image cannot be read.
-    """
+    """Yield batches of the chosen images. Raises RefusedError if an image cannot be read."""
     blocks = choice.dataset.blocks
     (chosen,) = every_block([blocks])
     plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=blocks, chosen=chosen)])
@@ -134,10 +116,9 @@ def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batc
 
 @dataclass(frozen=True, kw_only=True)
 class ShownImages:
-    """The first of the chosen images.
+    """First of the chosen images.
 
     Attributes:
-        choice: which they are.
         images: [R, 3, S, S] in [0, 1], as the encoder sees them.
         labels: [R] classes, -1 without.
     """
@@ -154,7 +135,7 @@ class EncodedImages:
     Attributes:
         features: [n, D] fp32.
         labels: [n] classes, -1 without.
-        block: whose attention it is.
+        block: of the attention.
         attention: [N, N] float64 over patches, mean over heads and images.
         shown: images to show.
         shown_attention: [R, N, N] over patches, mean over heads, of the images to show.
@@ -172,15 +153,12 @@ class EncodedImages:
 def encode_images(
     encoder: FrozenEncoder, config: ClassificationTaskConfig, choice: ImageChoice, *, block: int, shown: int
 ) -> EncodedImages:
-    """Read the images and encode them.
+    """Read and encode the images. Raises RefusedError if an image cannot be read.
 
     Args:
-        config: of the encoder, and of what is seen of an image.
-        block: whose attention is recorded.
-        shown: how many of the images are kept for pictures.
-
-    Raises:
-        RefusedError: an image cannot be read.
+        config: of the encoder and its input images.
+        block: with the recorded attention.
+        shown: number of images for pictures.
     """
     features, labels = [], []
     images: list[Tensor] = []
@@ -212,12 +190,12 @@ def encode_images(
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSimilarity:
-    """Mean cosine similarities of representations.
+    """Mean cosine similarities.
 
     Attributes:
-        intra: over all pairs of two images of one class.
-        inter: over all pairs of two images of different classes.
-        ratio: intra / inter; None where inter is not positive, since a quotient then says nothing.
+        intra: over all pairs of images of one class.
+        inter: over all pairs of images of different classes.
+        ratio: intra / inter; `None` if inter is not positive, since the quotient is then meaningless.
     """
 
     intra: float
@@ -226,23 +204,17 @@ class ClassSimilarity:
 
 
 def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.integer]) -> ClassSimilarity:
-    """Similarities over every pair, each pair counted once.
+    """Compute mean similarities over all pairs of features [n, D] with labels [n], in float64.
 
-    Sums over pairs are those of the classes' summed unit vectors: |s|^2 counts each pair twice and each image with
-    itself once, so the cost is n x D and not n^2 x D. In float64.
-
-    Args:
-        features: [n, D].
-        labels: [n] classes.
-
-    Raises:
-        RefusedError: fewer than two classes, no class with two images, or a representation that is zero.
+    Sums over pairs come from the sums of unit vectors: |s|^2 counts each pair twice and each image with itself once.
+    The cost is n x D instead of n^2 x D. Raises RefusedError for fewer than two classes, no class with two images, or
+    zero features.
     """
     wide = features.astype(np.float64)
     norms = np.linalg.norm(wide, axis=1, keepdims=True)
     if not norms.all() or not np.isfinite(norms).all():
         raise RefusedError(
-            "a representation is zero or not finite: it has no cosine; look at how the encoder was trained"
+            "a representation is zero or not finite, so it has no cosine; check the training of the encoder"
         )
     units = wide / norms  # [n, D]
     classes, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -250,8 +222,8 @@ def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.
     other_pairs = len(labels) * (len(labels) - 1) / 2 - same_pairs
     if same_pairs == 0 or other_pairs == 0:
         raise RefusedError(
-            f"{len(labels)} images of {len(classes)} classes; allowed: two classes or more, two images of one: "
-            "look at more images (--images)"
+            f"{len(labels)} images of {len(classes)} classes; expected at least two classes, one of them with two "
+            "images; raise --images"
         )
     sums = np.zeros((len(classes), units.shape[1]))  # [C, D]
     np.add.at(sums, index, units)
@@ -264,17 +236,17 @@ def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.
 PlaneKind = Literal["pca", "tsne"]
 
 PERPLEXITY = 30.0
-"""t-SNE: neighbours that a point keeps, fewer of few images."""
+"""Perplexity of t-SNE; lower for few images."""
 
 
 def check_library() -> None:
-    """Refuse where scikit-learn is not installed."""
+    """Raise RefusedError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
-        raise RefusedError("representations in a plane need scikit-learn: pip install 'trp-scale[evaluation]'")
+        raise RefusedError("representations in a plane need scikit-learn; run: pip install 'trp-scale[evaluation]'")
 
 
 def project_to_plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDArray[np.floating], str]:
-    """[n, D] -> [n, 2], and a sentence about it; the same every time."""
+    """Project [n, D] to [n, 2], deterministically. Return the points and a caption."""
     if kind == "pca":
         from sklearn.decomposition import PCA
 
@@ -295,11 +267,11 @@ def draw_plane(
     title: str,
     path: Path,
 ) -> None:
-    """Each image as a point in the colour of its class.
+    """Draw each image as a point in the colour of its class.
 
     Args:
         points: [n, 2].
-        labels: [n], all -1 where there are no classes.
+        labels: [n], all -1 without classes.
         names: of the classes.
     """
     from matplotlib import colormaps
@@ -323,19 +295,19 @@ Position = tuple[int, int]
 """Row and column of a patch."""
 
 BRIGHTEST = 0.995
-"""The colour scale of attention ends at this quantile, or a few patches would leave the rest black."""
+"""Quantile of attention at the end of the colour scale, so that few patches do not hide the rest."""
 
 
 def attention_weights(block: TransformerBlock, tokens: Tensor, relative: RelativeInputs | None) -> Tensor:
-    """softmax(Q K^T / sqrt(D / H) + bias), which the block itself never holds.
+    """Compute softmax(Q K^T / sqrt(D / H) + bias), which the block itself never stores.
 
     Args:
         block: without gradients.
-        tokens: [B, T, D] that enter it.
-        relative: as the block has it; its bias is that of AdPE 4.2.
+        tokens: [B, T, D] input of the block.
+        relative: input of its relative bias (AdPE 4.2).
 
     Returns:
-        [B, H, T, T] fp32: row i is what token i looks at; sums to one.
+        [B, H, T, T] fp32: row i is the attention of token i; sums to one.
     """
     queries, keys, _ = (
         part.unflatten(-1, (block.heads, -1)).transpose(1, 2)
@@ -349,11 +321,10 @@ def attention_weights(block: TransformerBlock, tokens: Tensor, relative: Relativ
 
 @contextmanager
 def recorded_attention(encoder: ImageEncoder, number: int) -> Iterator[list[Tensor]]:
-    """Append the patch attention of one block to the list at each encoder pass inside this context.
+    """Record the attention of one block at each encoder pass in this context.
 
     Yields:
-        of each pass [B, N, N] fp32, the mean over heads: row i is what patch i looks at. The class token is left out,
-        so rows sum to at most one.
+        a list of [B, N, N] fp32, mean over heads, without the class token; rows sum to at most one.
     """
     maps: list[Tensor] = []
 
@@ -370,11 +341,7 @@ def recorded_attention(encoder: ImageEncoder, number: int) -> Iterator[list[Tens
 
 
 def mean_distance(attention: Tensor) -> float:
-    """Mean distance between a patch and what it looks at, in patches, over all of them.
-
-    Args:
-        attention: [N, N] over patches; each row counts as one whatever goes to the class token.
-    """
+    """Return the mean attention distance in patches of `attention` [N, N]; each row has weight one."""
     grid = round(attention.shape[0] ** 0.5)
     patches = torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).double()  # [N, 2]
     shares = attention.double() / attention.double().sum(1, keepdim=True)
@@ -382,18 +349,18 @@ def mean_distance(attention: Tensor) -> float:
 
 
 def default_positions(grid: int) -> list[Position]:
-    """Return three by three positions over the grid, fewer of a small one."""
+    """Return three by three positions over the grid; fewer on a small grid."""
     along = sorted({grid // 6, grid // 2, grid - 1 - grid // 6})
     return [(row, column) for row in along for column in along]
 
 
 def draw_attention(images: Tensor, attention: Tensor, positions: Sequence[Position], path: Path) -> None:
-    """A row for each image: the image, then what the patch at each position looks at.
+    """Draw a row per image: the image, then the attention of the patch at each position.
 
     Args:
         images: [R, 3, S, S] in [0, 1].
         attention: [R, N, N] over patches.
-        positions: (row, column) of the looking patches.
+        positions: (row, column) of the query patches.
     """
     grid = round(attention.shape[1] ** 0.5)
     axes, figure = small_axes(len(images), 1 + len(positions))
@@ -410,11 +377,7 @@ def draw_attention(images: Tensor, attention: Tensor, positions: Sequence[Positi
 
 
 def draw_average_attention(attention: Tensor, positions: Sequence[Position], path: Path) -> None:
-    """Draw the attention of the patch at each position, averaged over images, with one colour scale.
-
-    Args:
-        attention: [N, N] over patches.
-    """
+    """Draw the attention [N, N] of the patch at each position, averaged over images, on one colour scale."""
     grid = round(attention.shape[0] ** 0.5)
     columns = min(len(positions), 9)
     rows = -(-len(positions) // columns)

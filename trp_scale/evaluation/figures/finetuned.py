@@ -1,7 +1,5 @@
-"""Evidence for the decisions of fine-tuned classifiers, side by side.
-
-Grad-CAM: Selvaraju et al. 2017, eq. 1-2; MLO-MAE Figure 5.
-"""
+"""Pictures of fine-tuned runs: Grad-CAM of classifiers (Selvaraju et al. 2017, eq. 1-2; MLO-MAE Figure 5), and
+predicted maps."""
 
 from __future__ import annotations
 
@@ -32,10 +30,10 @@ from trp_scale.pretraining.modalities import modality
 
 
 def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """[B, N, D] features of patches and the gradient of a class's logit there -> [B, G, G].
+    """Combine patch features [B, N, D] and gradients of a class logit to maps [B, G, G].
 
-    A feature's weight is its gradient averaged over the patches (eq. 1); a patch's value is the weighted sum of its
-    features, negative ones as 0 (eq. 2).
+    The weight of a feature is its gradient averaged over patches (eq. 1); the value of a patch is the ReLU of the
+    weighted sum of its features (eq. 2).
     """
     weights = gradients.mean(1, keepdim=True)  # [B, 1, D]
     values = F.relu((weights * activations).sum(-1))  # [B, N]
@@ -44,14 +42,14 @@ def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
 
 
 def class_activation(model: ImageClassifier, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Grad-CAM of the predicted class on the first norm of the last block, as MLO-MAE has it, over the patches.
+    """Compute Grad-CAM of the predicted class over the patches, on the first norm of the last block, as MLO-MAE does.
 
     Args:
         model: in evaluation mode.
         images: [B, 3, S, S] normalised.
 
     Returns:
-        [B, G, G] maps, zero or more, not scaled; and [B] the class with the highest logit.
+        [B, G, G] maps, not negative and unscaled; [B] predicted classes.
     """
     kept: list[Tensor] = []
 
@@ -67,7 +65,7 @@ def class_activation(model: ImageClassifier, images: Tensor) -> tuple[Tensor, Te
         handle.remove()
     predicted = logits.argmax(1)
     explained = logits.gather(1, predicted[:, None])  # [B, 1]
-    # Images do not meet in the model, so the sum's gradient is each image's own.
+    # Images are independent in the model, so the gradient of the sum is that of each image.
     (gradients,) = torch.autograd.grad(explained.sum(), kept[0])  # [B, 1 + N, D]
     return grad_cam(kept[0].detach()[:, 1:], gradients[:, 1:]), predicted
 
@@ -76,10 +74,9 @@ class Decision(NamedTuple):
     """Decision of a classifier on one image.
 
     Attributes:
-        image: [3, S, S] in [0, 1], as it sees it.
-        map: [G, G] zero or more, where it looks.
-        prediction: in words.
-        right: whether it is.
+        image: [3, S, S] in [0, 1], as the classifier sees it.
+        map: [G, G] Grad-CAM.
+        prediction: class name.
     """
 
     image: Tensor
@@ -91,12 +88,12 @@ class Decision(NamedTuple):
 def draw_activations(
     images: Tensor, captions: Sequence[str], decisions: Mapping[str, Sequence[Decision]], path: Path
 ) -> None:
-    """A column for each image; a row of what each run decides by.
+    """Draw a column per image and a row per run.
 
     Args:
         images: [R, 3, S, S] in [0, 1].
-        captions: the class of each.
-        decisions: of each run, on each image.
+        captions: classes of the images.
+        decisions: by run, one per image.
     """
     axes, figure = small_axes(1 + len(decisions), len(images), side=1.35)
     for column, (image, caption) in enumerate(zip(images, captions, strict=True)):
@@ -127,14 +124,14 @@ def draw_classifiers(
     return [
         Picture(
             path,
-            "Grad-CAM of the predicted class on the first norm of the last block; red: what speaks for it most, "
-            "each image on its own scale; green words: predicted right",
+            "Grad-CAM of the predicted class on the first norm of the last block; red: strongest evidence, scaled by "
+            "image; green text: correct",
         )
     ]
 
 
 def _decisions(run: ReadRun, shown: ShownImages, environment: Environment) -> list[Decision]:
-    """Return the run's decision on each image, preprocessed as for its metrics."""
+    """Return the run's decision on each image, with its test transform."""
     assert isinstance(run.config, ClassificationTaskConfig)
     model = ImageClassifier(run.config)
     predicting_engine(model, run, environment)
@@ -156,11 +153,11 @@ class PixelMaps:
 
     Attributes:
         kind: segmentation or depth.
-        modality: whose colours its maps are shown in.
-        images: [3, H, W] in [0, 1], at its stored size.
-        predicted, true: [H, W] class numbers, VOID where there is none; or depth, NaN where it is unknown.
-        relative: of depth: predictions have a scale of their own.
-        classes: names of the classes of segmentation, by number.
+        modality: sets the colours.
+        images: [3, H, W] in [0, 1], at the stored size.
+        predicted, true: [H, W] class numbers, VOID if unknown; or depth, NaN if unknown.
+        relative: whether predicted depth has its own scale.
+        classes: class names of segmentation.
     """
 
     kind: str
@@ -175,20 +172,19 @@ class PixelMaps:
 def draw_pixel_maps(
     runs: Mapping[str, ReadRun], shown: ShownImages, output: Path, environment: Environment
 ) -> list[Picture]:
-    """Draw segmentation.png or depth.png: a row for each image, with what each run predicts and the truth
-    (evaluation/figures/represent.py: DrawRuns)."""
+    """Draw segmentation.png or depth.png (evaluation/figures/represent.py: DrawRuns)."""
     maps = {name: predicted_maps(run, shown, environment) for name, run in runs.items()}
     first = next(iter(maps.values()))
     path = output / f"{first.kind}.png"
     _draw(maps, path)
-    scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
+    scale = "scaled by run" if first.relative else "scaled by the image's true depth"
     what = "colours: classes, named below" if first.kind == "segmentation" else f"brighter: farther, {scale}"
-    return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
+    return [Picture(path, f"image, prediction of each run, and truth; {what}")]
 
 
 @torch.no_grad()
 def predicted_maps(run: ReadRun, shown: ShownImages, environment: Environment) -> PixelMaps:
-    """Predict maps on the images; return them and the truth at the same size."""
+    """Return predicted and true maps of the images."""
     config = copy.deepcopy(run.config)
     assert isinstance(config, DenseTaskConfig)
     data = shown.choice.dataset.directory
@@ -225,7 +221,7 @@ def predicted_maps(run: ReadRun, shown: ShownImages, environment: Environment) -
 
 
 def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
-    """Columns: image, runs, truth, as in the paper."""
+    """Draw the columns image, runs, truth, as in the paper."""
     first = next(iter(maps.values()))
     axes, figure = small_axes(len(first.images), 2 + len(maps), side=1.6)
     for title, panel in zip(("image", *maps, "truth"), axes[0], strict=True):

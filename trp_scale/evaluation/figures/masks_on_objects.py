@@ -1,4 +1,4 @@
-"""Where a masked autoencoder masks: the share of what is masked that shows an object, by segmentation maps."""
+"""Share of the masked pixels of a masked autoencoder that show an object, measured with segmentation maps."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import Results, SeedResult, join
 
 METRIC = "on_objects"
-"""Figure of a choice of masks: of the masked pixels, void ones left out, the share that shows an object; the mean over
-images that show any. By chance it is the share of objects in these images."""
+"""Share of masked pixels, without void ones, that show an object; mean over images with objects. Random masks reach
+the share of objects in these images."""
 
 HIDDEN = "of_objects"
-"""Of the pixels of objects, the share that is masked; the mean over images that show any."""
+"""Share of object pixels that is masked; mean over images with objects."""
 
 
 LEARNED, BEFORE = "masks", "masks before the first lesson"
-"""Tasks of the results: the run's masks, random or learned; and those of a masking network as it was drawn."""
+"""Tasks of the results: the run's masks, random or learned; and masks of the masking network at its initialisation."""
 
 
 @dataclass
 class MaskOverlap:
-    """Overlap of one choice of masks with objects.
+    """Overlap of masks with objects.
 
     Attributes:
-        on_objects, of_objects, by_chance: of each image that shows objects.
-        left_out: images without objects, or whose masked patches are void.
+        on_objects, of_objects, by_chance: of each image with objects.
+        left_out: number of images without objects, or with void masked patches only.
     """
 
     on_objects: list[float] = field(default_factory=list)
@@ -53,10 +53,10 @@ class MaskOverlap:
     left_out: int = 0
 
     def add(self, objects: Tensor, valid: Tensor, masked: Tensor) -> None:
-        """Take in a micro-batch.
+        """Add a micro-batch.
 
         Args:
-            objects, valid: [R, N] share of each patch that shows objects, and that is not void.
+            objects, valid: [R, N] share of object pixels and of non-void pixels in each patch.
             masked: [R, M] patch numbers.
         """
         hidden, seen = objects.gather(1, masked).sum(1), valid.gather(1, masked).sum(1)  # [R]
@@ -69,20 +69,19 @@ class MaskOverlap:
 
 
 def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], rows: int = 0) -> Results:
-    """Measure the overlap of a run's masks with objects, on images with segmentation maps, in this process alone.
+    """Measure the overlap of a run's masks with objects, on images with segmentation maps, in this process.
 
-    Measured are the run's masks, of its ratio, on whole images squashed into its crop; where a network learned them,
-    also those of the network before its first lesson.
+    The masks have the run's ratio, on whole images resized to its crop size. For learned masks, the masking network at
+    its initialisation is measured too.
 
     Args:
-        trained: the run.
-        data: shards of images with segmentation maps, all of which are measured.
-        background: names of the classes that are no objects.
-        rows: images at most, the first as they are stored; 0 = all.
+        data: shards of images with segmentation maps.
+        background: names of the classes that are not objects.
+        rows: maximum number of images, in stored order; 0 = all.
 
     Raises:
         DataError: the data is missing or damaged.
-        RefusedError: it has no segmentation maps, no such class, or nothing but background.
+        RefusedError: no segmentation maps, no such class, or only background.
     """
     config = SegmentationTaskConfig()
     config.crops.size, config.crops.interpolation = trained.config.crops.size, trained.config.crops.interpolation
@@ -95,7 +94,7 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
     score = _patch_scores(trained)
     size = trained.config.vision.patch_size
     split = split_patches(config.crops.size, size, trained.config.masking.ratio)
-    if trained.config.multilevel.learns:  # a curriculum has a ratio of its own at the end
+    if trained.config.multilevel.learns:  # a curriculum sets the final ratio
         split = scheduled_split(trained.config.training.steps - 1, trained.config)
     overlaps: dict[str, MaskOverlap] = {}
     with torch.no_grad():
@@ -106,19 +105,19 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
             for name, scores in score(batch).items():
                 overlaps.setdefault(name, MaskOverlap()).add(*shares, select(scores, split).masked)
     if not any(overlap.on_objects for overlap in overlaps.values()):
-        raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
+        raise RefusedError(f"--background {','.join(background)}: {data} contains only these classes; name fewer")
     tasks = [join([_seed_result(trained, name, overlap, split)]) for name, overlap in overlaps.items()]
     return Results(recipe=trained.config.upstream, encoder=str(trained.checkpoint), tasks=tasks)
 
 
 def _patch_scores(trained: TrainedImages) -> Callable[[Batch], dict[str, Tensor]]:
-    """Return a function that gives the scores [R, N] whose largest are masked: random ones, or those of the masking
-    network and of the network before its first lesson."""
+    """Return a function from a batch to scores [R, N], the largest of which are masked: random, or of the masking
+    network and of its initialisation."""
     network, seed = load_masking_network(trained), trained.config.training.seed
     if network is None:
         count = (trained.config.crops.size // trained.config.vision.patch_size) ** 2
         return lambda batch: {LEARNED: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
-    untrained = type(network)(trained.config).eval()  # from the seed, as the run's own was
+    untrained = type(network)(trained.config).eval()  # initialised from the seed, as in the run
 
     def score(batch: Batch) -> dict[str, Tensor]:
         images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
@@ -146,7 +145,7 @@ def _seed_result(trained: TrainedImages, name: str, overlap: MaskOverlap, split:
             "masked": split.masked,
             "patches": split.patches,
         },
-        judged=False,  # more of it is no better or worse
+        judged=False,  # neither higher nor lower is better
     )
 
 
@@ -157,7 +156,7 @@ def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
 
 
 def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> Iterator[Batch]:
-    """Micro-batches of all images, each once."""
+    """Yield micro-batches of all images, each once."""
     rows = opened.rows(config, whole=True)
     members = rows.members(parse_paths(config.data.path), every_block(rows.blocks))
     for batch in read_once(rows, HeldOutPlan(members=members, most=most or None), config, ALONE):
@@ -167,5 +166,5 @@ def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> It
 
 
 def _by_patch(present: Tensor, size: int) -> Tensor:
-    """[R, S, S] -> [R, N] the share of each patch's pixels that is True, patches row by row."""
+    """Average [R, S, S] over each patch: [R, N], row by row."""
     return torch.nn.functional.avg_pool2d(present.float()[:, None], size).flatten(1)

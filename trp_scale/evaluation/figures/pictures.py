@@ -1,4 +1,4 @@
-"""Draw reconstructions of each modality, perturbed positions, and masks of a masking network (MLO-MAE, Figure 4), as
+"""Draw reconstructions of each modality, perturbed positions, and masks of a masking network (MLO-MAE, Figure 4) as
 PNG files."""
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEW = 0.1
-"""Share of masked patches in the paper's figure: at that of training nearly everything is masked."""
+"""Share of masked patches in the paper's figure; training masks nearly everything."""
 DIMMED = 0.25
-"""What is left of a masked patch's brightness."""
+"""Brightness of masked patches."""
 
 
 def draw_masks(trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path) -> str:
-    """Draw images, each patch's probability, and the masks of a tenth and of the run's own share of the patches, drawn
-    at random, chosen by the untrained network, and by the learned one; returns a sentence about them.
-
-    Args:
-        batch: images to show; the first crop of each.
-    """
+    """Draw images, mask probabilities, and masks of the first crops: random, of the untrained network, and of the
+    learned network, each with a tenth and with the run's share of the patches. Return the caption."""
     shown = mask_strips(trained, network, batch)
     probabilities, same = shown.pop("probability"), float(shown.pop("as untrained"))
     images = len(probabilities)
@@ -62,22 +58,22 @@ def draw_masks(trained: TrainedImages, network: MaskingNetwork, batch: Batch, pa
     figure.colorbar(drawn, ax=axes[-1, :].tolist(), shrink=0.8)
     figure.savefig(path, dpi=DPI)
     spread = float(probabilities.std(dim=0).mean()) if images > 1 else 0.0
-    differing = f", and differs by {spread:.3f} (standard deviation) between images" if images > 1 else ""
+    differing = f", standard deviation between images {spread:.3f}" if images > 1 else ""
     return (
-        f"learned masks beside the untrained network's, with which they share {same:.1%} of the patches, and random "
-        f"ones, {images} images; a patch's probability is {float(probabilities.mean()):.3f} on average{differing}"
+        f"learned, untrained and random masks; learned and untrained ones share {same:.1%} of the patches; {images} "
+        f"images; mean probability of a patch {float(probabilities.mean()):.3f}{differing}"
     )
 
 
 @torch.no_grad()
 def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -> dict[str, Tensor]:
-    """{"image", "random 10 %", ...}: [R, 3, S, S] in [0, 1] each; "probability": [R, N]; and "as untrained": the share
-    of the learned masks of the run's own ratio that are the untrained network's too."""
+    """Return {"image", "random 10 %", ...}: [R, 3, S, S] in [0, 1]; "probability": [R, N]; and "as untrained": the
+    share of the learned masks, at the run's ratio, that the untrained network also selects."""
     first = Batch(fields={"images": batch["images"][:, :1]}, keys=batch.keys, start=batch.start)
     patches = trained.objective.patches(first)  # [R, N, P]
     embeddings = trained.model.patch_embed(patches)  # [R, N, D]
     probabilities = network(embeddings)  # [R, N]
-    untrained = type(network)(trained.config).eval()(embeddings)  # from the seed, as the run's own was
+    untrained = type(network)(trained.config).eval()(embeddings)  # initialised from the seed, as in the run
     count, patch_size = patches.shape[1], trained.config.vision.patch_size
     orders = torch.stack([random_scores(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
     strips = {"image": pixels(patches, patch_size)}
@@ -94,7 +90,7 @@ def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -
 
 
 def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -> Tensor:
-    """[R, N, P] normalised -> [R, 3, S, S] in [0, 1], each patch times its brightness [R, N, 1]."""
+    """Convert normalised patches [R, N, P] to images [R, 3, S, S] in [0, 1], scaled by the brightness [R, N, 1]."""
     mean, deviation = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION]).view(2, 1, 3, 1, 1)
     images: Tensor = (unpatchify(patches, patch_size) * deviation + mean).clamp(0, 1)
     if brightness is None:
@@ -103,34 +99,32 @@ def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -
 
 
 def random_scores(seed: int, key: int, count: int) -> Tensor:
-    """[N] scores whose largest are a random choice that stays the same for this image."""
+    """Return random scores [N] that depend only on the seed and the image."""
     generator = torch.Generator().manual_seed(tensor_seed(seed, f"masks to show/{key}"))
     return torch.rand(count, generator=generator)
 
 
-TRUE_COLOURS = "hidden patches are drawn with their true mean and deviation, which are no part of what is predicted"
-"""Caption of pictures whose target is normalised by patch: colours and contrast there are the image's, structure is the
+TRUE_COLOURS = "hidden patches are drawn with their true mean and deviation, which are not predicted"
+"""Caption for targets that are normalised by patch: colours and contrast come from the image, structure from the
 prediction."""
 
 GREY = 0.5
-"""What a masked patch is shown as."""
+"""Value of a masked patch."""
 
 
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", images: Sequence[Path] = ()) -> list[str]:
-    """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
-    and where a network chooses masks masks.png.
+    """Draw reconstructions.png; with an adversary positions.png; with a masking network masks.png. Return captions with
+    the losses on these images and those of a plain guess, such as the mean of each patch.
 
     Args:
         source: run directory or checkpoint.
-        output: directory; made if it is not there.
-        rows: images at most.
-        data: where the run's data is now; empty = where it was.
-        images: files to draw in place of images of the run's data, which need not be there then.
-    Returns:
-        lines that say what was drawn, with the losses on these images beside those of the plainest guess, such as each
-        patch's mean.
+        output: directory; created if it does not exist.
+        rows: maximum number of images.
+        data: current path of the run's data; empty = unchanged.
+        images: files to draw instead; then the run's data is not read.
+
     Raises:
-        RefusedError: no masked autoencoder there, its data is gone, a file is no image, or matplotlib is not installed.
+        RefusedError: not a masked autoencoder, missing data, an unreadable image, or matplotlib is not installed.
     """
     figure_class()
     trained = load_trained(source, data)
@@ -139,7 +133,7 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
 
 
 def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
-    """Draw the pictures of a run on these images, whose batch is made as the run makes its own."""
+    """Draw the pictures of a run for a batch in the run's format."""
     output.mkdir(parents=True, exist_ok=True)
     if isinstance(trained, TrainedImages):
         return _draw_images(trained, batch, output)
@@ -152,7 +146,7 @@ def _draw_images(trained: TrainedImages, batch: Batch, output: Path) -> list[Pic
     axes, figure = small_axes(len(strips), batch.rows)
     _show_strips(axes, strips)
     figure.savefig(path, dpi=DPI)
-    losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
+    losses = f"reconstruction loss {loss:.4f}, with each patch's mean {mean_patch:.4f}"
     note = f"; {TRUE_COLOURS}" if trained.objective.normalised else ""
     pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){note}")]
     if trained.shape is not None and trained.perturbation is not None:
@@ -165,24 +159,24 @@ def _draw_images(trained: TrainedImages, batch: Batch, output: Path) -> list[Pic
 
 
 def _draw_modalities(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
-    """Draw the images and their maps (TRP Figure 3's kind)."""
+    """Draw images and maps, as in TRP Figure 3."""
     path = output / "reconstructions.png"
     draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
     measured = task_losses(trained, batch)
-    losses = ", ".join(f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in measured.items())
+    losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in measured.items())
     note = f"; of rgb {TRUE_COLOURS}" if "rgb" in measured else ""
     return [Picture(path, f"{losses}; {batch.rows} images{note}")]
 
 
 @torch.no_grad()
 def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Tensor], float, float]:
-    """Images to show, and the two losses.
+    """Reconstruct the first crop of each image.
 
     Returns:
-        {"image", "masked", "reconstruction"}: [R, 3, S, S] in [0, 1], of the first crop of each image. In the
-        reconstruction visible patches are the image's own; a predicted patch of a normalised target has the true
-        patch's mean and deviation put back, as is usual.
-        Mean squared error over masked patches of the model, and of predicting each patch's mean.
+        {"image", "masked", "reconstruction"}: [R, 3, S, S] in [0, 1]. The reconstruction keeps visible patches.
+            Predictions of
+        normalised targets get the true patch's mean and deviation, as is usual.
+        Mean squared error over masked patches of the model, and of each patch's mean.
     """
     first = {name: value[:, :1] for name, value in batch.fields.items() if name in ("images", "visible", "masked")}
     objective = trained.objective
@@ -217,7 +211,7 @@ def _show_strips(axes: Any, strips: Mapping[str, Tensor]) -> None:
 
 
 def _draw_positions(trained: TrainedImages, path: Path) -> str:
-    """Draw by what is perturbed; returns a sentence about it."""
+    """Draw the perturbed quantity and return the caption."""
     assert trained.shape is not None and trained.perturbation is not None
     encoder, _ = trained.shape.split(trained.perturbation)
     grid = trained.config.crops.size // trained.config.vision.patch_size
@@ -281,12 +275,12 @@ def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None
 
 
 def _entry(offset: Tensor) -> Tensor:
-    """Return the continuous index into the table for offsets between its entries -3..3."""
+    """Return the continuous index into the table, between its entries -3..3."""
     return relaxed_index(offset).clamp(-REACH, REACH)
 
 
 def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversarySettings) -> None:
-    """Norms of a block's balls, the last dimension, of which the largest is shown: eps is their limit."""
+    """Draw the largest norm in each block; eps is the limit of each vector of the last dimension."""
     sizes = size(perturbation, adversary.norm).reshape(len(perturbation), -1).amax(1)  # [L]
     axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")
     axes.axhline(adversary.eps, color="0.6", linestyle="--")
@@ -300,10 +294,8 @@ STAGES = ("input", "seen", "predicted")
 
 @torch.no_grad()
 def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[str, dict[str, Tensor]]:
-    """Maps to show by task and stage, as `Modality.maps` gives them; what is not seen is shown as unknown.
-
-    What is predicted is shown in masked patches, what is visible elsewhere.
-    """
+    """Return maps by task and stage, as of `Modality.maps`. Masked patches show the prediction, others the input;
+    unseen patches are unknown."""
     objective = trained.objective
     patches = objective.patches(batch)
     output = trained.model(objective.seen(patches, batch), batch["visible"])
@@ -321,9 +313,9 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
 
 @torch.no_grad()
 def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[float, float]]:
-    """Each task's loss on these images, and that of the plainest guess (Modality.plainest): of rgb each patch's mean
-    (its normalised values are 0), of raw_rgb the data's mean colour, of depth the image's mean, of semseg these images'
-    class frequencies. A task of which nothing is known here is left out."""
+    """Return the loss of each task and that of the plain guess (`Modality.plainest`). rgb: mean of each patch (0
+    after normalisation); raw_rgb: mean colour of the data; depth: mean of the image; semseg: class frequencies of
+    these images. Tasks without data are omitted."""
     objective = trained.objective
     losses = objective(trained.model, batch)
     plain = objective(_plain_guesses(trained, batch), batch)
@@ -333,7 +325,7 @@ def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[flo
 
 
 def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
-    """A model that makes the plainest guess at every task."""
+    """Return a model that makes the plain guess for every task."""
     objective = trained.objective
     patches = objective.patches(batch)
 
@@ -349,10 +341,10 @@ def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
 
 
 def draw_modalities(shown: dict[str, dict[str, Tensor]], path: Path, classes: Mapping[str, Sequence[str]]) -> None:
-    """Three rows for each task, a column for each image; what is predicted alone where nothing is known.
+    """Draw three rows per task and a column per image; only the prediction if the input is unknown.
 
     Args:
-        classes: names of each modality's classes, where they are known.
+        classes: class names by modality.
     """
     kinds = {task: predicted_modality(task).load() for task in shown}
     known = {task: not kinds[task].is_unknown(stages["input"]) for task, stages in shown.items()}
@@ -381,11 +373,7 @@ log = logging.getLogger(__name__)
 
 
 class OnlinePictures(Hook):
-    """Draws checkpoints; see the head of this file.
-
-    Args:
-        settings: of the pictures.
-        run: of the run.
+    """Draw pictures of checkpoints during training (see the module).
 
     Raises:
         RefusedError: matplotlib is not installed.
@@ -405,20 +393,20 @@ class OnlinePictures(Hook):
             self.draw(path)
 
     def draw(self, checkpoint: Path) -> None:
-        """Pictures of a checkpoint beside its run. What cannot be drawn is told, and ends nothing."""
+        """Draw a checkpoint into its run directory. Failures are logged and do not stop the run."""
         began, folder = time.monotonic(), checkpoint.parent.parent / PICTURES / checkpoint.name
         self.latest = {"step": int(checkpoint.name.rpartition("_")[2])}
         try:
             with torch.random.fork_rng(devices=[]):
                 drawn = draw_pictures(checkpoint, folder, rows=self.settings.rows)
             self.latest["files"] = len(drawn)
-        except Exception as error:  # whatever it is, the other ranks wait at the next step
+        except Exception as error:  # the other ranks wait at the next step
             self.latest["notice"] = f"no pictures of {checkpoint.name}: {error_text(error)}"
-            log.warning("%s", self.latest["notice"])  # a line of metrics may not come
+            log.warning("%s", self.latest["notice"])  # no line of metrics may follow
         self.latest["seconds"] = time.monotonic() - began
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the newest drawing, in the first line after it. step: of the checkpoint; files: that were drawn;
-        seconds: it took; notice: why there are none."""
+        """Return the latest drawing, once. step: of the checkpoint; files: number of pictures; seconds: duration;
+        notice: error."""
         latest, self.latest = self.latest, {}
         return latest

@@ -1,5 +1,4 @@
-"""`trp-scale represent`: what an encoder has learned, as figures, pictures and notes: printed, as JSON, and as one page
-without other files."""
+"""`trp-scale represent`: figures, pictures and notes on an encoder, printed, as JSON, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences,
 DOCUMENT, PAGE = "representation.json", "index.html"
 
 DrawRuns: TypeAlias = Callable[[Mapping[str, ReadRun], ShownImages, Path, Environment], list[Picture]]
-"""Draws fine-tuned runs of one task, by name, on images, into a directory; a task names it as `pictures`
-(finetuning/task.py). Raises DataError or RefusedError if the images lack what the task needs."""
+"""Function that draws fine-tuned runs of one task, by name, on images into a directory. A task names it as
+`pictures` (finetuning/task.py). Raises DataError or RefusedError if the images lack what the task needs."""
 
 
 @dataclass(kw_only=True)
@@ -61,13 +60,13 @@ class Findings:
     """Figures, pictures and notes on an encoder.
 
     Attributes:
-        encoder: as --from named it.
-        config: of the encoder, and of what is seen of an image.
-        output: where pictures go.
-        figures: (what it is, its value), as a reader sees them.
-        numbers: the same for a program.
+        encoder: value of --from.
+        config: of the encoder and its input images.
+        output: directory for pictures.
+        figures: (name, value), for readers.
+        numbers: the same, for programs.
         pictures: (heading, picture).
-        notes: what could not be done, and why.
+        notes: missing parts, with reasons.
     """
 
     encoder: str
@@ -82,23 +81,23 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def add_similarity(self) -> None:
-        """The ratio of MLO-MAE's Table 13."""
+        """Add the similarity ratio of MLO-MAE's Table 13."""
         if not self.choice.classes:
-            self.notes.append(
-                f"{self.choice.dataset.directory}: the images have no classes: no similarity within and between them"
-            )
+            self.notes.append(f"{self.choice.dataset.directory}: no class similarity, since the images have no classes")
             return
         similarity = class_similarity(self.encoded.features, self.encoded.labels)
         self.numbers["class_similarity"] = asdict(similarity)
-        quotient = "undefined: the latter is not positive" if similarity.ratio is None else f"{similarity.ratio:.4f}"
+        quotient = (
+            "undefined, since the second is not positive" if similarity.ratio is None else f"{similarity.ratio:.4f}"
+        )
         self.figures += [
-            ("cosine similarity of images of one class", f"{similarity.intra:.4f}"),
-            ("of images of two classes", f"{similarity.inter:.4f}"),
+            ("cosine similarity within classes", f"{similarity.intra:.4f}"),
+            ("cosine similarity between classes", f"{similarity.inter:.4f}"),
             ("ratio (MLO-MAE, Table 13)", quotient),
         ]
 
     def add_plane(self, kind: PlaneKind) -> None:
-        """Representations in a plane."""
+        """Add the representations in a plane."""
         points, sentence = project_to_plane(self.encoded.features, kind)
         path = self.output / f"{kind}.png"
         draw_plane(points, self.encoded.labels, self.choice.classes, sentence, path)
@@ -106,7 +105,7 @@ class Findings:
         self.pictures.append(("Representations in a plane", Picture(path, caption)))
 
     def add_attention(self, positions: Sequence[Position]) -> None:
-        """Attention maps of images to show, and the mean over all (AdPE, Figures A.1 and A.2)."""
+        """Add attention maps of shown images, and their mean over all images (AdPE, Figures A.1 and A.2)."""
         encoded, count = self.encoded, len(self.encoded.labels)
         distance, uniform = mean_distance(encoded.attention), mean_distance(torch.ones_like(encoded.attention))
         self.numbers["attention"] = {
@@ -119,14 +118,14 @@ class Findings:
         )
         path = self.output / "attention.png"
         draw_attention(encoded.shown.images, encoded.shown_attention, positions, path)
-        what = f"block {encoded.block}, mean over heads; framed: the patch that looks (row, column)"
-        self.pictures.append(("Attention", Picture(path, f"{what}; each image has its own scale")))
+        what = f"block {encoded.block}, mean over heads; framed: the query patch (row, column)"
+        self.pictures.append(("Attention", Picture(path, f"{what}; scaled by image")))
         path = self.output / "attention_average.png"
         draw_average_attention(encoded.attention, positions, path)
         self.pictures.append((f"Attention averaged over {count} images", Picture(path, what)))
 
     def add_pictures(self, heading: str, draw: Callable[[], Sequence[Picture]]) -> None:
-        """Pictures that need more than the encoder; where that is missing, a note says what."""
+        """Add pictures that need more than the encoder, or a note that says what is missing."""
         try:
             pictures = draw()
         except RefusedError as error:
@@ -135,7 +134,7 @@ class Findings:
         self.pictures += [(f"{heading}: {picture.path.stem.replace('_', ' ')}", picture) for picture in pictures]
 
     def write(self) -> None:
-        """representation.json, index.html, and the figures on the terminal."""
+        """Write representation.json and index.html, and print the figures."""
         dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.encoded.labels)
         about = [
             ("encoder", self.encoder),
@@ -184,11 +183,8 @@ class Findings:
 
 
 def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
-    """Draw them, with crops and masks as the run's own; none of what is no pre-training run.
-
-    Raises:
-        RefusedError: the data lacks a modality that the run needs.
-    """
+    """Draw the pictures of a pre-training run, with its crops and masks; none for other encoders. Raises
+    RefusedError if the data lacks a modality."""
     if not is_run(Path(named_weights(source)[0])) or not upstream_name(source):
         return []
     trained = load_trained(source, str(choice.dataset.directory))
@@ -197,12 +193,8 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
 
 
 def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, ReadRun]:
-    """The runs by name, all of one kind.
-
-    Raises:
-        RefusedError: one is no finished fine-tuned run, of a kind that has no pictures or of another kind than the
-            first, or a classifier of other classes than the images have.
-    """
+    """Open runs of one kind, by name. Raises RefusedError for unfinished runs, kinds without pictures, different
+    kinds, or a classifier with other classes than the images."""
     if not runs:
         return {}
     folders = [run.resolve().parent.parent.name for run in runs]  # DIR/TASK/seed_N
@@ -222,7 +214,7 @@ def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, ReadR
 
 
 def _drawing_function(kind: str) -> str:
-    """Return the name of the function that draws the runs of a task; empty if none exists."""
+    """Return the name of the function that draws runs of a task; empty if none exists."""
     location: str = find("task", kind).load().pictures
     return location
 
@@ -232,22 +224,18 @@ def _check_classes(run: ReadRun, choice: ImageChoice) -> None:
     other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
     if classes and (other_names or len(classes) > count):
         raise RefusedError(
-            f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, "
-            "or of other names; allowed: a run of the same classes"
+            f"--run {run.directory}: {count} classes, {choice.dataset.directory} has {len(classes)}, "
+            "or other names; allowed: a run with the same classes"
         )
 
 
 LEAST_IMAGES = 5
-"""Below, there is nothing to see."""
+"""Fewest images for useful figures."""
 
 
 def represent(arguments: RepresentArguments) -> int:
-    """Run `trp-scale represent`; returns the exit status.
-
-    Raises:
-        RefusedError: no such encoder or data, a library that is not installed, flags that do not fit them, or an output
-            that cannot be written.
-    """
+    """Run `trp-scale represent`; return the exit status. Raises RefusedError for an invalid encoder, data, flag or
+    output."""
     _check(arguments)
     source = arguments.from_ + (AVERAGE if arguments.weights == "average" else "")
     config = encoder_config(
@@ -264,7 +252,7 @@ def represent(arguments: RepresentArguments) -> int:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RefusedError(f"--output {output} cannot be made: {error.strerror}") from error
+        raise RefusedError(f"--output {output} cannot be created: {error.strerror}") from error
     with Environment() as environment:
         encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
         encoded = encode_images(encoder, config, choice, block=block, shown=arguments.shown)
@@ -284,7 +272,7 @@ def represent(arguments: RepresentArguments) -> int:
 
 
 def _check(arguments: RepresentArguments) -> None:
-    """Refuse, before anything is read, what will not work."""
+    """Check libraries and flags before anything is read."""
     figure_class()
     check_library()
     if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
@@ -298,22 +286,14 @@ def _check(arguments: RepresentArguments) -> None:
 
 
 def read_block(number: int, blocks: int) -> int:
-    """--block as a number from 0.
-
-    Raises:
-        RefusedError: there is no such block.
-    """
+    """Convert --block to a number from 0. Raises RefusedError if the block does not exist."""
     if not -blocks <= number < blocks:
         raise RefusedError(f"--block is {number}, allowed: {-blocks} to {blocks - 1}; the encoder has {blocks} blocks")
     return number % blocks
 
 
 def read_positions(words: Sequence[str], grid: int) -> list[Position]:
-    """--positions as (row, column), three by three for none.
-
-    Raises:
-        RefusedError: not two numbers, or outside the grid.
-    """
+    """Parse --positions as (row, column); three by three if empty. Raises RefusedError outside the grid."""
     positions = []
     for word in words:
         row, _, column = word.partition(",")

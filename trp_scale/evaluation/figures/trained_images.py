@@ -1,5 +1,5 @@
-"""A trained masked autoencoder, of one or several modalities, with images to look at: held-out ones of the run, or
-files as the model sees them (the central square, at the run's size, masked at random)."""
+"""Load a trained masked autoencoder, of one or several modalities, with images to draw: the run's held-out images,
+or image files (centre crops at the run's size, masked at random)."""
 
 from __future__ import annotations
 
@@ -45,57 +45,43 @@ from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.weights import CLASSES
 
 ORIENTATION = 0x0112
-"""EXIF tag: how a camera was held."""
+"""EXIF tag of the orientation."""
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-"""By crops.interpolation."""
+"""Filters by crops.interpolation."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
 class TrainedRun:
-    """Parts of every trained image model.
-
-    Attributes:
-        checkpoint: where it all was read from.
-        config: settings of the run.
-        data_digest: of the data set the run learned from.
-    """
+    """Trained image model. Attributes: data_digest: of the training data."""
 
     checkpoint: Path
     config: ImagePretrainConfig
     data_digest: str | None
 
     def open_sources(self, config: ImagePretrainConfig) -> Sources:
-        """The run's data with other crops or batches, in this process; all training images are in one source.
-
-        Raises:
-            RefusedError: the data is not at `data.path`, or is another one than the run's.
-        """
+        """Open the run's data in this process; all training images are in one source. Raises RefusedError if the
+        data is missing or has changed."""
         config = copy.deepcopy(find_upstream(config).inference_config(config))
         config.data.workers = 0
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
             sources = open_sources(config, rank=0, world=1)
         except DataError as error:
-            raise RefusedError(f"{where}, cannot be read: {error}; say where it is now with --data DIR") from error
-        except RefusedError as error:  # the run could learn from its own
+            raise RefusedError(f"{where}, cannot be read: {error}; give its current path with --data DIR") from error
+        except RefusedError as error:  # the run could use its data
             raise RefusedError(
-                f"{where}, is not what the run learned from: {finding(error)}; say where that is with --data DIR"
+                f"{where}, is not the training data: {finding(error)}; give its path with --data DIR"
             ) from error
         if self.data_digest not in (None, sources.digest()):
             sources.close()
-            raise RefusedError(f"{where}, is not what the run learned from; say where that is with --data DIR")
+            raise RefusedError(f"{where}, is not the training data; give the path of the training data with --data DIR")
         return sources
 
     def images(self, rows: int) -> Batch:
-        """Return at most `rows` of the run's held-out images, the first readable ones; of the training images if
-        nothing is held out.
-
-        Raises:
-            RefusedError: as `open_sources`.
-        """
+        """Return at most `rows` readable held-out images; training images if none are held out."""
         config = copy.deepcopy(self.config)
         config.batch.global_size = config.batch.micro_size = rows
         sources = self.open_sources(config)
@@ -111,13 +97,12 @@ class TrainedRun:
 
 @dataclass(kw_only=True)
 class TrainedImages(TrainedRun):
-    """A masked autoencoder.
+    """Trained masked autoencoder.
 
     Attributes:
-        model: the trained weights, on the CPU.
-        objective: the run's objective.
-        shape: of the adversary's perturbation, None without one.
-        perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
+        model: trained, on the CPU.
+        shape: of the adversary's perturbation; `None` without an adversary.
+        perturbation: vector in the checkpoint [shape.numel]; `None` without an adversary.
     """
 
     config: MaeConfig
@@ -127,11 +112,8 @@ class TrainedImages(TrainedRun):
     perturbation: Tensor | None
 
     def own_images(self, files: Sequence[Path]) -> Batch:
-        """Return a batch of one crop of each file. Masks depend on the run's seed and the pixels.
-
-        Raises:
-            RefusedError: a file that is no image.
-        """
+        """Return a batch of one crop of each file. Masks depend on the run's seed and the pixels. Raises
+        RefusedError for a file that is not an image."""
         config = self.config
         images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
         split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
@@ -146,19 +128,15 @@ class TrainedImages(TrainedRun):
 
 @dataclass(kw_only=True)
 class TrainedModalities(TrainedRun):
-    """A multi-modal masked autoencoder.
-
-    Attributes:
-        model: the trained weights, on the CPU.
-        objective: the run's objective.
-    """
+    """Trained multi-modal masked autoencoder. Attributes: model: trained, on the CPU."""
 
     config: MmMaeConfig
     model: MultimodalMaskedAutoencoder
     objective: MultimodalReconstruction
 
     def class_names(self) -> dict[str, tuple[str, ...]]:
-        """Names of each modality's classes, from the data; empty where that is gone: a checkpoint has their number."""
+        """Return class names by modality, read from the data; empty if it is missing: the checkpoint contains only
+        their number."""
         try:
             meta: ImageMeta = open_rows(self.config, parse_paths(self.config.data.path)).meta  # type: ignore[assignment]
         except (DataError, RefusedError):
@@ -166,16 +144,13 @@ class TrainedModalities(TrainedRun):
         return {name: tuple(getattr(maps, "classes", None) or ()) for name, maps in meta.maps.items()}
 
     def own_images(self, files: Sequence[Path]) -> Batch:
-        """Return a batch of the files: patches of the image are seen, nothing is known of other modalities.
-
-        Raises:
-            RefusedError: a file that is no image, or the encoder reads none.
-        """
+        """Return a batch of the files: patches of the image are visible, other modalities unknown. Raises
+        RefusedError for a file that is not an image, or if the encoder reads no images."""
         config = self.config
         inputs = config.modalities.inputs
         if "rgb" not in inputs:
             raise RefusedError(
-                f"--images: the run's modalities.inputs are {', '.join(inputs)}: its encoder reads no images; allowed: "
+                f"--images: the run's modalities.inputs are {', '.join(inputs)}: its encoder reads no images; use "
                 "--pictures without --images"
             )
         images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
@@ -190,14 +165,12 @@ class TrainedModalities(TrainedRun):
 
 
 def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
-    """Read the newest checkpoint of a run directory, or the checkpoint itself.
+    """Load a masked autoencoder from a run directory (newest checkpoint) or a checkpoint. Raises RefusedError for other
+    models.
 
     Args:
-        source: with "@average" behind it for the average of the weights.
-        data: where the run's data is now; empty = at its `data.path`.
-
-    Raises:
-        RefusedError: there is none, or it is not of a masked autoencoder.
+        source: with the suffix "@average" for averaged weights.
+        data: current path of the run's data; empty = unchanged.
     """
     run = _read(source, data, MaeConfig)
     config: MaeConfig = run.config
@@ -228,17 +201,13 @@ def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModali
 
 
 def load_trained(source: Path | str, data: str = "") -> TrainedImages | TrainedModalities:
-    """Load a masked autoencoder, of one or several modalities, like `load_trained_images`."""
+    """Load a masked autoencoder of one or several modalities, like `load_trained_images`."""
     several = upstream_name(source) == MmMaeConfig.upstream
     return load_trained_modalities(source, data) if several else load_trained_images(source, data)
 
 
 def upstream_name(source: Path | str) -> str:
-    """The run's upstream; empty for a fine-tuned one.
-
-    Raises:
-        RefusedError: no checkpoint there.
-    """
+    """Return the upstream of a run; empty for a fine-tuned run. Raises RefusedError if no checkpoint exists."""
     upstream: str = read_document(find_checkpoint(Path(named_weights(str(source))[0]))).config.get("upstream", "")
     return upstream
 
@@ -248,9 +217,9 @@ def _read(source: Path | str, data: str, kind: type[ImagePretrainConfig]) -> Rea
     run = open_run(Path(named), "last" if named == str(source) else "average")
     run.config.data.path = data or run.config.data.path
     if not isinstance(run.config, kind):
-        upstream = upstream_name(run.checkpoint) or "none: it is a fine-tuned run"
+        upstream = upstream_name(run.checkpoint) or "none (a fine-tuned run)"
         raise RefusedError(
-            f"{run.checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {upstream}"
+            f"{run.checkpoint}: expected a run of --upstream {kind.upstream}; its upstream is {upstream}"
         )
     return run
 
@@ -261,7 +230,7 @@ def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine:
 
 
 def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
-    """Load the masking network of a run; `None` if masks were random."""
+    """Load the masking network of a run; `None` if masks are random."""
     if not trained.config.multilevel.learns:
         return None
     return _with_weights(
@@ -270,26 +239,23 @@ def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
 
 
 def read_square(file: Path, size: int, interpolation: str) -> Tensor:
-    """[3, S, S] uint8: the central square of a JPEG, PNG or WebP, upright, shrunk or stretched to `size` pixels.
-
-    Raises:
-        RefusedError: no such file, or it cannot be decoded.
-    """
+    """Return the centre crop of a JPEG, PNG or WebP file, resized to `size` pixels and upright: [3, S, S] uint8.
+    Raises RefusedError if it cannot be decoded."""
     try:
         content = file.read_bytes()
         image = Image.fromarray(decode_image(bytearray(content)).permute(1, 2, 0).contiguous().numpy())
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as opened:
             image.getexif()[ORIENTATION] = opened.getexif().get(ORIENTATION, 1)
         square = ImageOps.fit(ImageOps.exif_transpose(image), (size, size), method=FILTERS[interpolation])
-    except Exception as error:  # decoders raise whatever a broken file leads them to
+    except Exception as error:  # decoders raise many kinds of errors for a broken file
         raise RefusedError(
-            f"--images {file}: not an image that can be read ({error_text(error)}); JPEG, PNG or WebP is allowed"
+            f"--images {file}: cannot be read as an image ({error_text(error)}); allowed: JPEG, PNG or WebP"
         ) from error
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
 def _read_squares(files: Sequence[Path], size: int, interpolation: str, seed: int) -> tuple[Tensor, Words]:
-    """[R, 3, S, S] uint8, and a word for each image's masks [R]."""
+    """Return images [R, 3, S, S] uint8, and a seed for the masks of each [R]."""
     images = [read_square(file, size, interpolation) for file in files]
     digests = [hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest() for image in images]
     words = np.array([tensor_seed(seed, f"masks of an image/{digest}") for digest in digests], dtype=np.uint64)
@@ -297,6 +263,6 @@ def _read_squares(files: Sequence[Path], size: int, interpolation: str, seed: in
 
 
 def _own_batch(fields: dict[str, Tensor], words: Words) -> Batch:
-    """All rows are there, and have no class."""
+    """Add labels -1 and row weights 1."""
     common = {"labels": torch.full((len(words),), -1), "row_weights": torch.ones(len(words))}
     return Batch(fields={**fields, **common}, keys=torch.from_numpy(words.astype(np.int64)), start=0)

@@ -1,8 +1,8 @@
 """Classifiers on frozen features.
 
-linear: the probe of MAE, a batch norm without affine before one layer, learned by LARS (He et al. 2022, A.1).
-logistic: logistic regression on standardised features, the fast probe.
-neighbours: weighted nearest neighbours (Wu et al. 2018, 3.4; as DINO measures, Caron et al. 2021).
+linear: batch norm without affine parameters and one layer, trained by LARS (MAE: He et al. 2022, A.1)
+logistic: logistic regression on standardised features
+knn: weighted nearest neighbours (Wu et al. 2018, 3.4; DINO: Caron et al. 2021)
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from trp_scale.evaluation.probe.images import ProbedImages
 
 WEIGHT_DEVIATION = 0.01
-"""Standard deviation of the layer's first weights."""
+"""Standard deviation of the initial weights."""
 
 NORM_EPS = 1e-6
 MOMENTUM = 0.9
 LR_ROWS = 256
-"""Images of a step for which linear.base_lr is the peak."""
+"""Batch size that linear.base_lr refers to."""
 
 Step = tuple[Tensor, Tensor]
 """Features [B, D] and classes [B] of one step."""
 
 
 class LinearProbe:
-    """Features [B, D] -> logits [B, K].
+    """Linear probe: features [B, D] to logits [B, K].
 
-    LARS scales the step of the matrix by 0.001 |W| / |gradient|, and leaves the bias as it is; both have momentum 0.9
-    and no decay. The batch norm keeps running statistics while it learns, and is measured by those.
+    LARS scales the step of the weight by 0.001 |W| / |gradient| and leaves the bias unscaled; momentum is 0.9, without
+    weight decay. The batch norm predicts with its running statistics.
 
     Args:
         width: D.
         classes: K.
-        steps: in all.
-        warmup_steps: of them, the first.
+        steps: total number.
+        warmup_steps: included in steps.
         lr: peak learning rate.
-        seed: of the first weights.
+        seed: for the initial weights.
     """
 
     def __init__(self, width: int, classes: int, *, steps: int, warmup_steps: int, lr: float, seed: int) -> None:
@@ -83,7 +83,7 @@ class LinearProbe:
 
     @torch.no_grad()
     def predict(self, features: Features) -> Integers:
-        """[m] the class with the highest logit of each row of [m, D]."""
+        """Return the classes [m] of features [m, D]."""
         self.module.eval()
         logits = [self.module(part) for part in torch.split(torch.from_numpy(features), 1 << 16)]
         predicted: Integers = torch.cat(logits).argmax(1).numpy().astype(np.int64)
@@ -91,14 +91,14 @@ class LinearProbe:
 
 
 def step_counts(rows: int, settings: LinearSettings) -> tuple[int, int, int]:
-    """Images of a step, steps in all and steps of the warm-up, of so many training images."""
+    """Return the batch size, the number of steps, and the number of warm-up steps."""
     size = min(settings.batch_size, rows)
-    in_epoch = rows // size  # a last step with fewer images is left out, as in He et al.
+    in_epoch = rows // size  # the last incomplete batch is dropped, as in He et al.
     return size, in_epoch * settings.epochs, in_epoch * settings.warmup_epochs
 
 
 def fit_linear(train: LabelledFeatures, features: Features, settings: LinearSettings, *, seed: int) -> Integers:
-    """Learn from features that stay the same; [m] classes of `features` [m, D]."""
+    """Train on cached features and return the classes [m] of `features` [m, D]."""
     size, steps, warmup = step_counts(len(train.labels), settings)
     probe = LinearProbe(
         train.features.shape[1],
@@ -114,7 +114,7 @@ def fit_linear(train: LabelledFeatures, features: Features, settings: LinearSett
 
 
 def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[Step]:
-    """Steps of `size` rows, in a new order in every epoch."""
+    """Yield batches of `size` rows, reshuffled in every epoch."""
     for epoch in range(epochs):
         order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))
         for first in range(0, len(order) - size + 1, size):
@@ -123,14 +123,13 @@ def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Itera
 
 
 def require_scikit_learn() -> None:
-    """Raises:
-    RefusedError: it is not installed."""
+    """Raise RefusedError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise RefusedError("a logistic probe needs scikit-learn: pip install 'trp-scale[evaluation]'")
 
 
 def logistic_regression(train: LabelledFeatures, features: Features, settings: LogisticSettings) -> Integers:
-    """[m] the most probable class of each row of `features` [m, D]."""
+    """Fit a logistic regression and return the classes [m] of `features` [m, D]."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -147,25 +146,19 @@ def logistic_regression(train: LabelledFeatures, features: Features, settings: L
 
 
 CHUNK = 1024
-"""Images whose neighbours are looked for at once."""
+"""Images per distance computation."""
 
 
 def nearest_neighbours(train: LabelledFeatures, features: Features, settings: KnnSettings) -> Integers:
-    """[m] the class with most of the vote: of the k training images with the largest cosine, each votes for its class
-    with exp(cosine / temperature). Where there are fewer than k, all vote.
-
-    Args:
-        train: who votes.
-        features: [m, D].
-        settings: k and temperature.
-    """
+    """Return the classes [m] of `features` [m, D] by vote: each of the k training images with the largest cosine
+    votes with exp(cosine / temperature). All vote if there are fewer than k."""
     known = F.normalize(torch.from_numpy(train.features), dim=1)  # [n, D]
     labels = torch.from_numpy(train.labels)
     classes, k = int(labels.max()) + 1, min(settings.k, len(labels))
     accuracies = []
     for part in torch.split(torch.from_numpy(features), CHUNK):
         cosines, nearest = (F.normalize(part, dim=1) @ known.T).topk(k, dim=1)  # [c, k]
-        # The largest is taken off: a low temperature would overflow.
+        # Subtract the largest cosine: a low temperature would overflow.
         votes = ((cosines - cosines[:, :1]) / settings.temperature).double().exp()
         scores = votes.new_zeros(len(part), classes).scatter_add_(1, labels[nearest], votes)  # [c, K]
         accuracies.append(scores.argmax(dim=1))
@@ -174,40 +167,37 @@ def nearest_neighbours(train: LabelledFeatures, features: Features, settings: Kn
 
 
 Classify = Callable[[LabelledFeatures, Features, ProbeArguments, int], Integers]
-"""Learn from labelled features; the classes [m] of others [m, D]. The last argument is the seed."""
+"""Fit on labelled features with a seed; return the classes [m] of `features` [m, D]."""
 
 CLASSIFIERS: dict[str, Classify] = {
     "logistic": lambda train, features, arguments, seed: logistic_regression(train, features, arguments.logistic),
     "linear": lambda train, features, arguments, seed: fit_linear(train, features, arguments.linear, seed=seed),
     "knn": lambda train, features, arguments, seed: nearest_neighbours(train, features, arguments.knn),
 }
-"""By --method."""
+"""Classifiers by --method."""
 
 
 def classify(train: LabelledFeatures, features: Features, arguments: ProbeArguments, seed: int) -> Integers:
-    """[m] classes of `features` [m, D] by --method.
-
-    Raises:
-        RefusedError: the training images are all of one class.
-    """
+    """Return the classes [m] of `features` [m, D] by --method. Raises RefusedError if the training images have one
+    class."""
     if len(np.unique(train.labels)) < 2:
-        raise RefusedError(f"{arguments.data}: the training images are all of one class; a probe needs two")
+        raise RefusedError(f"{arguments.data}: all training images have the same class; a probe needs two classes")
     return CLASSIFIERS[arguments.method](train, features, arguments, seed)
 
 
 def accuracy(predicted: Integers, labels: Integers) -> float:
-    """Share of the rows that are right."""
+    """Share of correct rows."""
     return float(np.mean(predicted == labels))
 
 
 def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, ...]) -> dict[str, Any]:
-    """Share of each class's rows that are right, by its name; of classes that have rows."""
+    """Return the accuracy by name of each class that has rows."""
     present, names = np.unique(labels).tolist(), tuple(distinct(names))
     return {names[label]: accuracy(predicted[labels == label], labels[labels == label]) for label in present}
 
 
 SMALLEST_CROP = 0.08
-"""Share of an image's area that a crop shows at least (Szegedy et al. 2015), as in He et al., A.1."""
+"""Smallest area of a crop relative to the image (Szegedy et al. 2015), as in He et al., A.1."""
 
 
 def fit_fresh(
@@ -220,14 +210,15 @@ def fit_fresh(
     seed: int,
     group: Group,
 ) -> Integers | None:
-    """Learn from crops; [m] classes of `features` [m, D], on rank 0 alone. All ranks run the encoder; rank 0 learns.
+    """Train on random crops and return the classes [m] of `features` [m, D], on rank 0 only. All ranks run the encoder;
+    rank 0 trains.
 
-    Steps go across the end of an epoch, and are of whole forward passes on every rank: linear.batch_size is rounded
-    down to those. Where that gives the same size, any number of ranks learns the same.
+    Batches continue across epochs. linear.batch_size is rounded down to whole forward passes on every rank; equal batch
+    sizes give equal results on any number of ranks.
 
     Args:
-        images: learned from, but for what is held out.
-        features: measured.
+        images: training images, except those that are held out.
+        features: to classify.
         fraction: share that is held out.
     """
     micro, world = images.config.batch.micro_rows, group.size

@@ -1,8 +1,8 @@
-"""`trp-scale probe`: a classifier on the features of a frozen encoder of images; that of text is in sentences.py.
+"""`trp-scale probe`: a classifier on the features of a frozen image encoder; sentences.py probes text encoders.
 
-A run that learned its masks also gets MLO-MAE's own figure: the accuracy on a test set of the head that masks were
-learned with (its stage II). That is no probe: head and encoder have learned together, and the masks were chosen for
-this very task."""
+A run with learned masks also gets MLO-MAE's figure: the test accuracy of the head that its masks were learned with
+(stage II). This is not a probe: head and encoder were trained together, and the masks were chosen for this task.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +54,8 @@ logger = logging.getLogger(__name__)
 class ImageProbe:
     """One encoder on one pair of data sets.
 
-    Args:
-        arguments: the command line.
-        environment: ranks and device.
-
     Raises:
-        DataError, RefusedError: no such encoder or data, or two data sets that do not belong together.
+        DataError, RefusedError: no such encoder or data, or data sets that do not match.
     """
 
     def __init__(self, arguments: ProbeArguments, environment: Environment) -> None:
@@ -76,7 +72,7 @@ class ImageProbe:
         self.name = (arguments.test or Path(arguments.data)).resolve().name
 
     def settings(self, size: int) -> ClassificationTaskConfig:
-        """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
+        """Return the settings of the encoder and of its images of `size` pixels."""
         arguments = self.arguments
         config = encoder_config(
             arguments.from_,
@@ -97,7 +93,7 @@ class ImageProbe:
 
     @property
     def description(self) -> str:
-        """The settings in a few words, for the table's title."""
+        """Settings as a short title of the table."""
         pooled = "mean of the patch tokens" if self.arguments.pooling == "mean" else "class token"
         crops = ", fresh crops" if self.fresh else ""
         seen = "centre" if self.arguments.seen == "centre" else "whole image"
@@ -156,7 +152,7 @@ class ImageProbe:
         )
 
     def encoder(self, config: ClassificationTaskConfig, pooling: str, **weights: object) -> FrozenEncoder:
-        """A frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
+        """Create a frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
         return FrozenEncoder(
             config,
             pooling=pooling,
@@ -166,8 +162,8 @@ class ImageProbe:
         )
 
     def features(self, encoder: FrozenEncoder) -> tuple[LabelledFeatures | None, LabelledFeatures | None, bool]:
-        """Return features of training images (`None` if no classifier learns from them) and of measured ones, both on
-        rank 0 alone, and whether all were in the cache. Collective."""
+        """Return features of training images (`None` if unused) and of measured images, on rank 0 only, and whether
+        all were cached. Collective."""
         cache, cached = self.arguments.cache, True
         train = test = None
         if self.test is None or not self.fresh:
@@ -179,18 +175,16 @@ class ImageProbe:
         return (None, None, cached) if train is None else (train.take(~held), train.take(held), cached)
 
     def stage_two(self) -> SeedResult | None:
-        """MLO-MAE's own figure, where --from has one and there is a test set to measure it on. Collective."""
+        """Return MLO-MAE's figure, if --from has such a head and --test is given. Collective."""
         second_stage = None if self.arguments.from_ == SCRATCH else stage_two(self.arguments.from_)
         if second_stage is None:
             return None
         test = self.arguments.test
-        reason = (
-            "it is measured on a test set; give --test DIR" if test is None else check_stage_two(second_stage, test)
-        )
+        reason = "it needs a test set; give --test DIR" if test is None else check_stage_two(second_stage, test)
         if reason is not None:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
-        # All images of the test set, at the size that the head has learned on.
+        # All test images, at the size that the head was trained with.
         settings = second_stage.config
         config = self.settings(settings.crops.size)
         encoder = self.encoder(config, str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
@@ -198,25 +192,21 @@ class ImageProbe:
 
         def judge() -> SeedResult:
             assert features is not None, "rank 0 has the features"
-            # Not judged: the probe's test set again, and two measurements of one task are not two tasks.
+            # Not judged: it measures the same task as the probe.
             return self.result(NAME, settings.training.seed, second_stage.accuracy(features), judged=False)
 
         return on_rank_zero(self.world, "measuring the head of stage II", judge)
 
 
 def draw_of_each_class(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
-    """[n] labels -> [n] which of them are drawn: `count` of each, uniformly.
-
-    Raises:
-        RefusedError: a label has fewer.
-    """
+    """Select `count` rows of each label at random, as a mask [n]. Raises RefusedError if a label has fewer rows."""
     generator = np.random.default_rng(seed)
     drawn = np.zeros(len(labels), dtype=np.bool_)
     for label in np.unique(labels):
         places = np.flatnonzero(labels == label)
         if len(places) < count:
             raise RefusedError(
-                f"--per_class is {count}, but class {label} has {len(places)} training images; allowed: at most that"
+                f"--per_class is {count}, but class {label} has {len(places)} training images; allowed: at most these"
             )
         drawn[generator.choice(places, count, replace=False)] = True
     return drawn
@@ -227,12 +217,11 @@ NAME = "stage II head (MLO-MAE's own figure, no probe)"
 
 @dataclass(frozen=True, kw_only=True)
 class StageTwo:
-    """The head of a run with learned masks.
+    """Head of a run with learned masks.
 
     Attributes:
         config: of the run.
-        checkpoint: where it was read from.
-        weight, bias: [K, D] and [K] of the layer.
+        weight, bias: [K, D] and [K].
     """
 
     config: MaeConfig
@@ -241,7 +230,7 @@ class StageTwo:
     bias: Tensor
 
     def encoder_weights(self) -> dict[str, Tensor] | None:
-        """Weights of Stage II's own encoder; None where it has none and reads the run's."""
+        """Return the weights of stage II's encoder; `None` if it shares the run's encoder."""
         if not isinstance(self.config.multilevel, FineTuningSettings):
             return None
 
@@ -251,8 +240,7 @@ class StageTwo:
         return {name: tensor for name, tensor in stored.items() if is_encoder(name)}
 
     def accuracy(self, test: LabelledFeatures) -> float:
-        """Share of the rows whose class has the highest logit; the head as in methods/learned_masks/head.py, without
-        dropout."""
+        """Return the accuracy of the head, which is that of methods/learned_masks/head.py without dropout."""
         features = torch.from_numpy(test.features)
         if self.config.multilevel.head_norm == "layer":
             features = F.layer_norm(features, features.shape[-1:])
@@ -261,8 +249,8 @@ class StageTwo:
 
 
 def stage_two(path: str) -> StageTwo | None:
-    """The head of a run with learned masks; None where --from is none, learned them without a head, or names the
-    average of its weights, which the head knows nothing of."""
+    """Return the head of a run with learned masks. `None` for other encoders, for masks learned without a head, and
+    for averaged weights, which the head was not trained with."""
     if not is_run(Path(path)):
         return None
     run = open_run(Path(path))
@@ -279,14 +267,13 @@ def stage_two(path: str) -> StageTwo | None:
 
 
 def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
-    """Explain why the accuracy on this test set is meaningless, or return `None`."""
+    """Return the reason why the accuracy on this test set is meaningless; `None` if it is valid."""
     try:
         check_test(second_stage.config, test)
     except (DataError, RefusedError) as error:
         if not Path(second_stage.config.data.path).exists():
             logger.warning(
-                "%s is not there: it was not checked that none of the test images are among those that the masks were "
-                "learned from",
+                "%s does not exist: test images were not compared with the images that the masks were learned from",
                 second_stage.config.data.path,
             )
             return None
@@ -295,11 +282,11 @@ def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
 
 
 HOURS = 24
-"""Ranks wait this long for rank 0, which alone fits classifiers."""
+"""Timeout of the other ranks, which wait while rank 0 fits the classifiers."""
 
 
 def probe(arguments: ProbeArguments) -> int:
-    """Run `trp-scale probe`; returns the exit status, 0."""
+    """Run `trp-scale probe`; return the exit status, 0."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if arguments.method == "logistic":
         require_scikit_learn()

@@ -1,4 +1,4 @@
-"""The vectors of all images of a data set, computed once by all ranks together, and kept in a file."""
+"""Features of all images of a data set, computed by all ranks and cached in a file."""
 
 from __future__ import annotations
 
@@ -33,28 +33,27 @@ logger = logging.getLogger(__name__)
 Features = npt.NDArray[np.float32]
 
 FORMAT = 1
-"""Version of a file of features. A file of another version is not found."""
+"""Version of the cache; part of the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledFeatures:
-    """Attributes: features: [n, D] fp32, in stored order; labels: [n] int64, the classes."""
+    """Attributes: features: [n, D] fp32, in stored order; labels: [n] int64."""
 
     features: Features
     labels: Integers
 
     def take(self, rows: npt.NDArray[np.bool_]) -> LabelledFeatures:
-        """The rows that a mask [n] names."""
+        """Select the rows of a mask [n]."""
         return LabelledFeatures(features=self.features[rows], labels=self.labels[rows])
 
 
 def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALONE) -> LabelledFeatures:
-    """Vectors and classes of the rows of all ranks, in their order; rows that only fill a batch are left out. Each
-    micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
+    """Return features and classes of the rows of all ranks, in order, without padding rows. A micro-batch has the same
+    rows on any number of ranks, so its features are bit-identical. Collective.
 
     Raises:
-        RefusedError: on all ranks, images that cannot be read, or vectors that are not finite, in which a method may
-            find something all the same.
+        RefusedError: on all ranks, for unreadable images or non-finite features, which some classifiers would accept.
     """
     rows, corrupt = GatheredRows(), set()
     for batch in batches:
@@ -62,15 +61,14 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
         rows.add(batch, features=encoder(batch["images"]), labels=batch["labels"])
     if unread := sorted(set().union(*group.gather_objects(corrupt))):
         raise RefusedError(
-            f"{len(unread)} images, {', '.join(unread[:3])}, cannot be read, and accuracy is that of all images; "
-            "copy or shard the data again"
+            f"{len(unread)} images, {', '.join(unread[:3])}, cannot be read, but accuracy needs all images; copy or "
+            "shard the data again"
         )
     gathered = rows.gather(group)
     features: Features = gathered["features"]
     if wrong := int((~np.isfinite(features).all(axis=1)).sum()):
         raise RefusedError(
-            f"the encoder gives {wrong} of {len(features)} images features that are not finite numbers; look at how it "
-            "was trained"
+            f"the features of {wrong} of {len(features)} images are not finite; check the training of the encoder"
         )
     return LabelledFeatures(features=features, labels=gathered["labels"])
 
@@ -78,13 +76,8 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
 def all_features(
     encoder: FrozenEncoder, images: ProbedImages, group: Group, cache: Path
 ) -> tuple[LabelledFeatures | None, bool]:
-    """The vectors of every image of a data set, from the cache or by all ranks. Collective.
-
-    Returns:
-        them, on rank 0 alone, and whether they were in the cache.
-    Raises:
-        RefusedError: on all ranks, the cache cannot be written, or as `extract`.
-    """
+    """Return the features of all images, on rank 0 only, and whether they were cached. Collective. Raises
+    RefusedError on all ranks, as `extract` or if the cache is not writable."""
     key = hashlib.blake2b(json.dumps([FORMAT, encoder.digest(), images.digest]).encode(), digest_size=16).hexdigest()
     path = cache / f"{key}.safetensors"
     parts: list[LabelledFeatures] = []
@@ -92,7 +85,7 @@ def all_features(
     def read() -> bool:
         kept = _read(path)
         if kept is None:
-            _require_writable(cache)  # before the encoder runs for hours
+            _require_writable(cache)  # check before the encoder runs for hours
         parts.extend([] if kept is None else [kept])
         return kept is not None
 
@@ -112,7 +105,7 @@ def _read(path: Path) -> LabelledFeatures | None:
         features, labels = stored.features, stored.labels
         kinds = (features.dtype.str, features.ndim, labels.dtype.str, labels.ndim)
         if kinds != ("<f4", 2, "<i8", 1) or len(features) != len(labels):
-            raise CheckpointError(f"{path}: other arrays than features are there")
+            raise CheckpointError(f"{path}: contains no features")
     except CheckpointError as error:
         logger.warning("%s; the features are computed again", error)
         return None
@@ -125,9 +118,7 @@ def _require_writable(cache: Path) -> None:
         with tempfile.TemporaryFile(dir=cache):
             pass
     except OSError as error:
-        raise RefusedError(
-            f"--cache {cache}: features cannot be kept there ({error.strerror}); give another"
-        ) from error
+        raise RefusedError(f"--cache {cache}: not writable ({error.strerror}); give another") from error
 
 
 def _write(path: Path, features: LabelledFeatures) -> None:

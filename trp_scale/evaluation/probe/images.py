@@ -1,4 +1,4 @@
-"""The images that a probe learns from and is measured on."""
+"""Training and test images of a probe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trp_scale.finetuning.classification.task import LabelledImages, open_labell
 from trp_scale.finetuning.measurement import every_block, read_once
 
 BlockMasks = list[npt.NDArray[np.bool_]]
-"""[blocks] of each data set: which are meant."""
+"""[blocks] of each data set: selected blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,9 @@ class ProbedImages:
     """Opened shards of images with classes.
 
     Attributes:
-        config: which part of an image is seen (crops, augmentation), and the batches: batch.micro_size images are one
-            forward pass.
-        path: of the data set, or a mixture.
-        opened: the data sets.
+        config: image transform (crops, augmentation) and batches: batch.micro_size images per forward pass.
+        path: of a data set or mixture.
+        opened: data sets.
     """
 
     config: ClassificationTaskConfig
@@ -40,40 +39,40 @@ class ProbedImages:
 
     @property
     def digest(self) -> str:
-        """Equal where every image and its class are the same."""
+        """Digest of all images and classes."""
         return " ".join(dataset.digest() for dataset in self.opened.datasets)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, or their numbers."""
+        """Names or numbers of the classes."""
         return self.opened.classes
 
     def held_out(self, fraction: float) -> npt.NDArray[np.bool_]:
-        """[n] which images a run of this data.validation_fraction holds out, in stored order."""
+        """Return [n] which images are held out for this data.validation_fraction, in stored order."""
         blocks = (dataset.blocks for dataset in self.opened.datasets)
         return np.concatenate(
             [np.repeat(mask, block.rows) for mask, block in zip(self.held_blocks(fraction), blocks, strict=True)]
         )
 
     def held_blocks(self, fraction: float) -> BlockMasks:
-        """[blocks] of each data set, which a run of this data.validation_fraction holds out."""
+        """Return [blocks] of each data set that are held out for this data.validation_fraction."""
         return [
             held_out(dataset.blocks.identities, fraction, where=str(dataset.directory))
             for dataset in self.opened.datasets
         ]
 
     def every_block(self) -> BlockMasks:
-        """[blocks] of each data set, all of them."""
+        """Select all blocks of each data set."""
         return every_block([dataset.blocks for dataset in self.opened.datasets])
 
     def labels(self, chosen: BlockMasks) -> npt.NDArray[np.int64]:
-        """[n] classes of the images of these blocks, in stored order."""
+        """Return the classes [n] of the images in these blocks, in stored order."""
         pairs = zip(self.opened.datasets, chosen, strict=True)
         return np.concatenate([data.samples.labels[np.repeat(mask, data.blocks.rows)] for data, mask in pairs])
 
     def batches(self, group: Group) -> Iterator[Batch]:
-        """This rank's micro-batches of all images as they are measured, in stored order, each image once; the last ones
-        are filled with rows of row_weights 0."""
+        """Return this rank's micro-batches of all images, each once and in stored order; padding rows have
+        row_weights 0."""
         return self.once(self.every_block(), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
@@ -85,13 +84,13 @@ class ProbedImages:
         return read_once(rows, plan, self.config, group)
 
     def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
-        """Return the images that are not held out, without end, in the order of training. Crops are random, new in
-        every epoch, and mirrored half of the time.
+        """Return an endless source of random crops, flipped half of the time, of the images that are not held out, in
+        training order.
 
         Args:
-            smallest: share of the image's area that a crop shows at least.
-            batch: images of a window, over all ranks.
-            seed: of the order and the crops.
+            smallest: smallest area of a crop relative to the image.
+            batch: images per batch, over all ranks.
+            seed: for order and crops.
         """
         config = copy.deepcopy(self.config)
         config.crops.min_scale, config.crops.max_scale, config.crops.flip = smallest, 1.0, 0.5
@@ -109,10 +108,6 @@ class ProbedImages:
 
 
 def open_probed(config: ClassificationTaskConfig, path: str) -> ProbedImages:
-    """Open shards of images with classes.
-
-    Raises:
-        DataError: the data is missing, damaged or of another format.
-        RefusedError: the images have no classes.
-    """
+    """Open shards of images with classes. Raises DataError for damaged data, RefusedError for images without
+    classes."""
     return ProbedImages(config=config, path=path, opened=open_labelled(path))

@@ -1,12 +1,12 @@
-"""Probes of the encoder while it trains.
+"""Probes of the encoder during training.
 
-At a measurement the weights are gathered as for an export, an encoder made of them reads some labelled rows, and rank 0
-fits what `trp-scale probe` fits: nearest neighbours (Wu et al. 2018) and a logistic regression. The run's model takes
-no part, so that nothing of the training changes, on any engine. RankMe (Garrido et al. 2023, eq. 1) needs no labels:
+At a measurement the weights are gathered as for an export, a separate encoder reads labelled rows, and rank 0 fits
+nearest neighbours (Wu et al. 2018) and a logistic regression, as in `trp-scale probe`. The run's model is not used, so
+training does not change, on any engine. RankMe (Garrido et al. 2023, eq. 1) needs no labels:
 
     RankMe = exp(-sum_k p_k log p_k),     p_k = sigma_k / sum_j sigma_j + 1e-7
 
-with the singular values sigma of the measured rows' features: how many directions they use, from 1 to their width.
+with the singular values sigma of the features: the number of directions they use, from 1 to their width.
 """
 
 from __future__ import annotations
@@ -49,29 +49,26 @@ if TYPE_CHECKING:
     from trp_scale.evaluation.probe.images import BlockMasks, ProbedImages
 
 SHARE = 0.01
-"""Of the run's time that measurements take where `every` is 0."""
+"""Share of the run's time for measurements if `every` is 0."""
 
 FIRST = 0.1
-"""Share of the run's steps before the first measurement where `every` is 0."""
+"""Share of the run's steps before the first measurement if `every` is 0."""
 
 
 def rank_me(features: Features) -> float:
-    """The effective rank of features [n, D], from 1 to min(n, D)."""
+    """Return the effective rank of features [n, D], from 1 to min(n, D)."""
     sigma = np.linalg.svd(features.astype(np.float64), compute_uv=False)
     p = sigma / sigma.sum() + 1e-7
     return float(np.exp(-(p * np.log(p)).sum()))
 
 
 class OnlineProbes(Hook):
-    """Measures the encoder every so many steps; see the head of this file.
+    """Measure the encoder at intervals (see the module).
 
-    Args:
-        settings: of the probes.
-        run: of the run.
     Attributes:
-        next: the step after which it is measured next, where `every` is 0.
-        latest: what was found last; empty before the first measurement.
-        logged: the step of the figures that metrics.jsonl has, on rank 0.
+        next: step of the next measurement, if `every` is 0.
+        latest: latest figures; empty before the first measurement.
+        logged: step of the figures that were logged last, on rank 0.
 
     Raises:
         DataError, RefusedError: labelled rows that are missing or cannot be read.
@@ -90,7 +87,7 @@ class OnlineProbes(Hook):
         self.logged = 0
         self._fresh = False
         self._began, self._spent = time.monotonic(), 0.0
-        self._steps, self._paced = 0, 0.0  # those after the first, which may have compiled, and when it was made
+        self._steps, self._paced = 0, 0.0  # steps after the first, which may compile, and the time of the first
 
     def after_step(self, ctx: StepContext) -> None:
         if self._paced:
@@ -103,7 +100,7 @@ class OnlineProbes(Hook):
             self.measure(step)
 
     def measure(self, step: int) -> None:
-        """Measure the weights as they are after `step`. Collective."""
+        """Measure the weights after `step`. Collective."""
         began = time.monotonic()
         features = self.rows.features(self.run.engine.full_weights())
 
@@ -114,7 +111,7 @@ class OnlineProbes(Hook):
         self.latest, self.next = on_rank_zero(self.run.world, "fitting the probes", judge)
 
     def _judge(self, features: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
-        """The figures, and the step of the next ones."""
+        """Return the figures and the step of the next measurement."""
         learned, measured = features
         neighbours = nearest_neighbours(learned, measured.features, KnnSettings(k=self.settings.neighbours))
         linear = logistic_regression(
@@ -162,46 +159,38 @@ class OnlineProbes(Hook):
 
 
 NAME = "this run"
-"""What messages call the encoder."""
+"""Name of the encoder in messages."""
 
 Weights = dict[str, Tensor]
-"""Of the run's model, by its names; on rank 0 alone."""
+"""Weights of the run's model by name; on rank 0 only."""
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
-"""Features of the rows that are learned from, and of those that are measured."""
+"""Features of training rows and of measured rows."""
 
 
 def require_two_classes(labels: npt.NDArray[Any], where: str) -> None:
-    """Raises:
-    RefusedError: a classifier has nothing to tell apart."""
+    """Raise RefusedError if all labels are equal."""
     if len(np.unique(labels)) < 2:
         raise RefusedError(
-            f"--probes.data: the {len(labels):,} rows of {where} that a probe would learn from are all of one class; "
+            f"--probes.data: the {len(labels):,} training rows of {where} have the same class; "
             "give other data, or more --probes.rows"
         )
 
 
 def open_rows(settings: ProbesSettings, run: RunContext) -> ImageRows | SentenceRows:
-    """Open the rows that a run's encoder is probed on.
-
-    Raises: as `ImageRows` and `SentenceRows`.
-    """
+    """Open the rows for the probes of a run."""
     return SentenceRows(settings, run) if run.config.reads == "text" else ImageRows(settings, run)
 
 
 SHARE_MEASURED = 0.1
-"""Of labelled images that no test set goes with, in a data set of which the run holds nothing out."""
+"""Share of labelled images to measure, without a test set or held-out images of the run."""
 
 
 class ImageRows:
-    """Images with classes, each as a whole image of the pre-training's size; all ranks share the work.
-
-    Args:
-        settings: of the probes.
-        run: whose encoder it is.
+    """Images with classes, whole and at the pre-training size; all ranks share the work.
 
     Raises:
-        DataError, RefusedError: the data is missing or damaged, has no classes, or two sets do not belong together.
+        DataError, RefusedError: the data is missing or damaged, has no classes, or two sets do not match.
     """
 
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
@@ -210,7 +199,7 @@ class ImageRows:
         self.settings, self.run = settings, run
         config = ClassificationTaskConfig()
         encoder_from_run(run.config, NAME, dict).adopt(config)
-        config.model.weights = ""  # they are given each time
+        config.model.weights = ""  # passed at each measurement
         self.config = set_shown_images(config, size=0, batch=BATCH)
         config.augmentation.measured = settings.seen
         path = config.data.path = settings.data or run.config.data.path
@@ -240,7 +229,7 @@ class ImageRows:
 
         run_on_all_ranks(world, "making the probed encoder", make)
         (encoder,) = encoders
-        for parameter in encoder.module.parameters():  # rank 0 alone has them
+        for parameter in encoder.module.parameters():  # only rank 0 has the weights
             parameter.copy_(world.sum(parameter if world.rank == 0 else torch.zeros_like(parameter)))
         learned = self._extract(encoder, self.train, self.learned, self.settings.rows)
         measured = self._extract(encoder, self.test, self.measured, self.settings.measured)
@@ -252,7 +241,7 @@ class ImageRows:
 
 
 def first_blocks(images: ProbedImages, among: BlockMasks, rows: int) -> BlockMasks:
-    """The blocks among those given whose keys have the lowest hashes, as many as hold `rows` together, or all."""
+    """Select the blocks with the lowest key hashes among `among` until they contain `rows` rows."""
     blocks = [dataset.blocks for dataset in images.opened.datasets]
     identities, sizes = (
         np.concatenate(columns) for columns in zip(*((b.identities, b.rows) for b in blocks), strict=True)
@@ -266,12 +255,8 @@ def first_blocks(images: ProbedImages, among: BlockMasks, rows: int) -> BlockMas
 
 
 class SentenceRows:
-    """A task of GLUE: sentences are means over pieces, pairs [u, v, |u - v|, u * v], as `trp-scale probe` has them.
-    Rank 0 alone reads them.
-
-    Args:
-        settings: of the probes.
-        run: whose encoder it is.
+    """GLUE task with features as in `trp-scale probe`: means over tokens, pairs as [u, v, |u - v|, u * v]. Rank 0 alone
+    reads it.
 
     Raises:
         DataError, RefusedError: files that are missing or cannot be read.
@@ -313,6 +298,6 @@ class SentenceRows:
 
 
 def draw_alike(examples: Examples, rows: int) -> npt.NDArray[np.int64]:
-    """Places of at most `rows` examples, each label's share as in all of them; always the same."""
+    """Return the indices of at most `rows` examples, stratified by label; always the same."""
     assert examples.labels is not None
     return draw_rows_alike(examples.labels, rows if rows < len(examples.labels) else 0, seed=0, alike=True)

@@ -1,7 +1,7 @@
-"""A classifier on frozen vectors of sentences (the protocol of SentEval: Conneau and Kiela 2018).
+"""Classifier on frozen sentence vectors (protocol of SentEval: Conneau and Kiela 2018).
 
-A sentence is the mean of its pieces' vectors, [CLS] and [SEP] among them. A pair, whose sentences are read apart, is
-[u, v, |u - v|, u * v]. On standardised vectors a logistic regression tells labels, and a ridge regression scores.
+A sentence vector is the mean over its tokens, including [CLS] and [SEP]. A pair is encoded separately and combined as
+[u, v, |u - v|, u * v]. On standardised vectors a logistic regression predicts labels, a ridge regression scores.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from trp_scale.reporting.results import SeedResult, TaskResult, join
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 256
-"""Sentences of one forward pass."""
+"""Sentences per forward pass."""
 
 BAD_LINES = 10
-"""Of a file that are left out, as in the recipe glue: the published QQP has some."""
+"""Bad lines per file that are skipped, as in the recipe glue: the published QQP has some."""
 
 Values = npt.NDArray[np.float64]
 
 
 def probe_sentences(arguments: ProbeArguments) -> list[TaskResult]:
-    """The probes of --task on frozen vectors of --from; on one process.
+    """Probe the tasks of --task, in one process.
 
     Raises:
-        RefusedError: an encoder of images, flags for images, a task that is not there, or fewer rows than --rows.
+        RefusedError: an image encoder, flags for images, a missing task, or fewer rows than --rows.
         DataError: files that cannot be read.
     """
     require_libraries()
     encoder, root = load_encoder(arguments.from_), Path(arguments.data)
     if not isinstance(encoder, TextEncoder):
-        raise RefusedError(f"--task {arguments.task} is for encoders of text, --from {arguments.from_} reads images")
+        raise RefusedError(
+            f"--task {arguments.task} is for text encoders, but --from {arguments.from_} is an image encoder"
+        )
     config: FinetuneConfig = GlueTaskConfig()
     tasks = config.tasks(arguments.task)
     require_folders(root, tasks)
@@ -66,7 +68,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
         seed: draw_rows_alike(data.train.labels, arguments.rows, seed, alike=not scores)
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
     }
-    needed = np.unique(np.concatenate(list(drawn.values())))  # no other row is read by the encoder
+    needed = np.unique(np.concatenate(list(drawn.values())))  # the encoder reads only these rows
     needed_vectors = pair_vectors(encoder, data.train, needed, arguments.max_length)
     vectors = np.zeros((len(data.train.labels), needed_vectors.shape[1]), np.float32)
     vectors[needed] = needed_vectors
@@ -98,10 +100,10 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
 
 
 def draw_rows_alike(labels: Values, count: int, seed: int, *, alike: bool) -> npt.NDArray[np.int64]:
-    """Places of `count` rows drawn by the seed, all of them for 0.
+    """Draw the indices of `count` rows by the seed; all rows for 0.
 
     Args:
-        alike: each label's share as in all rows.
+        alike: stratify by label.
     """
     if not count:
         return np.arange(len(labels))
@@ -116,11 +118,11 @@ def draw_rows_alike(labels: Values, count: int, seed: int, *, alike: bool) -> np
 
 
 def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.int64], length: int) -> Features:
-    """[n, D] of single sentences, [n, 4 D] of pairs.
+    """Return [n, D] for single sentences, [n, 4 D] for pairs.
 
     Args:
-        rows: [n] places of the examples.
-        length: pieces that are read of a sentence.
+        rows: [n] indices of the examples.
+        length: maximum tokens per sentence.
     """
     parts = [sentence_vectors(encoder, [texts[row] for row in rows], length) for texts in examples.sentences]
     if len(parts) == 1:
@@ -131,7 +133,7 @@ def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.
 
 @torch.no_grad()
 def sentence_vectors(encoder: TextEncoder, texts: Sequence[str], length: int) -> Features:
-    """[n, D] means over pieces. Sentences are read in the order of their lengths, so that little is padding."""
+    """Return means over tokens [n, D]. Sentences are batched by length to reduce padding."""
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     model = encoder.settings.model
     assert isinstance(model, TextModelConfig)
@@ -149,7 +151,7 @@ def sentence_vectors(encoder: TextEncoder, texts: Sequence[str], length: int) ->
 
 
 def fit(train: Features, labels: Values, unseen: Features, *, scores: bool, arguments: ProbeArguments) -> Values:
-    """Labels or scores of unseen vectors."""
+    """Return the labels or scores of unseen vectors."""
     penalty = arguments.logistic.inverse_penalty
     if not scores:
         learned = LabelledFeatures(features=train, labels=labels.astype(np.int64))
@@ -158,6 +160,6 @@ def fit(train: Features, labels: Values, unseen: Features, *, scores: bool, argu
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    # The same penalty beside half the square error as beside the cross-entropy.
+    # The same penalty relative to half the squared error as to the cross-entropy.
     ridge = make_pipeline(StandardScaler(), Ridge(alpha=1 / penalty)).fit(train, labels)
     return np.asarray(ridge.predict(unseen), dtype=np.float64)

@@ -50,7 +50,7 @@ def test_a_quotient_of_a_negative_similarity_is_not_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"), [([1, 1, 1], "3 images of 1 classes"), ([0, 1, 2], "3 images of 3 classes; allowed: two")]
+    ("labels", "words"), [([1, 1, 1], "3 images of 1 classes"), ([0, 1, 2], "3 images of 3 classes")]
 )
 def test_pairs_of_both_kinds_are_needed(labels: list[int], words: str) -> None:
     with pytest.raises(RefusedError, match=words):

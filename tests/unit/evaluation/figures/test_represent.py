@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
     output = tmp_path / "out"
     for flags, words in (
         (("--from", tmp_path, "--data", image_dataset), "--from"),
-        (("--from", run, "--data", text_dataset), "'image' allowed"),
+        (("--from", run, "--data", text_dataset), "kind 'text'"),
         (("--from", run, "--data", image_dataset, "--image_size", 30), "multiples of"),
         (("--from", run, "--data", image_dataset, "--block", 2), "-2 to 1"),
         (("--from", run, "--data", image_dataset, "--positions", "0,4"), "from 0 to 3"),
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
     assert not output.exists()
     output.touch()
     assert represent("--from", run, "--data", image_dataset, "--output", output) == 2
-    assert f"--output {output} cannot be made: File exists" in capsys.readouterr().err
+    assert f"--output {output} cannot be created: File exists" in capsys.readouterr().err
 
 
 def test_a_classifier_of_other_classes_is_refused(
@@ -219,7 +219,7 @@ def test_a_classifier_of_other_classes_is_refused(
     described["classes"] = [*reversed(described["classes"] or [str(number) for number in range(8)])]
     (data / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
     assert represent("--from", run, "--data", data, "--output", tmp_path / "out", "--run", one) == 2
-    assert "of other names" in capsys.readouterr().err
+    assert "other names" in capsys.readouterr().err
 
 
 def test_the_same_images_are_chosen_every_time(image_dataset: Path) -> None:

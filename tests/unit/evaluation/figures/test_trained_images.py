@@ -223,7 +223,7 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
     assert cli.main([*words, "--data", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "pictures" / "reconstructions.png").exists()
     other = small_image_dataset(tmp_path / "other", count=64, size=32, seed=1)
-    with pytest.raises(RefusedError, match="is not what the run learned from"):
+    with pytest.raises(RefusedError, match="is not the training data"):
         draw_pictures(run, tmp_path / "pictures", data=str(other))
 
 

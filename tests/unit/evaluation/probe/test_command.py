@@ -168,7 +168,7 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
     stripes: Path, others: Path, learned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     probe(tmp_path, learned, stripes, "--method", "knn")
-    assert "measured on a test set; give --test" in caplog.text
+    assert "give --test DIR" in caplog.text
     caplog.clear()
     results = read_results(probe(tmp_path, learned, others, "--test", stripes, "--method", "knn", name="seen"))
     assert len(results.tasks) == 1 and "64 of its 64 images are in the run's data" in caplog.text
@@ -184,9 +184,9 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
         (["--from", "x"], "--data is missing"),
         (["--from", "scratch", "--data", "x"], "--from scratch needs --recipe"),
         (["--from", "x", "--data", "x", "--recipe", "mae_vit_b"], "--recipe mae_vit_b is for --from scratch"),
-        (["--from", "x", "--data", "x", "--seeds", "3"], "--method logistic has nothing random in it"),
+        (["--from", "x", "--data", "x", "--seeds", "3"], "--seeds 3: --method logistic"),
         (["--from", "x", "--data", "x", "--seeds", "0"], "--seeds is 0"),
-        (["--from", "x", "--data", "x", "--validation_fraction", "0"], "nothing is left to measure on"),
+        (["--from", "x", "--data", "x", "--validation_fraction", "0"], "--validation_fraction is 0.0"),
         (["--from", "x", "--data", "x", "--linear.batch_size", "1"], "--linear.batch_size is 1"),
         (["--from", "x", "--data", "x", "--knn.temperature", "0"], "--knn.temperature is 0.0"),
         (["--from", "x", "--data", "x", "--linear.base_lr", "inf"], "--linear.base_lr is inf"),
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     base = ["probe", "--from", str(learned), "--data", str(stripes), "--run_dir", str(tmp_path / "x")]
     for more, message in (
-        (["--image_size", "18"], "--image_size is 18, allowed: multiples of the encoder's patches, 4"),
+        (["--image_size", "18"], "--image_size is 18"),
         (["--test", str(stripes)], "64 of its 64 images"),
     ):
         assert cli.main([*base, *more]) == 2

@@ -83,9 +83,9 @@ def test_vectors_that_hold_the_label_give_all_of_it(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--method", "knn"], "where --method has no meaning"),
-        (["--per_class", "4"], "where --per_class has no meaning"),
-        (["--test", "x"], "where --test has no meaning"),
+        (["--method", "knn"], "leave out --method"),
+        (["--per_class", "4"], "leave out --per_class"),
+        (["--test", "x"], "leave out --test"),
     ],
 )
 def test_flags_of_images_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
