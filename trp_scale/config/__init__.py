@@ -1,8 +1,7 @@
-"""Every setting of a run: nested, typed, keyword-only dataclasses; here those that every run has.
+"""Settings of a run as nested, typed, keyword-only dataclasses; this module has the sections that every run has.
 
 The string under a field is its help text on the command line (`--section.field value`). A field whose name is a Python
-keyword ends in an underscore here and nowhere else (`crops.from`). This package imports nothing of ours; reading and
-checking are in `loader.py` and `checks.py`.
+keyword ends in an underscore in the class only (`crops.from`). `loader.py` reads settings and `checks.py` checks them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from trp_scale.config.settings import Section, near_divisors, setting
 from trp_scale.errors import RefusedError as RefusedError
 
 Weights = Literal["last", "average"]
-"""Which weights of a run: as its last step left them, or the average that its hook weight_average kept of them."""
+"""Weights of a run to load: those after its last step, or the average that the hook weight_average kept."""
 
 AVERAGE = "@average"
-"""Behind the path of a run or a checkpoint: the average, where `model.weights` names its weights."""
+"""Suffix of a path to a run or checkpoint in `model.weights`; selects the average of its weights."""
 
 
 @dataclass(kw_only=True)
@@ -41,16 +40,16 @@ class ModelConfig(Section):
     layer_norm_eps: float = setting(1e-12, above=0)
     """Epsilon of the layer norms."""
     weights: str = ""
-    """Start from another library's weights: a safetensors file, or a directory with model.safetensors. Allowed:
-    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. A run directory of
-    trp-scale pretrain gives its last weights, with @average behind it their average. Empty = from the seed."""
+    """Start from existing weights: a safetensors file, or a directory with model.safetensors. Allowed: transformers'
+    BertForPreTraining or ViTMAEForPreTraining, timm's ViT (encoder only), MultiMAE. A run directory of trp-scale
+    pretrain gives its last weights; with @average appended, their average. Empty = random, from the seed."""
     weights_names: bool = False
-    """Where those weights are another model's: name every tensor that is missing, unexpected or of another shape."""
+    """If the weights do not fit the model, list every tensor that is missing, unexpected or of another shape."""
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of
-        the feed-forward layer in each."""
+        """Number of parameters in the blocks' matrices: 4 d^2 for attention and 2 d f for the feed-forward layer of
+        each block. They are nearly all parameters of a large encoder."""
         return self.layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -63,34 +62,35 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class TextModelConfig(ModelConfig):
-    """The encoder of text."""
+    """Text encoder."""
 
     max_positions: int = setting(512, at_least=8)
-    """Longest sequence the position table can hold, special tokens included."""
+    """Maximum sequence length, special tokens included."""
     dropout: float = setting(0.1, at_least=0, below=1)
-    """Dropout of hidden states and attention probabilities."""
+    """Dropout probability of hidden states and attention probabilities."""
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """Where rows come from and in which order."""
+    """Data set, loader workers, and order of the rows."""
 
     path: str = ""
     """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
     workers: int = setting(1, at_least=0)
-    """Loader processes per rank, at most as many as it has CPUs; 0 fetches in the training process. The three sources
-    of learned masks share them; each has at least one."""
+    """Loader processes per rank, at most the number of its CPUs; 0 = load in the training process. The three sources of
+    learned masks share them; each has at least one."""
     prefetch: int = setting(4, at_least=1)
-    """Micro-batches each worker prepares ahead."""
+    """Micro-batches that each worker prefetches."""
     blocks_per_group: int = setting(16, at_least=1)
-    """Blocks whose rows are shuffled together. Part of the order: a resumed run cannot change it."""
+    """Blocks whose rows are shuffled together. It is part of the order, so a resumed run cannot change it."""
     validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the blocks held out for validation, chosen by a hash of their keys."""
     max_corrupt_blocks: int = setting(0, at_least=0)
-    """Most unreadable blocks (text) or images that are left out and reported. One more stops the run on all ranks."""
+    """Maximum number of unreadable blocks (text) or images that are skipped and reported. One more stops the run on all
+    ranks."""
     verify: bool = True
-    """Compare the checksum of each block at its first reading, and of each image. Those of depth and segmentation maps
-    are always compared."""
+    """Verify the checksum of each block when it is first read, and of each image. Depth and segmentation maps are
+    always verified."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.path:
@@ -105,24 +105,25 @@ class MaskingConfig:
     """Selection of the predicted positions."""
 
     maskings: int = setting(0, at_least=0)
-    """Different maskings per row, used in turn by epoch; 0 = a fresh one each epoch."""
+    """Number of different maskings per row, used in turn over epochs; 0 = a new one each epoch."""
 
 
 @dataclass(kw_only=True)
 class BatchConfig(Section):
-    """Sizes in rows. Accumulation is derived: global_size / (micro_size x ranks)."""
+    """Batch sizes in rows. Gradient accumulation is derived: global_size / (micro_size x ranks)."""
 
     global_size: int = setting(256, at_least=1)
     """Rows per optimizer step over all ranks."""
     micro_size: int | Literal["auto"] = setting("auto", at_least=1)
-    """Rows per forward pass on one rank; the result does not depend on it. auto: the largest that divides a rank's
-    share of the global batch and fits; on a CPU one that keeps the cores busy (training/micro_size.py)."""
+    """Rows per forward pass on one rank; the result does not depend on it. auto: the largest size that divides the
+    rank's share of the global batch and fits into memory; on a CPU a size that keeps the cores busy
+    (training/micro_size.py)."""
 
     @property
     def micro_rows(self) -> int:
-        """`micro_size` as the number that a run has made of it."""
+        """`micro_size` after "auto" was resolved."""
         if self.micro_size == "auto":
-            raise ValueError("batch.micro_size is auto: no run has chosen a number yet")
+            raise ValueError("batch.micro_size is auto; a run must resolve it first")
         return self.micro_size
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -138,37 +139,37 @@ class TrainingConfig(Section):
     """Length, precision and stopping of a run."""
 
     steps: int = setting(1_000_000, at_least=1, at_most=1_000_000_000)
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     seed: int = setting(0, at_least=0)
-    """The only source of randomness: order, masks, pairs, initial weights and dropout follow from it."""
+    """Seed of all randomness: data order, masks, pairs, initial weights and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward pass; master weights stay fp32. fp16 needs a GPU and DeepSpeed."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """What the forward and backward pass read. bf16, with precision bf16: a rounded copy of the master weights, made
-    once a step; fewer kernels and bytes than autocast, which keeps layer norms and sums in fp32. FSDP2 gathers it.
-    With DeepSpeed its file says it (bf16.enabled)."""
+    """Weights that forward and backward passes read. bf16 (with precision bf16): a copy of the master weights, rounded
+    once per step; it needs fewer kernels and bytes than autocast, which keeps layer norms and sums in fp32. FSDP2
+    gathers the copy. With DeepSpeed its JSON file decides (bf16.enabled)."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """What ranks send each other of the gradients. bf16 halves the bytes and rounds the sum; FSDP2 sums micro-batches
-    so too. With DeepSpeed its file says it (communication_data_type)."""
+    """Data type in which gradients are communicated. bf16 halves the bytes and rounds the sum; FSDP2 then also
+    accumulates micro-batches in bf16. With DeepSpeed its JSON file decides (communication_data_type)."""
     tf32: bool = False
-    """On a GPU, multiply fp32 matrices with factors rounded to TF32's 10 bits: forwards in fp32, and those of learned
-    masks, which stay in fp32 whatever the precision. Masks then need --multilevel.difference 0.1."""
+    """On a GPU, multiply fp32 matrices in TF32 (10-bit mantissa). It applies to fp32 forward passes and to learned
+    masks, which always compute in fp32. Learned masks then need --multilevel.difference 0.1."""
     max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)
-    """Stop with a checkpoint after more skipped steps than this among the last 1,000. A step is skipped when its loss
-    or gradient is not finite, or a spike (reliability.spikes); the host knows of it one step later."""
+    """Stop with a checkpoint if more than this many of the last 1,000 steps were skipped. A step is skipped if its loss
+    or gradient is not finite, or if it is a spike (reliability.spikes). The host learns of it one step later."""
     deterministic: bool = False
-    """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
+    """Use deterministic GPU kernels (slower); required for a bit-exact resume on GPUs."""
     compile: Literal["auto", "none", "blocks", "whole"] = "auto"
-    """torch.compile, over static shapes. blocks: each block of the model by itself; blocks of one form are compiled
-    once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph, on
-    plain and ddp with its losses. Neither with ZeRO stage 3. auto: blocks where a pre-training run on GPUs can have it,
-    else none, and the log why."""
+    """torch.compile with static shapes. blocks: compile each block; identical blocks compile once, and gradient
+    communication still overlaps the backward pass. whole: compile the model as one graph; on plain and ddp it includes
+    the losses. Neither works with ZeRO stage 3. auto: blocks for pre-training on GPUs if possible, otherwise none; the
+    log says why."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a block keeps for its backward pass. full: its inputs; it is computed twice, a third more arithmetic.
-    selective: matrix products and attention too; norms and activations are computed twice. none: all. The result is
-    the same."""
+    """Activations that a block keeps for its backward pass. full: only its inputs; the block is recomputed, a third
+    more arithmetic. selective: also matrix products and attention; norms and activation functions are recomputed. none:
+    all. The result is the same."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.weights == "bf16" and self.precision != "bf16":
@@ -183,86 +184,88 @@ class TrainingConfig(Section):
             )
         if self.activation_checkpointing == "selective" and self.compile == "blocks":
             yield (
-                "--training.activation_checkpointing is selective and --training.compile blocks, which chooses what a "
-                "block keeps by itself; allowed: none or full"
+                "--training.activation_checkpointing is selective and --training.compile blocks, which selects the "
+                "saved activations itself; allowed: none or full"
             )
 
     def against_compiling(self, config: Any) -> Iterator[str]:
         if self.activation_checkpointing == "selective":
-            yield "--training.activation_checkpointing selective chooses by operations, which a graph hides"
+            yield "--training.activation_checkpointing selective selects operations, which a compiled graph hides"
 
 
 @dataclass(kw_only=True)
 class FsdpConfig(Section):
-    """Where --engine fsdp keeps weights, gradients and moments; the result is the same."""
+    """Sharding by --engine fsdp; the result does not depend on it."""
 
     shard_ranks: int = setting(0, at_least=0)
-    """Ranks that share one copy, neighbours by number; the others hold copies of it, and only gradients travel between
-    copies. The ranks of a node: what is gathered stays inside it. 0 = all ranks, one copy."""
+    """Number of consecutive ranks that shard one copy of the model; other groups hold replicas, and only gradients are
+    reduced between groups. Set it to the ranks of a node to keep gathers inside a node. 0 = shard over all ranks."""
     offload: bool = False
-    """Keep weights, gradients and moments in host memory, where the optimizer then runs; a block's weights come to the
-    GPU when it computes. Slower, for models that would not fit."""
+    """Keep weights, gradients and moments in host memory and run the optimizer there; a block's weights are copied to
+    the GPU when it computes. Slower; for models that would not fit."""
     offload_directory: str = ""
-    """With offload: a directory on a local disk, such as an NVMe drive. Weights and moments are files there, 12 bytes a
-    parameter over all ranks, that are gone with their process; host memory has those in use. Empty = host memory."""
+    """With offload: a directory on a local disk, such as an NVMe drive, for weights and moments. It needs 12 bytes per
+    parameter over all ranks; the files disappear with their process. Host memory holds those in use. Empty = host
+    memory."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.offload_directory and not self.offload:
-            yield f"--fsdp.offload_directory {self.offload_directory}: goes with --fsdp.offload"
+            yield f"--fsdp.offload_directory {self.offload_directory} needs --fsdp.offload"
 
 
 @dataclass(kw_only=True)
 class MegatronConfig(Section):
-    """How --engine megatron cuts matrices over ranks; the result is the same."""
+    """Tensor parallelism by --engine megatron; the result does not depend on it."""
 
     tensor_parallel: int = setting(1, at_least=1)
-    """Ranks that share each large matrix, neighbours by number on one node; must divide the ranks of a node, the heads
-    and the width of the feed-forward layers. The batch is split over the groups of so many ranks."""
+    """Number of consecutive ranks of one node that share each large matrix. It must divide the ranks of a node, the
+    heads and the width of the feed-forward layers. The batch is split over groups of this size."""
     shard_moments: bool = True
-    """Each of the ranks that split the batch has the optimizer's moments of some rows of each matrix, updates these
-    rows, and sends them to the others (ZeRO stage 1). False: all have all moments, and make the same update."""
+    """Shard the optimizer's moments over the ranks that split the batch (ZeRO stage 1): each rank updates some rows of
+    each matrix and sends them to the others. False: every rank stores all moments and makes the same update."""
     sequence_parallel: bool = False
-    """Between attention and feed-forward each of the ranks that share matrices has some of the tokens: norms, dropout
-    and sums take a part of the memory, and about 30 % more bytes travel between these ranks. Tokens need not divide."""
+    """Between attention and feed-forward layers, split the tokens over the ranks that share matrices. Norms, dropout
+    and sums need less memory; about 30 % more bytes are communicated. The number of tokens need not be divisible."""
 
 
 WITHOUT_END = ("constant", "inverse_sqrt")
-"""Schedules that the number of steps has no part in."""
+"""Schedules that do not depend on the number of steps."""
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW and its schedule (TRP 001, Table 4)."""
+    """Optimizer and learning-rate schedule (TRP 001, Table 4)."""
 
     kind: Literal["adamw", "lamb", "sgd"] = "adamw"
-    """adamw; lamb, for batches of many thousand rows: each matrix moves by lr times its own length (You et al. 2020);
-    or plain gradient descent (for checks that must not divide by a gradient's size)."""
+    """adamw; lamb for batches of many thousand rows: the update of each matrix is scaled to lr times the matrix's norm
+    (You et al. 2020); sgd: plain gradient descent, for checks that must not divide by the size of a gradient."""
     lr: float = setting(2e-4, above=0)
     """Peak learning rate."""
     beta1: float = setting(0.9, at_least=0, below=1)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = setting(0.999, at_least=0, below=1)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = setting(1e-6, above=0)
-    """Added to the root of the second moment. 1e-6 is BERT's; the image recipes take AdamW's usual 1e-8."""
+    """Added to the square root of the second moment. 1e-6 is BERT's value; the image recipes use AdamW's usual 1e-8."""
     weight_decay: float = setting(0.01, at_least=0)
-    """Decoupled decay of matrices. Vectors are never decayed: biases, norms, and class and mask tokens, which MAE's and
-    AdPE's code does decay."""
+    """Decoupled weight decay of matrices. Vectors are not decayed: biases, norms, class and mask tokens. (The code of
+    MAE and AdPE decays class and mask tokens.)"""
     warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"
-    """Shape after warm-up. linear and cosine decay to min_lr. inverse_sqrt falls with the root of the step and, as
-    constant, knows no last step: a run can be made longer (Vaswani et al. 2017, eq. 3)."""
+    """Schedule after warm-up. linear and cosine decay to min_lr. constant and inverse_sqrt (Vaswani et al. 2017, eq. 3)
+    do not depend on the last step, so a run can be extended."""
     min_lr: float = setting(0.0, at_least=0)
-    """Learning rate at the end of the decay; of inverse_sqrt the least."""
+    """Learning rate at the end of the decay; for inverse_sqrt the minimum."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
-    """Step at which linear and cosine reach min_lr. after_last_step: one step after the run, as in transformers and in
-    MAE's code, so that the last step still learns. last_step: the last step, as in runs without this setting."""
+    """Step at which linear and cosine reach min_lr. after_last_step: one step after the run, as in transformers and
+    MAE, so that the last step still learns. last_step: the last step, as in runs without this setting."""
     clipping: float = setting(0.0, at_least=0)
-    """Largest gradient norm; 0 = no clipping."""
+    """Maximum gradient norm; 0 = no clipping."""
     layer_decay: float = setting(1.0, above=0, at_most=1)
-    """Fine-tuning: each block's learning rate is this times that of the block after it, and the embeddings' this times
-    the first block's. The head learns at lr (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
+    """Fine-tuning: the learning rate of each block is this factor times that of the next block; the embeddings' rate is
+    this factor times the first block's. The head learns at lr (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B).
+    1 = one rate for all."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.min_lr > self.lr > 0:
@@ -278,10 +281,10 @@ class OptimizerConfig(Section):
 
 @dataclass(kw_only=True)
 class ValidationConfig(Section):
-    """Losses on the held-out rows."""
+    """Losses on held-out rows."""
 
     every: int = setting(0, at_least=0)
-    """Validate each N steps and after the last; 0 = never."""
+    """Validate every N steps and after the last; 0 = never."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.every and not config.data.validation_fraction and not config.separate_test:
@@ -293,31 +296,33 @@ class ValidationConfig(Section):
 
 @dataclass(kw_only=True)
 class ReliabilityConfig(Section):
-    """Handling of failures outside the run itself."""
+    """Detection of hangs, loss spikes and hardware failures."""
 
     hang_minutes: float = setting(10.0, at_least=0)
-    """Without a step for so long, or for 20 times the median step if that is longer, a run hangs: each rank writes what
-    it does to RUN_DIR/hangs, the late one is named, and all end with status 4. Three times as long at the start. 0 =
-    never."""
+    """Time without a step after which a run counts as hung; at least 20 times the median step, and three times as long
+    at the start. Each rank then writes its stacks to RUN_DIR/hangs, the late rank is named, and all exit with status 4.
+    0 = never."""
     collective_minutes: float = setting(30.0, above=0)
-    """How long ranks wait for one another at the start, and in one collective, before it fails."""
+    """Timeout of the start and of one collective."""
     worker_seconds: float = setting(300.0, above=0)
-    """Where no micro-batch comes from the loader's workers for so long, they are killed, and new ones make the same
-    micro-batches. Less than hang_minutes."""
+    """Time without a micro-batch from the loader's workers after which they are killed and restarted; the new workers
+    make the same micro-batches. Must be less than hang_minutes."""
     max_corrupt_steps: int = setting(10, at_least=1)
-    """Steps in a row that each meet another unreadable block before the run stops: then it is the storage."""
+    """Maximum number of consecutive steps that each find a new unreadable block. Then the run stops: the storage is at
+    fault."""
     spikes: Literal["ignore", "warn", "skip", "rollback"] = "warn"
-    """What follows on a step whose loss, or a task's, or whose gradient norm is far above those of the last 128 steps:
-    warn: a line in incidents.jsonl. skip: the step also moves nothing. rollback: the run also goes back to the newest
-    checkpoint of a multiple of checkpoint.every before it, and on with the rows after it."""
+    """Reaction to a spike: a step whose loss, loss of one task, or gradient norm is far above those of the last 128
+    steps. warn: log it in incidents.jsonl. skip: also skip the update. rollback: also resume from the newest earlier
+    checkpoint of a multiple of checkpoint.every, with the rows after the spike."""
     spike_score: float = setting(10.0, above=0)
-    """Robust z-score, of logarithms, from which a step is a spike; it also has at least twice the median."""
+    """Robust z-score of the logarithm above which a step is a spike; the value must also be at least twice the
+    median."""
     max_rollbacks: int = setting(3, at_least=0)
-    """Rollbacks of one start; at the next spike the run stops with status 3."""
+    """Maximum number of rollbacks per start; at the next spike the run stops with status 3."""
 
     restarts: int = setting(0, at_least=0)
-    """How often in one start all ranks begin again in their places after a fault of any of them. They go on from the
-    newest checkpoint, and the launcher sees nothing of it. 0 = never. Needs --run_dir."""
+    """Maximum number of in-place restarts of all ranks per start after a fault of any rank. They resume from the newest
+    checkpoint; the launcher does not notice. 0 = never. Needs --run_dir."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.hang_minutes > self.collective_minutes:
@@ -329,45 +334,45 @@ class ReliabilityConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """When checkpoints are written. The last step always writes one."""
+    """Checkpoints. The last step always writes one."""
 
     every: int = setting(0, at_least=0)
-    """Write one each N steps; 0 = only at the end."""
+    """Write a checkpoint every N steps; 0 = only at the end."""
     keep: int = setting(2, at_least=0)
-    """Newest checkpoints that are kept, those whose bytes were read back and are whole; 0 = all."""
+    """Number of newest checkpoints to keep; only checkpoints that were read back and verified count. 0 = all."""
     keep_every: int = setting(0, at_least=0)
-    """Beside those, each checkpoint whose step is a multiple of N stays; 0 = none."""
+    """Also keep checkpoints whose step is a multiple of N; 0 = none."""
     asynchronous: bool = True
-    """Steps go on while a checkpoint is written from a copy in host memory, of the size of a rank's weights and
-    moments. False: they wait, and there is no copy."""
+    """Write checkpoints in the background, from a copy in host memory of the size of a rank's weights and moments.
+    False: steps wait, and no copy is made."""
     max_failures: int = setting(3, at_least=1)
-    """A checkpoint that cannot be written, as on a full disk, is tried again at the next step that is due. After so
-    many in a row the run stops, with status 5."""
+    """If a checkpoint cannot be written, for example on a full disk, the run retries at the next due step. After this
+    many consecutive failures it stops with status 5."""
     best: str = ""
-    """Figure whose best weights stay as a checkpoint, written when they are measured: validation.loss, validation.worst
-    (of the balanced tasks), validation.TASK, or with --hooks probes probes.linear, probes.knn or probes.rank_me. Empty
-    = none."""
+    """Metric whose best weights are kept as a checkpoint, written when they are measured: validation.loss,
+    validation.worst (worst balanced task), validation.TASK, or with --hooks probes: probes.linear, probes.knn or
+    probes.rank_me. Empty = none."""
     patience: int = setting(0, at_least=0)
-    """Measurements of `best` in a row without a better one after which the run ends; 0 = it does not."""
+    """Stop after this many measurements of `best` without an improvement; 0 = never."""
     mirror: str = ""
-    """URL that finished checkpoints are copied to behind the steps, such as s3://BUCKET/RUN; none is removed there.
-    Empty = none."""
+    """URL to upload finished checkpoints to in the background, such as s3://BUCKET/RUN; nothing is removed there. Empty
+    = none."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.best.startswith("validation.") and not config.validation.every:
-            yield f"--checkpoint.best is {self.best}, allowed with --validation.every N: 0 found"
+            yield f"--checkpoint.best is {self.best} and --validation.every 0; allowed: --validation.every N"
         if self.patience and not self.best:
-            yield f"--checkpoint.patience is {self.patience}, allowed with --checkpoint.best FIGURE: it is empty"
+            yield f"--checkpoint.patience is {self.patience} and --checkpoint.best empty; set --checkpoint.best METRIC"
 
 
 @dataclass(kw_only=True)
 class LoggingConfig(Section):
-    """Reports while the run is training."""
+    """Logs and metrics during training."""
 
     every: int = setting(10, at_least=1)
-    """Write a line of metrics each N steps."""
+    """Write metrics every N steps."""
     progress: bool = True
-    """Live display on the terminal of rank 0."""
+    """Show a live display on the terminal of rank 0."""
     wandb: bool = False
     """Log to Weights & Biases (needs the extra `wandb`; WANDB_MODE=offline works)."""
     wandb_project: str = "trp-scale"
@@ -375,13 +380,13 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Log to TensorBoard (needs the extra `tensorboard`)."""
     profile: Annotated[str, tyro.conf.arg(metavar="START:STOP")] = ""
-    """Trace steps START to STOP of rank 0; the first step is 1. A Chrome trace and a table of the ten costliest
-    operations go to profile/ of the run directory. Empty = none."""
+    """Profile steps START to STOP of rank 0; the first step is 1. A Chrome trace and a table of the ten most expensive
+    operations are written to RUN_DIR/profile. Empty = none."""
     memory_snapshot: bool = False
-    """With the trace, what the GPU's allocator did, for pytorch.org/memory_viz."""
+    """Also record the GPU's memory allocations, for pytorch.org/memory_viz."""
 
     def profiled_steps(self) -> range:
-        """The steps to trace; empty if there are none.
+        """Return the steps to profile; empty if there are none.
 
         Raises:
             ValueError: `profile` is not START:STOP with 1 <= START <= STOP.
@@ -402,20 +407,20 @@ class LoggingConfig(Section):
         if steps and steps.start > config.training.steps:
             yield f"--logging.profile is {self.profile}, allowed: up to --training.steps {config.training.steps}"
         if self.memory_snapshot and not steps:
-            yield "--logging.memory_snapshot is of the steps that are traced; allowed: with --logging.profile 20:22"
+            yield "--logging.memory_snapshot records profiled steps; allowed: with --logging.profile 20:22"
 
 
 @dataclass(kw_only=True)
 class Config:
-    """One run. A hook that is listed has a section of its name beside these (`run_type`)."""
+    """Settings of one run. Each listed hook adds a section of its name (`run_type`)."""
 
     lists: ClassVar[Mapping[str, str]] = {"hooks": "hook"}
-    """Settings that list components, and of which role; each of these has a section of its own."""
+    """Settings that list components, and their role; each listed component has its own section."""
 
     modules: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
-    """Set by --module: modules of your own whose components this run may use."""
+    """Set by --module: user modules that register components of this run."""
     hooks: list[str] = field(default_factory=list)
-    """Methods that act on each step beside the balancer, in the order in which they are called."""
+    """Methods that act on each step in addition to the balancer, in the order in which they are called."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -424,7 +429,7 @@ class Config:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balancer: Any = field(default_factory=default_settings("balancer", "minimax"), metadata={"role": "balancer"})
-    """Settings of the balancer of this kind."""
+    """Settings of this kind of balancer."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
@@ -437,42 +442,42 @@ class Config:
 
     @property
     def reads(self) -> str:
-        """Kind of the rows that the encoder reads, as dataset.json has it: text or image."""
+        """Kind of rows that the encoder reads, as in dataset.json: text or image."""
         raise NotImplementedError
 
     def datasets(self) -> dict[str, str]:
-        """The settings that name data sets with dataset.json, each a directory or several with weights; that they are
-        there is seen before what trains is imported."""
+        """Return the settings that name data sets, each a directory or several with weights. A run checks that they
+        exist before it imports torch."""
         return {"data.path": self.data.path}
 
     @property
     def separate_test(self) -> bool:
-        """Whether the measured rows are a data set of their own, rather than held out of the training rows."""
+        """Whether the measured rows are a separate data set; otherwise they are held out of the training rows."""
         return False
 
     def problems(self) -> Iterator[str]:
-        """Yield combinations that no run can have, beside ranges and the problems of each section: each line names the
-        flag, the value and the allowed values."""
+        """Yield invalid combinations of settings, in addition to ranges and each section's problems: each line names
+        the flag, its value and the allowed values."""
         return iter(())
 
     def cautions(self) -> Iterator[str]:
-        """Yield warnings about allowed but rarely intended settings, beside those of each section."""
+        """Yield warnings about allowed but rarely intended settings, in addition to each section's."""
         return iter(())
 
     def against_compiling(self) -> Iterator[str]:
-        """Yield reasons not to compile with `training.compile auto`, beside those of each section."""
+        """Yield reasons not to compile with `training.compile auto`, in addition to each section's."""
         return iter(())
 
     @classmethod
     def parts(cls, document: Mapping[str, Any], problems: list[str]) -> list[Component]:
-        """The components that the settings `document` list, as far as there are such; the others are problems."""
+        """Return the known components that the settings `document` list; add unknown names to `problems`."""
         listed = document.get("hooks")
         hooks, known = [str(name) for name in listed] if isinstance(listed, list) else [], names("hook")
         problems += [f"hooks: {unknown_component('hook', name)}" for name in hooks if name not in known]
         return [find("hook", name) for name in hooks if name in known]
 
     def absent(self, section: str) -> str:
-        """Explain why this run lacks the section of a component, and which flag adds it; "" if no list would."""
+        """Explain why this run lacks the section of a component, and which flag adds it; "" if no flag would."""
         for listed, role in self.lists.items():
             if role in listed_roles(section):
                 module, _, name = listed.rpartition(".")
@@ -483,7 +488,7 @@ class Config:
 
 @dataclass(kw_only=True)
 class PretrainConfig(Config):
-    """One pre-training run; what the upstream task `upstream` has of its own is in a class derived from this."""
+    """Settings of one pre-training run; each upstream task derives a class from this."""
 
     upstream: str = setting("")
-    """What the encoder learns from; a recipe's, or a name that a module of yours registers."""
+    """Pre-training task: one of the package, or one that a module of yours registers."""

@@ -1,6 +1,6 @@
-"""Checks of settings against each other and against the engine; every message names the flag to change.
+"""Checks of settings against each other and against the engine. Each message names the flag to change.
 
-The engines of the package are declared in engines/settings.py.
+engines/settings.py declares the engines of the package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from trp_scale.config.settings import Section, Settings, find_problems, non_defa
 
 
 def check(config: Config) -> None:
-    """Refuse settings that no run can have, all of them in one message.
+    """Refuse invalid settings; the message lists every flag with its value and the allowed values.
 
     Raises:
-        RefusedError: naming each flag, the value found and the values allowed.
+        RefusedError: at least one setting is invalid.
     """
     problems = list(general_problems(config))
     if problems:
@@ -27,7 +27,7 @@ def check(config: Config) -> None:
 
 
 def general_problems(config: Config) -> Iterator[str]:
-    """Yield problems that pre-training and fine-tuning runs share."""
+    """Yield the problems that pre-training and fine-tuning runs share."""
     yield from find_problems(config)
     yield from config.problems()
     yield from hook_problems(config)
@@ -37,7 +37,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     """Return warnings about allowed but rarely intended settings, for the log.
 
     Args:
-        steps_per_epoch: global batches that the training rows make; 0 = not known yet.
+        steps_per_epoch: number of global batches in the training rows; 0 = not known yet.
     """
     lines: list[str] = []
     for section in sections(config).values():
@@ -53,7 +53,7 @@ def against_compiling(config: Config) -> list[str]:
 
 
 def hook_problems(config: Config) -> Iterator[str]:
-    """A hook that is listed twice, or before one that must come first."""
+    """Yield hooks that are listed twice, or before a hook that must precede them."""
     listed = config.hooks
     for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
         yield f"--hooks has {name} more than once; allowed: each once"
@@ -68,12 +68,12 @@ class EngineRules(Settings):
     """Declaration of an engine, registered as `@component("engine", NAME, "module:Class")`.
 
     Attributes:
-        section: section of a run's settings that is for this engine alone; empty if it has none.
-        one_process: it runs in one process, without a process group.
-        reads_ds_config: it needs --ds_config; engines that do not, refuse it.
-        scales_loss: it has a loss scaler, so that it can train in fp16.
-        shards_everything: weights, gradients and moments are shared by the ranks of a copy.
-        layouts: "module:Class" of the planner's layouts; empty: a plan does not know what it costs.
+        section: settings section that only this engine reads; empty if none.
+        one_process: runs in one process, without a process group.
+        reads_ds_config: needs --ds_config; other engines refuse it.
+        scales_loss: has a loss scaler, so that it can train in fp16.
+        shards_everything: shards weights, gradients and moments over the ranks of a copy.
+        layouts: "module:Class" of the planner's layouts; empty if a plan cannot predict its cost.
     """
 
     section: ClassVar[str] = ""
@@ -84,15 +84,15 @@ class EngineRules(Settings):
     layouts: ClassVar[str] = ""
 
     def refusals(self, config: Any) -> Iterator[str]:
-        """Yield settings that a run of this engine cannot have: flag, value, and allowed values."""
+        """Yield settings that this engine refuses: flag, value and allowed values."""
         return iter(())
 
     def keeps_states_in_files(self, config: Any) -> bool:
-        """Return whether weights and moments are files, and may not fit into memory."""
+        """Return whether weights and moments are stored in files and may exceed memory."""
         return False
 
     def join_groups(self, config: Any, environment: Any) -> None:
-        """Create the process groups that the engine needs; all ranks call it."""
+        """Create the process groups that the engine needs; collective."""
         if not self.one_process:
             environment.ensure_process_group()
 
@@ -116,8 +116,8 @@ def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
     """Refuse settings that the chosen engine or machine does not support.
 
     Raises:
-        RefusedError: settings of another engine, what the engine refuses, fp16 without a loss scaler or without a GPU,
-            a snapshot of a GPU's memory without a GPU.
+        RefusedError: settings of another engine, settings that the engine refuses, fp16 without a loss scaler or GPU, a
+            memory snapshot without a GPU.
     """
     rules = engine_rules(engine)
     for other in names("engine"):
@@ -130,7 +130,7 @@ def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
     if problems := list(rules.refusals(config)):
         raise RefusedError(f"--engine {engine}: " + "; ".join(problems))
     if config.logging.memory_snapshot and not gpu:
-        raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
+        raise RefusedError("--logging.memory_snapshot needs a GPU and this machine has none; leave it out")
     if config.training.precision != "fp16":
         return
     if not rules.scales_loss:
@@ -139,4 +139,4 @@ def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
             "allowed: bf16, fp32, or --ds_config FILE"
         )
     if not gpu:
-        raise RefusedError("--training.precision fp16 needs a GPU, this machine shows none; allowed: bf16, fp32")
+        raise RefusedError("--training.precision fp16 needs a GPU and this machine has none; allowed: bf16, fp32")

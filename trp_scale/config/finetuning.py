@@ -1,4 +1,4 @@
-"""Settings of every fine-tuning run, and of image tasks. A task's own settings are in its room."""
+"""Settings of all fine-tuning runs and of image tasks. Each task's own settings are in its room."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trp_scale.errors import RefusedError
 
 @dataclass(kw_only=True)
 class DownstreamConfig(Settings):
-    """The task, and the length of the run."""
+    """Downstream task, and length of the run."""
 
     task: str = ""
-    """The name in tables; empty = the kind."""
+    """Name in tables; empty = the kind."""
     split: Literal["dev", "test", "held_out"] = "dev"
-    """What tables call the measured samples: dev or held_out (a part of the training set), or test."""
+    """Name of the measured split in tables: dev or held_out (part of the training set), or test."""
     epochs: float = setting(3.0, at_least=0)
-    """Passes over the training rows. They set training.steps; 0 = training.steps as given."""
+    """Passes over the training rows; sets training.steps. 0 = use training.steps."""
     rows: int = setting(0, at_least=0)
-    """Training rows that are learned from, drawn by training.seed, each label's share as in all of them; 0 = all. With
-    ten balanced classes 10 is one image a class."""
+    """Number of training rows to use, sampled by training.seed with the label shares of the whole set; 0 = all. With
+    ten balanced classes, 10 is one image per class."""
     warmup_share: float = setting(0.0, at_least=0, below=1)
-    """Share of the steps that warm up. It sets optimizer.warmup_steps; 0 = optimizer.warmup_steps as given."""
+    """Share of the steps used for warm-up; sets optimizer.warmup_steps. 0 = use optimizer.warmup_steps."""
     classes: int = 0
-    """Set by the data: width of the head's output."""
+    """Set by the data: number of outputs of the head."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.task in (".", "..") or "/" in self.task:
@@ -37,19 +37,19 @@ class DownstreamConfig(Settings):
 
 @dataclass(kw_only=True)
 class FinetuneConfig(Config):
-    """One fine-tuning run; a task has a class derived from this, whose `downstream` has its name as `kind`. `model`
-    describes the encoder: where --from gives one, it is its own."""
+    """Settings of one fine-tuning run. Each task derives a class whose `downstream.kind` is the task's name. `model`
+    describes the encoder; --from replaces it by the encoder's settings."""
 
     downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
 
     def tasks(self, named: str) -> list[str]:
-        """Names of the tasks that one command trains, each a run of its own.
+        """Return the names of the tasks that one command trains, one run each.
 
         Args:
-            named: by --task; empty = the recipe's.
+            named: value of --task; empty = the recipe's task.
 
         Raises:
-            RefusedError: there is no such task, or there is only one.
+            RefusedError: no such task, or a kind with only one task.
         """
         downstream = self.downstream
         if named:
@@ -64,7 +64,7 @@ class FinetuneConfig(Config):
         return "--downstream.epochs" if self.downstream.epochs > 0 else super().length_flag
 
     def refuse_overwritten(self) -> None:
-        """Refuse a length or a warm-up that is given and would be set by the data all the same.
+        """Refuse an explicit number of steps or warm-up steps that `downstream` would overwrite.
 
         Raises:
             RefusedError: naming both settings.
@@ -73,44 +73,43 @@ class FinetuneConfig(Config):
         if downstream.epochs > 0 and steps != TrainingConfig().steps:
             raise RefusedError(
                 f"--training.steps {steps} is set by --downstream.epochs {downstream.epochs:g}; allowed: "
-                "--downstream.epochs 0 beside it, or other epochs alone"
+                "--downstream.epochs 0 with it, or another --downstream.epochs without it"
             )
         if downstream.warmup_share > 0 and warmup not in (0, OptimizerConfig().warmup_steps):
             raise RefusedError(
                 f"--optimizer.warmup_steps {warmup} is set by --downstream.warmup_share {downstream.warmup_share:g}; "
-                "allowed: --downstream.warmup_share 0 beside it, or another share alone"
+                "allowed: --downstream.warmup_share 0 with it, or another share without it"
             )
 
     def require_data(self, tasks: Sequence[str]) -> None:
-        """Refuse data that is missing, of all tasks before the first is trained for hours."""
+        """Refuse missing data of any task before the first one trains for hours."""
 
 
 @dataclass(kw_only=True)
 class ImageDownstreamConfig(DownstreamConfig):
-    """The task, the length of the run and the measured images."""
+    """Image task, length of the run, and measured images."""
 
     test_path: str = ""
-    """A data set to measure on, all of it. Empty: the rows of --data.path that --data.validation_fraction holds out."""
+    """Data set to measure on. Empty = the rows of --data.path held out by --data.validation_fraction."""
     drop_path: float = setting(0.0, at_least=0, below=1)
-    """Probability that the last block's branch is left out for an image. It grows linearly from 0 at the first block
-    (Huang et al. 2016)."""
+    """Drop-path probability of the last block. It grows linearly from 0 at the first block (Huang et al. 2016)."""
     positions: Literal["recomputed", "interpolated", "learned"] = "recomputed"
-    """Sine-cosine positions of an encoder, on a grid that may be larger than in pre-training. recomputed: sine and
-    cosine of the grid's own coordinates, fixed. interpolated: the pre-training grid, stretched (bicubic), fixed.
-    learned: the stretched grid is where they begin, and they are trained, as in the fine-tuning code of MAE and AdPE.
-    Positions that are weights already are always stretched and trained."""
+    """Sine-cosine positions of an encoder on a grid that may be larger than in pre-training. recomputed: computed for
+    the new grid, fixed. interpolated: the pre-training grid, resized (bicubic), fixed. learned: the resized grid, then
+    trained, as in the fine-tuning code of MAE and AdPE. Positions that are already weights are always resized and
+    trained."""
     learned_positions: bool = False
-    """Set by --from: the encoder's positions are weights (a supervised ViT's), not fixed sines and cosines."""
+    """Set by --from: the encoder's positions are weights (supervised ViT), not fixed sines and cosines."""
     pretraining_grid: int = 0
-    """Set by --from: patches along each side of the images that the encoder was pre-trained on."""
+    """Set by --from: patches per side of the pre-training images."""
 
 
 @dataclass(kw_only=True)
 class ImageTaskConfig(FinetuneConfig):
-    """One fine-tuning run on images; `vision` describes the encoder, as `model` does.
+    """Settings of one fine-tuning run on images; `vision` describes the encoder, like `model`.
 
     Attributes:
-        cuts_crops: the task cuts its training images as `crops` says, not only to its size.
+        cuts_crops: the task crops its training images by `crops`; otherwise it uses only `crops.size`.
     """
 
     cuts_crops: ClassVar[bool] = False
@@ -133,7 +132,7 @@ class ImageTaskConfig(FinetuneConfig):
 
     @property
     def grid(self) -> int:
-        """Patches along each side of an image."""
+        """Patches per side of an image."""
         return self.crops.size // self.vision.patch_size
 
     @property
@@ -146,9 +145,9 @@ class ImageTaskConfig(FinetuneConfig):
         if size < 1 or size % patch_size:
             yield f"--crops.size is {size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
         if self.crops.scaled_decoding and not self.cuts_crops:
-            yield f"--crops.scaled_decoding is on, allowed for {self.downstream.kind}: off; its images are read whole"
+            yield f"--crops.scaled_decoding is on, allowed for {self.downstream.kind}: off; it reads whole images"
         if not self.separate_test and not self.data.validation_fraction:
             yield (
-                "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; "
-                "give one of them"
+                "--data.validation_fraction is 0 and --downstream.test_path is empty: no rows to measure on; set one "
+                "of them"
             )

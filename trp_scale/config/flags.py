@@ -1,7 +1,7 @@
-"""Flags of a command. `--help` is one screen, `--help-all` explains every flag.
+"""Flags of commands. `--help` prints one screen, `--help-all` explains every flag.
 
-Importing this is cheap, and so must be every module with flags of a command: a command imports torch and the like when
-its work starts.
+This module and all modules with flags must import fast: a command imports torch and other large libraries when its work
+starts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar=
 
 @dataclasses.dataclass(kw_only=True)
 class TakesModules:
-    """A command whose work may need components of a module; `read` imports it."""
+    """Base of commands that may need components of a user's module; `read` imports it."""
 
     module: Modules = dataclasses.field(default_factory=list)
-    """A module of your own, by its file or its dotted name, that registers modalities; may be given several times."""
+    """File or dotted name of a module of yours that registers modalities; may be given several times."""
 
 
 CommandT = TypeVar("CommandT", bound="TakesModalities")
@@ -39,7 +39,7 @@ CommandT = TypeVar("CommandT", bound="TakesModalities")
 
 @dataclasses.dataclass(kw_only=True)
 class TakesModalities(TakesModules):
-    """A command in which each modality may have a section of its own, under its name.
+    """Base of commands in which each modality may have a section of its name.
 
     Attributes:
         part: purpose of the sections (config/registry.py: `preparation_sections`).
@@ -49,10 +49,10 @@ class TakesModalities(TakesModules):
 
     @classmethod
     def with_modality_sections(cls: type[CommandT]) -> type[CommandT]:
-        """Return the command with the section of each registered modality.
+        """Return the command with the sections of all registered modalities.
 
         Raises:
-            RefusedError: a modality that has the name of one of the command's own flags.
+            RefusedError: a modality has the name of a flag of the command.
         """
         sections = preparation_sections(cls.part)
         if clashes := [item.name for item in dataclasses.fields(cls) if item.name in sections]:
@@ -63,7 +63,7 @@ class TakesModalities(TakesModules):
         return extended
 
     def section(self, modality: str) -> Section | None:
-        """Return the settings of a modality, by default its defaults; `None` if it has none here."""
+        """Return the settings of a modality, `None` if it has none for this command."""
         kind = preparation_sections(self.part).get(modality)
         section: Section | None = getattr(self, modality, None) if kind is not None else None
         return kind() if section is None and kind is not None else section
@@ -71,11 +71,10 @@ class TakesModalities(TakesModules):
 
 @dataclasses.dataclass(kw_only=True)
 class ReadsRuns(TakesModules):
-    """A command that reads runs."""
+    """Base of commands that read runs."""
 
     module: Modules = dataclasses.field(default_factory=list)
-    """Of a run that was made with --module: the same module, by its file or its dotted name; may be given several
-    times."""
+    """Module that the run was started with (--module), by file or dotted name; may be given several times."""
 
 
 HELP = ("-h", "--help")
@@ -83,19 +82,19 @@ HELP_ALL = "--help-all"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether a command line contains a flag for help."""
+    """Return whether a command line contains a help flag."""
     return any(word in (*HELP, HELP_ALL) for word in argv)
 
 
 def phase(text: str) -> None:
-    """Print the current phase of a start, on rank 0."""
+    """Print the current phase of the start-up, on rank 0."""
     if is_rank_zero_env():
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # the reader has closed the pipe
             print(text, flush=True)
 
 
 def is_rank_zero_env() -> bool:
-    """Return whether this process is rank 0, before the environment is checked."""
+    """Return whether the environment says rank 0; callable before the environment is checked."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -105,14 +104,14 @@ def read(
     """Read the command line as a `kind`; only rank 0 prints errors.
 
     Args:
-        kind: dataclass of the flags; a dataclass within it is a section, whose flags are `--section.name`.
+        kind: dataclass of the flags; a nested dataclass is a section with flags `--section.name`.
         argv: arguments without the program's name.
         prog: the command, such as `trp-scale report`.
-        first: fields whose flags `--help` explains; none = all but the sections'.
+        first: fields that `--help` explains; empty = all but the sections'.
         settings: passed to `tyro.cli`.
 
     Raises:
-        SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after help.
+        SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after help.
         RefusedError: a module that cannot be imported.
     """
     if issubclass(kind, TakesModules):
@@ -125,8 +124,8 @@ def read(
 
 
 def flag_words(argv: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the words of each flag of a command line, for each time that it occurs: the first of two readings, before
-    it is known which flags exist, since what a module registers may have flags of its own."""
+    """Return the words of each occurrence of each flag. This first pass runs before all flags are known, since a module
+    may register more."""
     flags: dict[str, list[list[str]]] = {}
     words: list[str] = []
     for word in argv:
@@ -172,11 +171,11 @@ def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str
 
 
 def _unwrap_docstrings(kind: type[Any], default: object) -> None:
-    """Pass the docstrings of the fields of a dataclass and of its sections to tyro as running text: tyro takes each
-    indented line of a docstring for a paragraph.
+    """Pass docstrings of fields to tyro as running text, also for sections: tyro treats each indented line as a
+    paragraph.
 
     Args:
-        default: one of this kind, whose sections may be of other types than its annotations; None if there is none.
+        default: an instance whose sections may have other types than the annotations; `None` if none exists.
     """
     from docstring_parser import parse_from_object
 
@@ -198,7 +197,7 @@ def _unwrap_docstrings(kind: type[Any], default: object) -> None:
 
 
 def _components(config: Any) -> Iterator[str]:
-    """Yield the components that the settings of a run list by name, and all known ones."""
+    """Yield the components that a run lists by name, and all known ones."""
     if upstream := getattr(config, "upstream", ""):
         yield f"--upstream {upstream}; known: {', '.join(sorted(names('upstream')))}"
     if hasattr(config, "hooks"):
@@ -217,10 +216,10 @@ def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
 
 
 def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a dataclass, with the first sentence of their docstrings.
+    """Yield the sections of a dataclass with the first sentence of their docstrings.
 
     Args:
-        default: one of this kind, whose sections may say more than their annotation; None if there is none.
+        default: an instance whose sections may have other types than the annotations; `None` if none exists.
     """
     kind = kind if default is None else type(default)
     for name, type_ in get_type_hints(kind, include_extras=True).items():
@@ -228,7 +227,7 @@ def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
         section = type(current) if dataclasses.is_dataclass(current) else _section(type_)
         if section is None:
             continue
-        if any(getattr(mark, "name", None) == "" for mark in get_args(type_)[1:]):  # its fields stand in its place
+        if any(getattr(mark, "name", None) == "" for mark in get_args(type_)[1:]):  # its flags have no prefix
             yield from _sections(section, current)
         else:
             words = " ".join(inspect.cleandoc(section.__doc__ or "").split())

@@ -15,14 +15,14 @@ from trp_scale.config.settings import Section, setting
 
 @dataclass(kw_only=True)
 class VisionConfig:
-    """How an image becomes tokens."""
+    """Tokenization of images."""
 
     patch_size: int = setting(16, at_least=1)
-    """Side of a patch in pixels; must divide --crops.size."""
+    """Patch side in pixels; must divide --crops.size."""
     position_order: Literal["column_row", "row_column"] = "column_row"
-    """The coordinate that the first half of a fixed position encodes, then the other's. column_row: MAE (He et al.).
-    row_column: MultiMAE (Bachmann et al.). The network is the same up to an exchange of the halves of its width, but
-    each library's weights need their own order."""
+    """Coordinate that the first half of a fixed position encodes. column_row: MAE (He et al.). row_column: MultiMAE
+    (Bachmann et al.). The networks are equivalent up to a swap of the halves, but the weights of each library need
+    their own order."""
 
 
 @dataclass(kw_only=True)
@@ -30,15 +30,15 @@ class RelativeVisionConfig(VisionConfig):
     """Encoders with optional relative positions."""
 
     positions: Literal["absolute", "relative"] = "absolute"
-    """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
+    """absolute: fixed sine-cosine positions. relative: also iRPE (contextual product on keys, a table per block)."""
     index: Literal["rounded", "relaxed"] = "rounded"
-    """How an offset finds its entry of the relative table: rounded (iRPE), or relaxed and interpolated (AdPE 4.2.3). A
-    relative coordinate adversary always takes --adversary.index instead."""
+    """Lookup of an offset in the relative table: rounded (iRPE), or relaxed with interpolation (AdPE 4.2.3). A relative
+    coordinate adversary always uses --adversary.index."""
 
 
 @dataclass(kw_only=True)
 class DecodedVisionConfig(VisionConfig):
-    """Masked autoencoders (He et al.). Defaults are MAE's."""
+    """Masked autoencoder (He et al.). Defaults are MAE's."""
 
     decoder_layers: int = setting(8, at_least=1)
     """Number of decoder blocks."""
@@ -50,22 +50,22 @@ class DecodedVisionConfig(VisionConfig):
 
 @dataclass(kw_only=True)
 class CropConfig(Section):
-    """Crop of an image that the model sees. Crops and flips follow from (seed, row key, epoch)."""
+    """Image crop. Crops and flips depend only on (seed, row key, epoch)."""
 
     size: int = 224
     """Side of a crop in pixels (MAE+: 112)."""
     min_scale: float = 0.2
-    """Smallest share of the image's area that a random resized crop (or the view) covers."""
+    """Minimum share of the image's area that a random resized crop (or the view) covers."""
     max_scale: float = 1.0
-    """Largest share of the image's area that a random resized crop (or the view) covers."""
+    """Maximum share of the image's area that a random resized crop (or the view) covers."""
     flip: float = setting(0.5, at_least=0, at_most=1)
     """Probability of a horizontal flip."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """How a crop is resized; both with antialiasing."""
+    """Interpolation of resized crops; both with antialiasing."""
     scaled_decoding: bool = False
-    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where all its crops still have --crops.size pixels a side (libjpeg's
-    scaled inverse DCT). Pixels differ a little, and crops begin and end at multiples of 2, 4 or 8 pixels. It is faster
-    for images of more than twice the crop's size; for others nothing changes."""
+    """Decode JPEGs at 1/2, 1/4 or 1/8 size if all crops keep at least --crops.size pixels per side (libjpeg's scaled
+    inverse DCT). Pixels differ slightly, and crop edges are multiples of 2, 4 or 8 pixels. Faster for images more than
+    twice as large as the crop; no effect on others."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if not 0 < self.min_scale <= self.max_scale <= 1:
@@ -77,22 +77,22 @@ class CropConfig(Section):
 
 @dataclass(kw_only=True)
 class CropsConfig(CropConfig):
-    """Crops of an image, one model row each. Crops and flips follow from (seed, row key, epoch)."""
+    """Image crops, one model row each. Crops and flips depend only on (seed, row key, epoch)."""
 
     count: int = setting(1, at_least=1)
-    """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
+    """Crops per image and epoch (k in AdPE 3.2); they share one decoding of the file."""
     from_: Annotated[Literal["image", "view"], tyro.conf.arg(name="from")] = "image"
-    """image: each crop is a random resized crop of the image. view: the image is first cropped and resized to a view
-    of view_size, from which windows of `size` are cut at random places (AdPE, Appendix A)."""
+    """image: each crop is a random resized crop of the image. view: crop and resize the image to a view of view_size,
+    then cut windows of `size` at random positions (AdPE, Appendix A)."""
     view_size: int = 224
-    """Side of the view in pixels, for crops.from = view."""
+    """Side of the view in pixels, for --crops.from view."""
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
         if self.from_ == "view" and self.view_size < self.size:
             yield (
-                f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: no window of that size lies "
-                "in the view; raise it, or use --crops.from image"
+                f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: the view cannot contain such "
+                "a window; raise it, or use --crops.from image"
             )
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
@@ -101,16 +101,16 @@ class CropsConfig(CropConfig):
 
 
 MOST_PATCHES = 1 << 16
-"""That a crop may have: masks carry a patch's number in 16 bits."""
+"""Maximum number of patches of a crop: masks store patch numbers in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSplit:
-    """How many patches a crop has.
+    """Numbers of patches of a crop.
 
     Attributes:
-        patches: N, all of them.
-        visible: V = int(N (1 - ratio)), those that the encoder is shown.
+        patches: N, all patches.
+        visible: V = int(N (1 - ratio)), patches that the encoder reads.
     """
 
     patches: int
@@ -118,24 +118,24 @@ class PatchSplit:
 
     @property
     def masked(self) -> int:
-        """M = N - V, those that are predicted."""
+        """M = N - V, predicted patches."""
         return self.patches - self.visible
 
 
 def split_patches(size: int, patch_size: int, ratio: float) -> PatchSplit:
-    """The patches of a crop.
+    """Return the numbers of patches of a crop.
 
     Args:
-        size: side of the crop in pixels (crops.size), a multiple of the patch's.
-        patch_size: side of a patch (vision.patch_size).
-        ratio: share that is predicted (masking.ratio).
+        size: side of the crop in pixels (crops.size), a multiple of patch_size.
+        patch_size: side of a patch in pixels (vision.patch_size).
+        ratio: predicted share (masking.ratio).
     """
     patches = (size // patch_size) ** 2
     return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
 
 
 class OnImages(Protocol):
-    """Settings of a run whose encoder reads images, whether it is pre-trained or fine-tuned."""
+    """Settings of a pre-training or fine-tuning run whose encoder reads images."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -150,9 +150,9 @@ class MaeVisionConfig(DecodedVisionConfig, RelativeVisionConfig):
     """Decoder and options of a masked autoencoder (AdPE 3.2; He et al.). Defaults are MAE's."""
 
     tokens: Literal["visible", "all"] = "visible"
-    """What enters the encoder: visible patches only (MAE), or all of them, with mask tokens in place (MAE+)."""
+    """Input of the encoder: visible patches only (MAE), or all, with mask tokens for the masked ones (MAE+)."""
     decoder: Literal["transformer", "linear"] = "transformer"
-    """Transformer blocks, or one linear layer (AdPE 3.2, as SimMIM; needs --vision.tokens all)."""
+    """Transformer blocks, or one linear layer (AdPE 3.2, SimMIM; needs --vision.tokens all)."""
 
 
 @dataclass(kw_only=True)
@@ -160,17 +160,17 @@ class MaeMaskingConfig(MaskingConfig):
     """Selection of the predicted patches."""
 
     ratio: float = setting(0.75, above=0, below=1)
-    """Share of the patches of an image that are predicted (MAE: 0.75)."""
+    """Share of an image's patches that is predicted (MAE: 0.75)."""
 
 
 @dataclass(kw_only=True)
 class ImagePretrainConfig(PretrainConfig):
-    """One pre-training run on images some of whose patches are masked, with an adversary if asked."""
+    """Settings of one pre-training run on images with masked patches and, optionally, an adversary."""
 
     vision: DecodedVisionConfig = field(default_factory=DecodedVisionConfig)
     crops: CropConfig = field(default_factory=CropConfig)
     adversary: Any = field(default_factory=default_settings("adversary", "none"), metadata={"role": "adversary"})
-    """Settings of the adversary of this kind."""
+    """Settings of this kind of adversary."""
 
     @property
     def reads(self) -> str:
@@ -178,7 +178,7 @@ class ImagePretrainConfig(PretrainConfig):
 
     @property
     def patches(self) -> int:
-        """Patches of a crop; 0 where they do not fill it."""
+        """Patches of a crop; 0 if patch_size does not divide size."""
         size, side = self.crops.size, self.vision.patch_size
         return (size // side) ** 2 if side > 0 and size > 0 and size % side == 0 else 0
 
@@ -196,7 +196,7 @@ class ImagePretrainConfig(PretrainConfig):
             if width % 4:
                 yield f"{flag} is {width}, allowed: multiples of 4 (sine and cosine of two coordinates)"
         if vision.patch_size < 1:
-            return  # refused as such
+            return  # its range refuses it
         if not self.patches:
             yield (
                 f"--crops.size is {size}, allowed: multiples of --vision.patch_size {vision.patch_size}, "
@@ -211,14 +211,14 @@ class ImagePretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class MaskedAutoencoderConfig(ImagePretrainConfig):
-    """One pre-training run that predicts a share of an image's patches from the others. Adversaries on positions and
-    learned masks act on such runs alone."""
+    """Settings of one pre-training run that predicts masked patches from visible ones. Only these runs support
+    adversaries on positions and learned masks."""
 
     vision: MaeVisionConfig = field(default_factory=MaeVisionConfig)
     crops: CropsConfig = field(default_factory=CropsConfig)
     masking: MaeMaskingConfig = field(default_factory=MaeMaskingConfig)
     multilevel: Any = field(default_factory=default_settings("multilevel", "none"), metadata={"role": "multilevel"})
-    """Settings of learned masks of this kind."""
+    """Settings of this kind of learned masks."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -248,6 +248,6 @@ class MaskedAutoencoderConfig(ImagePretrainConfig):
             yield f"--vision.index {vision.index} has no effect with --vision.positions absolute"
         elif self.adversary.kind == "relative_coordinate":
             yield (
-                f"--vision.index {vision.index} has no effect with --adversary.kind relative_coordinate, which has an "
-                "index of its own"
+                f"--vision.index {vision.index} has no effect with --adversary.kind relative_coordinate, which uses "
+                "--adversary.index"
             )

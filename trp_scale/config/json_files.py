@@ -1,7 +1,7 @@
-"""JSON in files, read under limits: the result is plain values, or a refusal with the file's name.
+"""Read JSON files under limits: return plain values, or refuse the file by name.
 
-Python's parser ends in a RecursionError on deep nesting and in a ValueError on long numbers, and gives numbers and text
-that arrays, files and messages cannot hold.
+Python's parser raises RecursionError on deep nesting and ValueError on long numbers, and accepts numbers and text that
+arrays, files and messages cannot hold.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import IO, Any
 from trp_scale.errors import RefusedError, error_text, quote
 
 LARGEST = 64 << 20
-"""Bytes of a document."""
+"""Maximum bytes of a document."""
 
 LARGEST_INDEX = 16 << 30
-"""Bytes of a list of samples: the index of a tar, COCO's annotations. It takes some ten times that in memory."""
+"""Maximum bytes of a list of samples: the index of a tar, COCO's annotations. Parsed, it needs about ten times as much
+memory."""
 
 LONGEST_LINE = 16 << 20
-"""Bytes of a line of JSON lines."""
+"""Maximum bytes of a line of JSON lines."""
 
 DEEPEST = 64
-"""Levels of nesting. Much of Python goes through nested values by recursion, and ends at 1,000."""
+"""Maximum nesting depth. Much of Python recurses through nested values, and stops at 1,000."""
 
 _TOO_DEEP = f"nested too deep; {DEEPEST} levels are allowed"
 
 LARGEST_NUMBER = 10**40
-"""Whole numbers lie below it, on either side of 0. transformers writes 10^30 for a length without a limit; fields of
-our own have 64 bits (schema.py)."""
+"""Exclusive limit of the magnitude of integers. transformers writes 10^30 for a length without a limit; our own fields
+have 64 bits (schema.py)."""
 
 
 def read_json(
@@ -44,13 +45,13 @@ def read_json(
     """Return the value in a JSON file.
 
     Args:
-        raised: the error of a file that is refused.
-        source: how the file is named in messages; empty: its path.
-        missing: what is said of a file that is not there.
-        largest: bytes that are allowed.
+        raised: type of the error.
+        source: name of the file in messages; empty = its path.
+        missing: message if the file does not exist.
+        largest: maximum bytes.
 
     Raises:
-        raised: the file cannot be read, is too large, is no JSON, or holds what `checked` refuses.
+        raised: the file cannot be read, is too large, is not JSON, or is refused by `check_document`.
     """
     source = source or str(path)
     return parse_json(read_content(path, raised, source=source, missing=missing, largest=largest), source, raised)
@@ -64,7 +65,7 @@ def read_object(
     missing: str = "not found",
     largest: int = LARGEST,
 ) -> dict[str, Any]:
-    """Return the object in a JSON file; arguments and errors as for `read_json`. Another value is refused too."""
+    """Return the object in a JSON file, and refuse other values; arguments and errors as for `read_json`."""
     source = source or str(path)
     document = read_json(path, raised, source=source, missing=missing, largest=largest)
     if not isinstance(document, dict):
@@ -73,7 +74,7 @@ def read_object(
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if none can be read."""
+    """Return the object in a JSON file; empty if it cannot be read."""
     try:
         return read_object(path)
     except RefusedError:
@@ -94,7 +95,7 @@ def read_content(
             size = os.fstat(stream.fileno()).st_size
             if size > largest:
                 raise raised(f"{source}: {size} bytes found, at most {largest} allowed")
-            content = stream.read(size) if size else b"".join(_parts(stream, largest))  # a pipe says no size
+            content = stream.read(size) if size else b"".join(_parts(stream, largest))  # a pipe has no size
     except FileNotFoundError as error:
         raise raised(f"{source}: {missing}") from error
     except RefusedError:
@@ -102,12 +103,12 @@ def read_content(
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise raised(f"{source}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(content) > largest:
-        raise raised(f"{source}: more than {largest} bytes found, at most so many allowed")
+        raise raised(f"{source}: more than {largest} bytes found, the maximum")
     return content
 
 
 def _parts(stream: IO[bytes], most: int) -> Iterator[bytes]:
-    """Yield the content of a stream, up to more than `most` bytes."""
+    """Yield the content of a stream, until just over `most` bytes."""
     while most >= 0 and (part := stream.read(1 << 20)):
         yield part
         most -= len(part)
@@ -124,14 +125,14 @@ def parse_json(
     """Return the value of JSON text.
 
     Args:
-        content: in UTF-8, or text.
-        source: where it comes from, for messages.
-        pairs: makes an object of its fields; may raise ValueError.
-        looked_through: also refuse what `checked` refuses. False: of a long list of samples, whose reader looks at the
-            fields that it takes, and at no others: looking through all takes as long as a tenth of the parsing.
+        content: UTF-8 bytes, or text.
+        source: origin, for messages.
+        pairs: converts the fields of an object; may raise ValueError.
+        looked_through: also apply `check_document`. False for long lists of samples whose reader checks the fields that
+            it uses: checking everything takes a tenth of the parsing time.
 
     Raises:
-        raised: it is no JSON, or what `checked` refuses.
+        raised: the text is not JSON, or `check_document` refuses it.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -144,14 +145,14 @@ def parse_json(
 
 
 def check_document(document: Any, source: str, raised: type[RefusedError]) -> Any:
-    """The document, if it has not more than DEEPEST levels, no number beyond LARGEST_NUMBER and no text with half of a
-    surrogate pair, which can neither be written nor printed.
+    """Return the document after checking its limits.
 
     Raises:
-        raised: it has.
+        raised: more than DEEPEST levels, a number beyond LARGEST_NUMBER, or text with an unpaired surrogate, which
+            cannot be written or printed.
     """
     level = [document]
-    for _ in range(DEEPEST + 2):  # containers, what the last hold, and nothing
+    for _ in range(DEEPEST + 2):  # DEEPEST containers, the innermost values, and an empty level
         if not level:
             return document
         inner: list[Any] = []
@@ -164,7 +165,7 @@ def check_document(document: Any, source: str, raised: type[RefusedError]) -> An
                 inner += value
             elif kind is str:
                 if not can_be_written(value):
-                    raise raised(f"{source}: text with half of a surrogate pair, {quote(value)}")
+                    raise raised(f"{source}: text with an unpaired surrogate, {quote(value)}")
             elif kind is int and not -LARGEST_NUMBER < value < LARGEST_NUMBER:
                 raise raised(f"{source}: a number of {len(str(abs(value)))} digits, 40 are allowed")
         level = inner
@@ -172,7 +173,7 @@ def check_document(document: Any, source: str, raised: type[RefusedError]) -> An
 
 
 def can_be_written(text: str) -> bool:
-    """Return whether text has no halves of surrogate pairs."""
+    """Return whether text has no unpaired surrogates."""
     if text.isascii():
         return True
     try:
@@ -183,7 +184,7 @@ def can_be_written(text: str) -> bool:
 
 
 def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of each line of a file with its end; the last one may have none.
+    """Yield (number, line) of a file; lines include their line end, which the last one may lack.
 
     Raises:
         raised: the file cannot be read, or a line is longer than LONGEST_LINE.
@@ -194,21 +195,21 @@ def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterato
             while line := stream.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise raised(f"{path}: line {number} has more than {LONGEST_LINE} bytes, which no such line has")
+                    raise raised(f"{path}: line {number} has more than {LONGEST_LINE} bytes, the maximum")
                 yield number, line
     except OSError as error:
         raise raised(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source: str = "", what: str = "") -> list[str]:
-    """Return the lines of a text file in UTF-8.
+    """Return the lines of a UTF-8 text file.
 
     Args:
-        source: how the file is named in messages; empty: its path.
-        what: the file should be, for messages; empty: a text file that can be read.
+        source: name of the file in messages; empty = its path.
+        what: expected content, for messages; empty = a text file that can be read.
 
     Raises:
-        raised: it cannot be read, is too large or no text.
+        raised: the file cannot be read, is too large, or is not text.
     """
     source = source or str(path)
     content = read_content(path, raised, source=source)

@@ -1,6 +1,6 @@
-"""Settings of a run from a recipe or a mapping, and back: every key is a field of `trp_scale.config`.
+"""Convert recipes and mappings to settings and back; every key is a field of `trp_scale.config`.
 
-Values are read by `schema.py`; here the type of the run is chosen, an unknown key is explained, and recipes are listed.
+`schema.py` reads the values. This module selects the type of the run, explains unknown keys and lists recipes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_
 Section = TypeVar("Section")
 
 TRAINING = {"upstream": "trp-scale pretrain", "task": "trp-scale finetune"}
-"""Roles whose settings are those of a whole run, and the command that makes such runs."""
+"""Roles with settings of a whole run, and the command of each."""
 
 
 def known_recipes(kind: type[Config] | None = None) -> list[str]:
@@ -48,8 +48,8 @@ def load_recipe(name_or_path: str | Path) -> Config:
     """Read a recipe by its name (`pos_bert_base`) or by the path of a YAML file.
 
     Raises:
-        RefusedError: no such recipe, a file that is not YAML, unknown keys (with the nearest known one) or values of a
-            wrong type; everything that is wrong in one message.
+        RefusedError: no such recipe, not YAML, unknown keys (names the nearest key) or values of a wrong type. The
+            message lists all problems.
     """
     return resolve(recipe_path(str(name_or_path)))[0]
 
@@ -57,8 +57,8 @@ def load_recipe(name_or_path: str | Path) -> Config:
 def resolve(path: Path) -> tuple[Config, Inherited]:
     """Return the settings of the recipe at `path`, and the origin of each value.
 
-    Raises: as `load_recipe`; a wrong setting is reported with the first file that has it, also if another file replaces
-        it.
+    Raises as `load_recipe`. A wrong setting is reported with the first file that has it, even if another file overrides
+    it.
     """
     recipe = inherit(path)
     for file in recipe.chain[:-1]:
@@ -67,10 +67,10 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
 
 
 def data_command(recipe: str, path: str) -> str:
-    """Return the command that makes the data at `path`, if that is the recipe's data and the recipe has a command;
+    """Return the command that makes the data at `path` if it is the recipe's data and the recipe has a command;
     otherwise "".
 
-    Raises: as `load_recipe`.
+    Raises as `load_recipe`.
     """
     config, provenance = resolve(recipe_path(recipe)) if recipe else (None, None)
     if config is None or provenance is None or not provenance.makes_data or config.data.path != path:
@@ -79,7 +79,7 @@ def data_command(recipe: str, path: str) -> str:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return `config` as plain dictionaries, lists, numbers and strings with every field; sections come last."""
+    """Return `config` with every field as plain dictionaries, lists, numbers and strings; sections come last."""
     document = {
         section: {setting_name(field): value for field, value in fields.items()} if isinstance(fields, dict) else fields
         for section, fields in dataclasses.asdict(config).items()
@@ -88,7 +88,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"section.field": value} of nested settings; a value without a section keeps its name."""
+    """Return {"section.field": value} of nested settings; a value outside sections keeps its name."""
     values: dict[str, Any] = {}
     for section, fields in document.items():
         if isinstance(fields, Mapping):
@@ -104,15 +104,15 @@ def dump(config: Config) -> str:
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
-    """Return the settings that `document` describes: those of its `upstream` (default pos_bert), or of its task if it
-    has a section `downstream` (default glue); absent fields keep their defaults.
+    """Return the settings in `document`: those of its `upstream` (default pos_bert), or of its task if it has a section
+    `downstream` (default glue). Absent fields get defaults.
 
     Args:
         document: sections of fields, as from `to_dict`.
-        source: named in error messages.
+        source: origin, for messages.
 
     Raises:
-        RefusedError: unknown keys, kinds and wrong types, all of them, each with its path.
+        RefusedError: unknown keys, kinds and wrong types; lists all, each with its path.
     """
     problems: list[str] = []
     base = _base_type(document, problems)
@@ -127,17 +127,18 @@ def read_section(kind: type[Section], values: Mapping[str, Any], source: str) ->
     """Return the settings dataclass `kind` with these values.
 
     Args:
-        source: named in error messages.
+        source: origin, for messages.
 
     Raises:
-        RefusedError: unknown fields and wrong types, all of them.
+        RefusedError: unknown fields and wrong types; lists all.
     """
     section: Section = _read(kind, values, source, [], [])
     return section
 
 
 def _read(kind: Any, document: object, source: str, problems: list[str], missing_modules: Sequence[str]) -> Any:
-    """Read settings; all problems are one error. Without the run's modules no problem can be told."""
+    """Read settings, and report all problems in one error. If modules of the run are missing, report only that:
+    problems cannot be judged without them."""
     try:
         settings = typed_reader(kind, as_setting=True)(document)
     except WrongValueError as error:
@@ -168,42 +169,42 @@ def _base_type(document: object, problems: list[str]) -> type[Config]:
 
 
 def upstream_settings(name: str, source: str = "upstream") -> type[PretrainConfig]:
-    """Return the settings of a pre-training run; raises RefusedError if there is no such upstream."""
+    """Return the settings class of a pre-training run; raises RefusedError for an unknown upstream."""
     settings: type[PretrainConfig] = find("upstream", name, source).settings
     return settings
 
 
 def task_settings(name: str, source: str = "downstream.kind") -> type[FinetuneConfig]:
-    """Return the settings of a fine-tuning run; raises RefusedError if there is no such task."""
+    """Return the settings class of a fine-tuning run; raises RefusedError for an unknown task."""
     settings: type[FinetuneConfig] = find("task", name, source).settings
     return settings
 
 
 def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]) -> type[Config]:
-    """Return the settings of a run with these hooks and modalities: those of `kind`, and a section for each part with
-    settings. A part whose section exists already is a problem."""
+    """Return the settings class of a run with these hooks and modalities: `kind` plus a section for each part that has
+    settings. A section name in use is a problem."""
     sections: dict[str, type[Settings]] = {}
     names_in_use = {field.name for _, _, run in runs() for field in dataclasses.fields(run)}
     for part in dict.fromkeys(parts):
         if part.has_settings and part.name in names_in_use:
             problems.append(
-                f"{part.role} {part.name} of {part.module} has settings, and a section {part.name} is there already; "
+                f"{part.role} {part.name} of {part.module} has settings, but a section {part.name} exists already; "
                 f"give the {part.role} another name"
             )
         elif part.has_settings:
             sections[part.name] = part.settings
             names_in_use.add(part.name)
-    return _with_sections(kind, tuple(sections.items()))  # type: ignore[arg-type]  # a class can be hashed, whatever its instances can
+    return _with_sections(kind, tuple(sections.items()))  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
 def _with_sections(kind: type[Config], sections: tuple[tuple[str, type[Settings]], ...]) -> type[Config]:
-    """Return one type for equal sections, so that equal settings compare equal."""
+    """Return the same type for equal sections, so that equal settings compare equal."""
     if not sections:
         return kind
     fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in sections]
     completed = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), kw_only=True)
-    copyreg.pickle(completed, _by_its_parts)  # a loader worker cannot import a type that no module holds
+    copyreg.pickle(completed, _by_its_parts)  # a loader worker cannot import a type created at run time
     return completed
 
 
@@ -218,7 +219,7 @@ def _from_parts(modules: list[str], document: dict[str, Any]) -> Config:
 
 
 def _describe(run: type[Any], problem: Problem) -> str:
-    """Return a problem in words; of an unknown key, who has such a setting, or the nearest name."""
+    """Describe a problem; for an unknown key, name the kinds that have it or the nearest name."""
     if problem.owner is None:
         return str(problem)
     section, key = problem.location, str(problem.value)[:LONGEST_QUOTE]
@@ -231,8 +232,8 @@ def _explain_unknown_key(run: type[Any], kind: type[Any], section: str, key: str
         return words
     if not section and (roles := listed_roles(key)):
         what, lists = " or ".join(roles), " or ".join(name for name, role in run.lists.items() if role in roles)
-        absent = f"which is not in {lists}; list it there, or take" if lists else f"and such a run has no {what}; take"
-        return f"settings of the {what} {key}, {absent} them out (`{key}: null` in a recipe that extends another)"
+        absent = f"which is not in {lists}; list it there, or" if lists else f"and such a run has no {what};"
+        return f"settings of the {what} {key}, {absent} remove them (`{key}: null` in a recipe that extends another)"
     close = nearest(key, setting_names(kind))
     if close and section:
         return f"unknown key{close.replace('did you mean ', f'did you mean {section}.')}"
@@ -240,18 +241,18 @@ def _explain_unknown_key(run: type[Any], kind: type[Any], section: str, key: str
 
 
 def describe_owners(run: type[Any], kind: type[Any], section: str, key: str) -> str:
-    """Return the kinds or runs with a setting that this run does not have; "" if none has it.
+    """Return the kinds or runs that have a setting which this run lacks; "" if none has it.
 
     Args:
-        run: the run's settings.
-        kind: its section, or the run if it has no such section.
+        run: settings class of the run.
+        kind: class of its section, or `run` if it has no such section.
         section, key: of the setting; section is "" for a whole section.
     """
     components = registered_components()
     role, name = next(((role, name) for role, name, settings in components if settings is kind), ("", ""))
     if kinds := [other for of, other, settings in components if of == role and key in setting_names(settings)]:
         return f"a setting of kind {', '.join(kinds)}; this run's {section}.kind is {name}"
-    # The last that fits: a run that a module registers may derive from one of the package's.
+    # The last match: a user's run may derive from one of the package.
     role, name = ([("", "")] + [(role, name) for role, name, settings in runs() if issubclass(run, settings)])[-1]
     owners: dict[str, list[str]] = {}
     for other_role, other, settings in sorted(runs(), key=lambda entry: entry[1]):
@@ -276,7 +277,7 @@ def _has_setting(run: type[Any], section: str, key: str) -> bool:
 
 
 def _nearest_field(name: str) -> str:
-    """Like `nearest`, over the last parts of all `section.field` names."""
+    """Return `nearest` over the last parts of all `section.field` names."""
     fields = _all_fields()
     same = [field for field in fields if field.split(".")[-1] == name.split(".")[-1]]
     return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
@@ -291,7 +292,7 @@ DEFAULT = "default"
 
 
 def list_recipes() -> Iterator[str]:
-    """Yield the names of all recipes by command, with their summaries."""
+    """Yield the names and summaries of all recipes, by command."""
     names = known_recipes()
     width = max(map(len, names))
     pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
@@ -304,12 +305,12 @@ def list_recipes() -> Iterator[str]:
 
 
 def summaries() -> dict[str, str]:
-    """Return the summaries of all recipes by name."""
+    """Return the summaries of all recipes, by name."""
     return {name: summary(name) for name in known_recipes()}
 
 
 def summary(name: str) -> str:
-    """Return the line that a recipe was registered with, or the first sentence of its head comment, or ""."""
+    """Return the description of a registered recipe, or the first sentence of a file's head comment, or ""."""
     path = recipe_path(name)
     if registered_document(path) is not None:
         return registered_recipes[name].line
@@ -328,13 +329,13 @@ def data(name: str) -> str:
 
 
 def _head(path: Path) -> str:
-    """Return the comment at the head of a file, without its marks."""
+    """Return the comment at the head of a file, without `#`."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), read_lines(path))
     return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
 def resolve_recipe(path: Path) -> Iterator[str]:
-    """Yield all settings of a recipe as YAML, which is a recipe itself; the comment after each is its origin."""
+    """Yield all settings of a recipe as YAML that is a recipe itself; a comment after each value names its origin."""
     config, recipe = resolve(path)
     names = [file.stem if file.parent == RECIPES else str(file) for file in recipe.chain]
     origin = {where: names[recipe.chain.index(file)] for where, file in recipe.origin.items()}

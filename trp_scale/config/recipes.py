@@ -1,12 +1,12 @@
-"""Recipe files: their names, those that a module registers, and how they extend one another.
+"""Recipe files: names, registration by modules, and inheritance.
 
-`extends: NAME|PATH` at the top of a file, then only what differs from there. The sections of the two files are merged
-key by key, however deep they go. A list replaces the list before it. The section of a component that names another
-`kind` replaces the whole section, since the settings of one kind mean nothing to another. A `null` removes a value or a
-section of the extended recipe, so that the default holds again.
+`extends: NAME|PATH` at the top of a file inherits another recipe; the file then has only what differs. Sections are
+merged key by key at every depth. A list replaces the inherited list. A component section with another `kind` replaces
+the whole section, since kinds do not share settings. `null` removes an inherited value or section and restores the
+default.
 
-`makes_data: COMMAND` at the top of a recipe is the command of trp-scale that makes the data of its data.path, for the
-message of a run without it.
+`makes_data: COMMAND` at the top of a recipe is the trp-scale command that makes the data at its data.path; a run
+without data prints it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ EXTENDS, MAKES_DATA = "extends", "makes_data"
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredRecipe:
-    """A recipe of a module.
+    """Recipe of a module.
 
     Attributes:
-        path: of its file; of a mapping, MODULE:NAME in the module's folder, which is no file.
+        path: its file; for a mapping MODULE:NAME in the module's folder, which is not a file.
         document: the mapping; `None` if the recipe is a file.
-        line: description of a mapping, for the list.
-        module: that registered it.
+        line: description of a mapping, for the list of recipes.
+        module: the module that registered it.
     """
 
     path: Path
@@ -52,15 +52,16 @@ registered_recipes: dict[str, RegisteredRecipe] = {}
 
 
 def recipe(name: str, settings: str | os.PathLike[str] | Mapping[str, Any], line: str = "") -> None:
-    """Register a recipe: `--recipe NAME` takes it, others may extend it, and `trp-scale recipes --module` lists it.
+    """Register a recipe: `--recipe NAME` selects it, other recipes may extend it, and `trp-scale recipes --module`
+    lists it.
 
     Args:
         name: letters, digits, underscores and hyphens.
-        settings: content of a recipe as a mapping; or the path of a .yaml file, relative to the module's folder.
+        settings: the recipe as a mapping; or the path of a .yaml file, relative to the module's folder.
         line: description of a mapping, for the list; a file has it in its first comment.
 
     Raises:
-        RefusedError: an invalid name, one that the package or another module has, or no such file.
+        RefusedError: an invalid name, a name of the package or another module, or a missing file.
     """
     caller = sys._getframe(1).f_globals
     module, file = str(caller["__name__"]), caller.get("__file__")
@@ -81,12 +82,12 @@ def recipe(name: str, settings: str | os.PathLike[str] | Mapping[str, Any], line
 
 
 def registered_document(path: Path) -> Mapping[str, Any] | None:
-    """Return the mapping that was registered under this path; `None` for a file."""
+    """Return the mapping registered under this path; `None` for a file."""
     return next((recipe.document for recipe in registered_recipes.values() if recipe.path == path), None)
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes of the package and of modules."""
+    """Return the names of all recipes: the package's and registered ones."""
     return [*sorted(path.stem for path in RECIPES.glob("*.yaml")), *registered_recipes]
 
 
@@ -94,12 +95,12 @@ def recipe_path(name_or_path: str, named_by: str = "--recipe", source: str = "")
     """Return the file of a recipe.
 
     Args:
-        name_or_path: a name of the package's or of a module's, or the path of a .yaml file.
-        named_by: the flag or file that names it, for error messages.
+        name_or_path: name of a recipe, or path of a .yaml file.
+        named_by: flag or file that names it, for messages.
         source: the name there; empty = `name_or_path`.
 
     Raises:
-        RefusedError: there is no such recipe or file.
+        RefusedError: no such recipe or file.
     """
     path, words = Path(name_or_path), f"{named_by} {source or name_or_path}"
     if _is_name(name_or_path):
@@ -125,43 +126,43 @@ def _is_name(name_or_path: str) -> bool:
 
 
 def read_document(path: Path) -> object:
-    """Return the document of a recipe: a YAML file, or a registered mapping; an empty file is refused."""
+    """Return the document of a recipe: a YAML file, or a registered mapping. Refuse an empty file."""
     if (document := registered_document(path)) is not None:
         return document
     document = read_yaml(path)
     if document is None:
-        raise RefusedError(f"{path}: no setting is in it; allowed: at least one, such as extends: pos_bert_base")
+        raise RefusedError(f"{path}: empty; allowed: at least one setting, such as extends: pos_bert_base")
     return document
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """A recipe with all that it extends."""
+    """Recipe merged with the recipes that it extends."""
 
     chain: list[Path]
-    """The files, from the one that extends nothing to the recipe itself."""
+    """Files, from the one that extends nothing to the recipe itself."""
     document: dict[str, Any] = field(default_factory=dict)
-    """The merged sections, without `extends` and `makes_data`."""
+    """Merged sections, without `extends` and `makes_data`."""
     origin: dict[str, Path] = field(default_factory=dict)
-    """The file that each value comes from, by the value's path, such as `optimizer.lr`."""
+    """File of each value, by the value's path, such as `optimizer.lr`."""
     makes_data: str = ""
-    """A command and its flags, without --output; empty if no file has one."""
+    """Command and flags without --output; empty if no file has one."""
 
 
 def extended_recipe(name: str, path: Path) -> Path:
-    """Return the file of the recipe `name` that the one at `path` extends; a path is relative to the latter."""
+    """Return the file of the recipe `name` that the recipe at `path` extends; relative paths start at the folder of
+    `path`."""
     return recipe_path(name if _is_name(name) else str(path.parent / name), f"{path} extends", name)
 
 
 def inherit(path: Path, find: Callable[[str, Path], Path] = extended_recipe) -> Inherited:
-    """Return the recipe or study at `path`, merged over those that it extends.
+    """Return the recipe or study at `path`, merged with those that it extends.
 
     Args:
-        find: returns the file that is named in `extends` of a file; refuses an unknown name.
+        find: returns the file for the name in `extends` of a file, and refuses an unknown name.
 
     Raises:
-        RefusedError: a file that is no mapping, an unknown name in `extends`, or files that extend one another in a
-            circle.
+        RefusedError: a file that is not a mapping, an unknown name in `extends`, or a cycle.
     """
     documents = _read_chain(path, find)
     merged: dict[str, Any] = {}
@@ -193,13 +194,13 @@ def _read_chain(path: Path, find: Callable[[str, Path], Path]) -> dict[Path, Map
         document = read_document(following)
         if not isinstance(document, Mapping):
             raise RefusedError(
-                f"{following}: {quote(document)} is no section; allowed: sections of settings, such as `model:`"
+                f"{following}: {quote(document)} is not a section; allowed: sections of settings, such as `model:`"
             )
         documents[following] = document
         following = find(_extended_name(following, document), following) if EXTENDS in document else None
         if following is not None and following.resolve() in {file.resolve() for file in documents}:
             circle = " extends ".join(str(file) for file in [*documents, following])
-            raise RefusedError(f"{circle}: recipes cannot extend one another in a circle; take one `extends:` out")
+            raise RefusedError(f"{circle}: recipes cannot extend one another in a cycle; remove one `extends:`")
     return documents
 
 
@@ -213,7 +214,7 @@ def _extended_name(path: Path, document: Mapping[str, Any]) -> str:
 
 
 def _component_sections() -> Collection[str]:
-    """Return the sections whose `kind` chooses their settings."""
+    """Return the sections whose `kind` selects their settings."""
     return {
         "downstream",
         *(item.name for _, _, run in runs() for item in dataclasses.fields(run) if "role" in item.metadata),
@@ -221,7 +222,7 @@ def _component_sections() -> Collection[str]:
 
 
 def _merge(onto: dict[str, Any], over: Mapping[str, Any], file: Path, origin: dict[str, Path], prefix: str) -> None:
-    """Write the values of `over` into `onto`, and `file` as their origin."""
+    """Merge `over` into `onto`, and record `file` as the origin of its values."""
     for key, value in over.items():
         where = f"{prefix}{key}"
         if value is None and key in onto:

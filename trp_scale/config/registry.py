@@ -1,15 +1,15 @@
-"""The registry of components by role and name, such as balancers, hooks and modalities; and the plots of metrics.
+"""Registry of components by role and name, such as balancers, hooks and modalities, and of metric plots.
 
-A component is a class, and a settings dataclass that is a section of a recipe. One file is enough:
+A component is a class and a settings dataclass, which is a section of recipes. One file is enough:
 
     @component("balancer", "random")
     class RandomWeights(TaskBalancer):
         @dataclass(kw_only=True)
         class Settings(Settings):
             temperature: float = setting(1.0, above=0)
-            \"\"\"What the draws are divided by.\"\"\"
+            \"\"\"Divisor of the sampled logits.\"\"\"
 
-The components of the package name their class as text instead, so that `--help` need not import torch.
+The package's own components name their class as text, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trp_scale.config.settings import Section, Settings
 from trp_scale.errors import RefusedError, nearest, quote
 
 ENTRY_POINTS = "trp_scale.components"
-"""Group of entry points whose modules register components when they are imported."""
+"""Entry-point group; importing its modules registers components."""
 
 ROOMS = (
     "engines.settings",
@@ -45,18 +45,18 @@ ROOMS = (
     "pretraining.modalities.settings",
     "pretraining.pos_bert.settings",
 )
-"""Modules whose import registers the package's own components. This is the one list of the rooms."""
+"""Modules whose import registers the package's own components."""
 
 MAIN = ("__main__", "__mp_main__")
-"""Names of the running script in its own process, and in those that multiprocessing starts."""
+"""Names of the running script in its own process and in processes that multiprocessing starts."""
 
 Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task", "engine"]
 
 RUNS = {"upstream": "upstream", "task": "downstream.kind"}
-"""Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
+"""Roles with settings of a whole run, and the recipe key that names the component."""
 
 LISTED = ("hook", "modality")
-"""Roles of which a run lists any number; each component has a section of its own name."""
+"""Roles of which a run lists any number; each component has a section of its name."""
 
 Class = TypeVar("Class", bound=type[Any])
 
@@ -66,9 +66,9 @@ class Component:
     """One registered component.
 
     Attributes:
-        name: `kind` in its section, or for a hook the section's name.
-        settings: its section; of an upstream or a task the settings of its runs, a `Config`.
-        module: that registered it.
+        name: `kind` in its section; for a hook or modality the section's name.
+        settings: class of its section; for an upstream or task the `Config` class of its runs.
+        module: the module that registered it.
         after, tasks, files, labels: as for `component`.
         implementation: "module:Class", or the class.
     """
@@ -91,7 +91,7 @@ class Component:
 
     @property
     def has_settings(self) -> bool:
-        """Whether its section has more than its name."""
+        """Whether its section has fields besides `kind`."""
         return len(fields(self.settings)) > 1
 
     @property
@@ -109,7 +109,7 @@ def import_name(location: str) -> Any:
 _components: dict[tuple[str, str], Component] = {}
 _loaded = False
 _always: frozenset[str] = frozenset()
-"""Modules whose components every process has: the package's own, and those of installed packages."""
+"""Modules with components in every process: the package's and those of installed packages."""
 
 
 def component(
@@ -122,20 +122,19 @@ def component(
     files: type[Section] | None = None,
     labels: type[Section] | None = None,
 ) -> Callable[[Class], Class]:
-    """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
-    class itself, whose inner dataclass `Settings` (none: it has no settings) is its section. The settings of an
-    upstream or a task derive from `PretrainConfig` or `FinetuneConfig`. The inner dataclasses `FileSettings` and
-    `LabelSettings` of a modality are its sections of shard-images and pseudo-label.
+    """Register the decorated class: a settings dataclass if `implementation` names the class as "module:Class";
+    otherwise the class itself, with its section in an inner dataclass `Settings` (absent: no settings). Settings of an
+    upstream or task derive from `PretrainConfig` or `FinetuneConfig`. A modality's inner dataclasses `FileSettings` and
+    `LabelSettings` are its sections of shard-images and pseudo-label.
 
     Args:
-        name: in recipes: letters, digits and underscores.
-        after: hooks: names of those that must come before it if both are on.
-        tasks: modalities: names of its prediction tasks; none: its own name.
+        name: name in recipes: letters, digits and underscores.
+        after: hooks: names of hooks that must precede this one.
+        tasks: modalities: names of the prediction tasks; default: the modality's name.
         files, labels: modalities: sections of shard-images and pseudo-label, if `implementation` names the class.
 
     Raises:
-        RefusedError: no such role, an invalid name or one of another module, or Settings that are no dataclass of
-            settings with defaults.
+        RefusedError: an unknown role, an invalid name, a name of another module, or invalid Settings.
     """
     if role not in get_args(Role):
         raise RefusedError(f"@component({role!r}, {name!r}): allowed roles: {', '.join(get_args(Role))}")
@@ -144,7 +143,7 @@ def component(
 
     def register(cls: Class) -> Class:
         if not cls.__module__.startswith("trp_scale."):
-            _load_all()  # a name of the package's is refused here, and not when the package is loaded
+            _load_all()  # so that a clash with the package is refused here, not when the package loads
         module = _module_name(cls)
         settings = cls if implementation else cls.__dict__.get("Settings", Settings if role in RUNS else _base(role))
         where = f"{cls.__module__}.{cls.__qualname__}"
@@ -162,7 +161,7 @@ def component(
             if shared and other.role == role and other.name != name:
                 raise RefusedError(
                     f"{module}: the {role} {name!r} has the task {', '.join(shared)}, which {other.name!r} of "
-                    f"{other.module} has already"
+                    f"{other.module} already has; rename the task"
                 )
         tagged = settings if role == "task" else _with_tag(role, settings, name, documented_by=cls)
         if not implementation:
@@ -184,8 +183,8 @@ def component(
 
 
 def _module_name(cls: type[Any]) -> str:
-    """Return the name by which another process finds the module of a class. The running script, `__main__` here, has
-    the name of its file; a notebook, which is no file, stays `__main__`."""
+    """Return the name under which other processes import the module of a class: for the running script (`__main__`) the
+    name of its file; for a notebook, which is not a file, `__main__`."""
     if cls.__module__ not in MAIN:
         return cls.__module__
     main = sys.modules[cls.__module__]
@@ -193,12 +192,12 @@ def _module_name(cls: type[Any]) -> str:
     if spec is None and file is None:
         return "__main__"
     name: str = spec.name if spec is not None else Path(str(file)).stem
-    sys.modules.setdefault(name, main)  # who imports it by this name must not run it again
+    sys.modules.setdefault(name, main)  # an import by this name must not run the script again
     return name
 
 
 def _check_section(section: object, base: type[Any], where: str) -> None:
-    """Refuse a class that is no dataclass of settings, or a setting without a default."""
+    """Refuse a class that is not a settings dataclass, or that has a setting without a default."""
     if not (isinstance(section, type) and issubclass(section, base) and "__dataclass_fields__" in section.__dict__):
         raise RefusedError(
             f"{where} is {section!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
@@ -217,7 +216,7 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
     section = next((field_.default_factory for field_ in fields(settings) if field_.name == "downstream"), MISSING)
     if role == "task" and section is not MISSING and (kind := section().kind) != name:
         raise RefusedError(
-            f"{where}: the kind of its section downstream is {kind!r}; allowed: the name that it is registered by, "
+            f"{where}: the kind of its section downstream is {kind!r}; allowed: its registered name, "
             f"`kind: Literal[{name!r}] = {name!r}`"
         )
 
@@ -225,19 +224,19 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
 def _base(role: Role) -> type[Any]:
     """Return the base class of a role's settings."""
     if role == "engine":
-        from trp_scale.config.checks import EngineRules  # it looks components up itself
+        from trp_scale.config.checks import EngineRules  # circular import
 
         return EngineRules
     if role not in RUNS:
         return Settings
-    from trp_scale.config import PretrainConfig  # it has sections of components itself
+    from trp_scale.config import PretrainConfig  # circular import
     from trp_scale.config.finetuning import FinetuneConfig
 
     return PretrainConfig if role == "upstream" else FinetuneConfig
 
 
 def _with_tag(role: Role, settings: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
-    """Return the section with `kind` fixed to this name, or the run with `upstream` fixed to it."""
+    """Return the section with `kind`, or the run with `upstream`, fixed to this name."""
     tag = RUNS.get(role, "kind")
     described = next(field_ for field_ in fields(settings) if field_.name == tag).metadata
     tagged = make_dataclass(
@@ -249,13 +248,13 @@ def _with_tag(role: Role, settings: type[Any], name: str, documented_by: type[An
     tagged.__module__, tagged.__qualname__ = settings.__module__, settings.__qualname__
     unsaid = settings is _base(role) or (settings.__doc__ or "").startswith(
         f"{settings.__name__}("
-    )  # dataclass writes its call
+    )  # the docstring that dataclass generates
     tagged.__doc__ = documented_by.__doc__ if unsaid else settings.__doc__
     return tagged
 
 
 def _load_all() -> None:
-    """Import the package's own components, and those of installed packages, once."""
+    """Import the components of the package and of installed packages, once."""
     global _loaded
     if _loaded:
         return
@@ -278,7 +277,7 @@ def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
         package = entry.dist.name if entry.dist else "an installed package"
         raise RefusedError(
             f"{package}: its entry point {entry.name!r} of {ENTRY_POINTS} ({entry.value}) fails with "
-            f"{type(error).__name__}: {error}; mend or uninstall it"
+            f"{type(error).__name__}: {error}; fix or uninstall it"
         ) from error
 
 
@@ -286,10 +285,10 @@ def find(role: str, name: str, source: str = "") -> Component:
     """Return a component by its name.
 
     Args:
-        source: the flag or key that names it, for the message.
+        source: flag or key that names it, for messages.
 
     Raises:
-        RefusedError: there is none; names the nearest and all known ones.
+        RefusedError: no such component; names the nearest and all known ones.
     """
     _load_all()
     if (role, name) in _components:
@@ -307,7 +306,7 @@ def unknown_component(role: str, name: str) -> str:
 
 
 def names(role: str) -> list[str]:
-    """Return the names of all components of a role, in the order of registration."""
+    """Return the names of all components of a role, in order of registration."""
     _load_all()
     return [name for component_role, name in _components if component_role == role]
 
@@ -318,20 +317,20 @@ def listed_roles(section: str) -> list[str]:
 
 
 def own_modules() -> list[str]:
-    """Return the modules that registered components here but not in every process; another imports them by name."""
+    """Return the modules that registered components only in this process; other processes import them by name."""
     _load_all()
     return list(dict.fromkeys(item.module for item in _components.values() if item.module not in _always))
 
 
 def registered_components() -> list[tuple[str, str, type[Settings]]]:
-    """Return (role, name, settings) of all components that are a section of a run."""
+    """Return (role, name, settings) of all components that are sections of a run."""
     _load_all()
     others = (*RUNS, "engine")
     return [(item.role, item.name, item.settings) for item in _components.values() if item.role not in others]
 
 
 def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Section]]:
-    """Return the section of each modality that has one for its files, or for its labels, by name."""
+    """Return the section for files or labels of each modality that has one, by name."""
     sections = {name: getattr(find("modality", name), part) for name in names("modality")}
     return {name: section for name, section in sections.items() if section is not None}
 
@@ -343,40 +342,37 @@ def runs() -> list[tuple[str, str, type[Any]]]:
 
 
 def find_registration(thing: Settings | type[Any]) -> Component:
-    """Return the component of a section or of a class; refuse others."""
+    """Return the component of a settings object or class; refuse others."""
     _load_all()
     location = f"{thing.__module__}:{thing.__qualname__}" if isinstance(thing, type) else ""
     for item in _components.values():
         if item.settings is type(thing) or item.implementation in (thing, location):
             return item
-    raise RefusedError(f"{thing!r} is no component; @trp_scale.component(ROLE, NAME) above a class registers it")
+    raise RefusedError(f"{thing!r} is not a component; @trp_scale.component(ROLE, NAME) above a class registers it")
 
 
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
-    """Return the names that the `kind` of a section may have; empty if it has no kind."""
+    """Return the allowed values of a section's `kind`; empty if it has no kind."""
     of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
     role = next(of_runs, next((role for role, _, kind in registered_components() if kind is settings), None))
     return [] if role in (None, *LISTED) else names(role)
 
 
 def make_settings(role: str, kind: str, **values: Any) -> Any:
-    """Return the section of a component with these values."""
+    """Return a component's section with these values."""
     return find(role, kind).settings(**values)
 
 
 def default_settings(role: str, name: str) -> Callable[[], Settings]:
-    """Return a function that returns the default section of a component."""
+    """Return a function that returns a component's default section."""
     return lambda: find(role, name).settings()
 
 
 def load_module(name_or_path: str) -> str:
-    """Import a user's module by the path of its file or its dotted name; it registers components.
-
-    Returns:
-        its dotted name.
+    """Import a user's module, by file path or dotted name; it registers components. Return its dotted name.
 
     Raises:
-        RefusedError: no such file or module, or it fails; names the error.
+        RefusedError: no such file or module, or its import fails.
     """
     _load_all()
     path, name = Path(name_or_path), name_or_path
@@ -384,13 +380,13 @@ def load_module(name_or_path: str) -> str:
     if file is not None:
         if not file.is_file():
             raise RefusedError(f"--module {name_or_path}: there is no such file")
-        # By its name and from its folder: loader workers, which start afresh, must find it too.
+        # Import by name from its folder, so that loader workers, which are new processes, find it too.
         name = path.stem
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
         main = sys.modules["__main__"]
         if Path(getattr(main, "__file__", None) or "").resolve() == file:
-            sys.modules.setdefault(name, main)  # the script that runs names itself
+            sys.modules.setdefault(name, main)  # --module names the running script
     try:
         module = importlib.import_module(name)
     except RefusedError:
@@ -399,20 +395,20 @@ def load_module(name_or_path: str) -> str:
         raise RefusedError(f"--module {name_or_path}: {type(error).__name__}: {error}") from error
     loaded = getattr(module, "__file__", None)
     if file is not None and loaded and Path(loaded).resolve() != file:
-        raise RefusedError(f"--module {name_or_path}: a module {name} from {loaded} is in its place; rename the file")
+        raise RefusedError(f"--module {name_or_path}: a module {name} from {loaded} exists already; rename the file")
     return name
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricPlot:
-    """One plot of a hook's metrics.
+    """Plot of a hook's metrics.
 
     Attributes:
-        names: metrics of the hook, a line each; of a metric that is an object, a line for each of its fields.
-        unit: share: shown in per cent; otherwise the label of the axis, empty for a number without a unit.
-        log: a logarithmic axis.
-        edge: a value that is marked by a line, with its label.
-        note: description of the figures, in a sentence.
+        names: metrics of the hook, a line each; for a metric that is an object, a line per field.
+        unit: "share" is shown in per cent; otherwise the axis label, empty for a number without unit.
+        log: use a logarithmic axis.
+        edge: (value, label) of a horizontal marker line.
+        note: sentence that describes the figures.
     """
 
     title: str
@@ -428,9 +424,9 @@ class MetricsDescription:
     """Description of a hook's metrics.
 
     Attributes:
-        look_for: advice for the reader, in a sentence or two.
-        plots: in the order of the page; other metrics follow below them.
-        module: that described it.
+        look_for: advice for the reader, one or two sentences.
+        plots: in page order; other metrics follow.
+        module: the module that described it.
     """
 
     title: str
@@ -443,7 +439,7 @@ _described: dict[str, MetricsDescription] = {}
 
 
 def describe_metrics(hook: str, *, title: str, look_for: str, plots: Sequence[MetricPlot] = ()) -> None:
-    """Describe the metrics of a hook, beside its settings, for the page of a run (`trp-scale report`):
+    """Describe the metrics of a hook, next to its settings, for the page of a run (`trp-scale report`):
 
         describe_metrics(
             "adversary",
@@ -452,11 +448,11 @@ def describe_metrics(hook: str, *, title: str, look_for: str, plots: Sequence[Me
             plots=[MetricPlot(title="Share of its ball", names=("share_of_eps",), unit="share")],
         )
 
-    The metrics of other hooks are drawn too, under their names.
+    Metrics of hooks without a description are plotted under their names.
 
     Args:
         hook: its name in metrics.jsonl: `Hook.name`, or `balancer`.
-        title, look_for, plots: as of MetricsDescription.
+        title, look_for, plots: as in MetricsDescription.
 
     Raises:
         RefusedError: another module describes this hook.
@@ -470,5 +466,5 @@ def describe_metrics(hook: str, *, title: str, look_for: str, plots: Sequence[Me
 
 def metrics_description(hook: str) -> MetricsDescription | None:
     """Return the description of a hook's metrics, or `None`."""
-    names("hook")  # imports the rooms, which describe theirs
+    names("hook")  # imports the rooms, which describe their metrics
     return _described.get(hook)

@@ -1,4 +1,4 @@
-"""The command line of a training run: a recipe, the fixed flags, and every setting as `--section.field value`."""
+"""Command line of a training run: a recipe, fixed flags, and every setting as `--section.field value`."""
 
 from __future__ import annotations
 
@@ -32,40 +32,38 @@ from trp_scale.config.registry import find, load_module, own_modules
 from trp_scale.config.schema import Fields, setting_name, setting_names
 
 WHOLE = 1_000_000_000
-"""Parameters of the encoder's blocks that a rank holds whole unless told otherwise: weights, gradients and two moments
-are 16 bytes each. Larger ones are sharded."""
+"""Maximum number of block parameters that each rank stores unsharded by default: weights, gradients and two moments
+take 16 bytes each. Larger models are sharded."""
 
 
 @dataclass(kw_only=True)
 class Arguments:
-    """Pre-train an encoder: a recipe, and flags that change its settings. Under torchrun, deepspeed and srun each rank
-    runs the same command line."""
+    """Pre-train an encoder from a recipe; flags change its settings. Under torchrun, deepspeed and srun each rank runs
+    the same command line."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-    """The settings: the recipe's, changed by the flags."""
+    """Settings of the recipe, changed by flags."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
-    """Name of a recipe of the package, or the path of a .yaml file."""
+    """Name of a recipe, or path of a .yaml file."""
     module: Modules = field(default_factory=list)
-    """A module of your own, by its file or its dotted name, that registers balancers, hooks, modalities, upstreams or
-    tasks; may be given several times."""
+    """File or dotted name of a module of yours that registers balancers, hooks, modalities, upstreams or tasks; may be
+    given several times."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
+    """Directory of all files of the run; default runs/<recipe>-<date>-<time>."""
     engine: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """plain, ddp, fsdp, megatron (tensor parallel), deepspeed, or one of your own. Not given: deepspeed with
-    --ds_config; plain in one process; else ddp, where each rank holds all, or fsdp, which shards, for encoders of more
-    than 10^9 parameters."""
+    """plain, ddp, fsdp, megatron (tensor parallel), deepspeed, or one of your own. Default: deepspeed with --ds_config;
+    plain in one process; otherwise ddp, or fsdp for encoders of more than 10^9 parameters."""
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
+    """DeepSpeed's JSON file; values that the recipe sets are "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
-    """auto: go on from the newest whole checkpoint of the run directory, if there is one. never: start anew, in an
-    empty directory. PATH: start from this checkpoint or run directory."""
+    """auto: resume from the newest complete checkpoint of the run directory, or start at step 0 if there is none.
+    never: start at step 0 in an empty directory. PATH: resume from this checkpoint or run directory."""
     dry_run: bool = False
-    """Print how the run would lie on its ranks and how long it would take, by the planner, and end: nothing is
-    allocated or written."""
+    """Print the planned layout on the ranks and the predicted duration, and exit; nothing is allocated or written."""
     print_config: bool = False
-    """Print every setting as the run would have it, as a recipe, and end."""
+    """Print all settings of the run as a recipe, and exit."""
     local_rank: int = -1
-    """Passed by the deepspeed launcher; ranks are read from the environment."""
+    """Set by the deepspeed launcher and ignored; ranks are read from the environment."""
 
     def choose_engine(self, world: int) -> str:
         """Return the engine of this run on `world` ranks.
@@ -95,15 +93,15 @@ AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 
 
 def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments:
-    """Read the command line of a pre-training run: the recipe first, then the flags with its values as defaults.
+    """Read the command line of a pre-training run; the recipe's values are the defaults of the flags.
 
     Args:
         argv: arguments without the program's name.
         prog: program name in `--help`.
 
     Raises:
-        RefusedError: no or an unknown recipe, settings that cannot be, flags that contradict each other.
-        SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after `--help`.
+        RefusedError: a missing or unknown recipe, invalid settings, or contradictory flags.
+        SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after `--help`.
     """
     arguments = parse_run(argv, Arguments, PretrainConfig, prog=prog)
     check(arguments.config)
@@ -111,13 +109,13 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments
 
 
 def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str) -> AnyArguments:
-    """Read the command line of a run, without a check of its settings.
+    """Read the command line of a run without checking its settings.
 
     Args:
-        kind: the command's flags.
-        settings: what its recipes describe.
+        kind: flags of the command.
+        settings: settings class of its recipes.
 
-    Raises: as `parse`.
+    Raises as `parse`.
     """
     flags = flag_words(argv)
     modules = list(dict.fromkeys(map(load_module, first_words(argv, "module"))))
@@ -147,11 +145,11 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
 
     Args:
         arguments: the command's own flags.
-        hooks: as --hooks; None = those of the recipe.
-        settings: {section: {field: value}} that differ from the recipe's.
+        hooks: as --hooks; `None` = those of the recipe.
+        settings: {section: {field: value}} that differ from the recipe.
 
     Raises:
-        RefusedError: as `parse`; also for unknown settings and values of a wrong type, all in one message.
+        RefusedError: as `parse`; also for unknown settings and wrong types, all in one message.
     """
     arguments.module = list(dict.fromkeys([*map(load_module, arguments.module), *own_modules()]))
     chosen = flat(settings) | {"recipe": arguments.recipe, "run_dir": str(arguments.run_dir or "")}
@@ -169,16 +167,16 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
 def starting_settings(
     chosen: Mapping[str, list[str]], modules: list[str], settings: type[Config], *, prog: str
 ) -> Config:
-    """Return the settings of the recipe, with the upstream or task, the components, and the lists of components that
-    flags name, before the other flags change them.
+    """Return the recipe's settings with the upstream or task, the components and the lists of components from the
+    flags, before the other flags apply.
 
     Args:
         chosen: words of each flag.
-        modules: those of --module, imported.
-        settings: what the command's recipes describe.
+        modules: imported modules of --module.
+        settings: settings class of the command's recipes.
 
     Raises:
-        RefusedError: no such recipe or component, or a run directory of other modules.
+        RefusedError: no such recipe or component, or a run directory with other modules.
     """
     recipe = _word(chosen, "recipe")
     empty: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
@@ -186,7 +184,7 @@ def starting_settings(
     if not isinstance(config, settings):
         other = TRAINING["task" if isinstance(config, FinetuneConfig) else "upstream"]
         raise RefusedError(
-            f"--recipe {recipe} is not one of {prog}'s, it is for {other}; allowed here: "
+            f"--recipe {recipe} is not for {prog} but for {other}; allowed here: "
             f"{', '.join(known_recipes(settings))}, or a path to a .yaml file of that kind"
         )
     config.modules = modules
@@ -199,8 +197,8 @@ def _word(chosen: Mapping[str, list[str]], flag: str) -> str:
 
 
 def _change_run(config: Config, chosen: Mapping[str, list[str]]) -> Config:
-    """Return the settings of another upstream's or task's run: its own defaults, except for the settings that both have
-    from one class."""
+    """Switch to the upstream or task of the flags: start from its defaults, and keep the settings that both runs
+    inherit from one class."""
     upstream, task = _word(chosen, "upstream"), _word(chosen, "downstream.kind")
     if upstream and isinstance(config, PretrainConfig):
         new: type[Config] = upstream_settings(upstream, "--upstream")
@@ -223,8 +221,8 @@ def _change_run(config: Config, chosen: Mapping[str, list[str]]) -> Config:
 
 
 def _change_components(config: Config, chosen: Mapping[str, list[str]]) -> Config:
-    """Return the settings with the named components. Another kind starts from its own defaults, except for the settings
-    that both kinds have from one class; another list of hooks or modalities keeps the sections of those that stay."""
+    """Switch to the components of the flags. A new kind starts from its defaults and keeps the settings that both kinds
+    inherit from one class; a new list of hooks or modalities keeps the sections of the remaining ones."""
     run = type(config)
     roles = {field.name: field.metadata["role"] for field in dataclasses.fields(run) if "role" in field.metadata}
     kinds = {section: kind for section in roles if (kind := _word(chosen, f"{section}.kind"))}
@@ -248,7 +246,7 @@ def _change_components(config: Config, chosen: Mapping[str, list[str]]) -> Confi
 
 
 def _shared_values(old: type[Any], new: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the settings that two sections have from one class; `kind` is none of them."""
+    """Return the values of the settings, except `kind`, that two sections inherit from one class."""
     owners, others = _owners(old), _owners(new)
     return {name: value for name, value in values.items() if name != "kind" and owners[name] is others.get(name)}
 
@@ -259,7 +257,7 @@ def _owners(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def require_modules(run_dir: str, modules: Sequence[str]) -> None:
-    """Refuse to go on in a run directory without the modules that its run was made with."""
+    """Refuse to resume in a run directory without the modules of its run."""
     path = Path(run_dir) / "config.yaml"
     if not run_dir or not path.is_file():
         return
@@ -272,7 +270,7 @@ def require_modules(run_dir: str, modules: Sequence[str]) -> None:
 
 
 def refuse_settings_of_others(flags: Iterable[str], config: Config) -> None:
-    """Refuse a flag of another kind's setting, and name the kind."""
+    """Refuse flags that set fields of another kind, and name the kind."""
     for flag in flags:
         section, _, name = flag.partition(".")
         current = getattr(config, section, None)
@@ -293,15 +291,15 @@ def _check_flags(arguments: Arguments) -> None:
     if reads_file and arguments.ds_config is None:
         raise RefusedError(f"--engine {arguments.engine} needs --ds_config FILE, for example ds_configs/zero2.json")
     if arguments.ds_config is not None and not arguments.ds_config.is_file():
-        raise RefusedError(f"--ds_config {arguments.ds_config}: there is no such file")
+        raise RefusedError(f"--ds_config {arguments.ds_config}: no such file")
     if arguments.resume not in ("auto", "never") and not Path(arguments.resume).is_dir():
         raise RefusedError(
-            f"--resume {arguments.resume}: there is no such directory; allowed: auto, never, or a path to a checkpoint"
+            f"--resume {arguments.resume}: no such directory; allowed: auto, never, or the path of a checkpoint"
         )
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
-    """Switches are given as `--logging.wandb` or with a value, `--logging.wandb false`, like every other field."""
+    """Return a registry in which switches are given as `--logging.wandb` or with a value, `--logging.wandb false`."""
     words = {"true": True, "false": False}
     registry = tyro.constructors.ConstructorRegistry()
 

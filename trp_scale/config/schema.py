@@ -1,12 +1,12 @@
-"""The one reader of typed values: JSON documents become dataclasses, recipes become settings.
+"""Reader of typed values: JSON documents become dataclasses, recipes become settings.
 
     fields = Fields(read_object(path, DataError), str(path), DataError, "shard the data again")
     rows = fields.whole("rows", least=1)
     place = record(Place, value, "places.json: tars.a.tar", DataError)
 
-A value that its type does not allow is refused with its path, and all of them at once. Hand-written, not pydantic: an
-import of its TypeAdapter takes 0.08 s of the 0.17 s of `--help`, it knows neither sections of which `kind` chooses the
-type nor the setting of another kind that a key may be, and its errors would be translated by as many lines.
+Each value of a wrong type is refused with its path; one message lists all. pydantic is not used: importing its
+TypeAdapter takes 0.08 s of the 0.17 s of `--help`, it does not support sections whose `kind` selects the type or
+unknown keys that belong to another kind, and translating its errors would need as many lines.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trp_scale.config.json_files import can_be_written
 from trp_scale.errors import MOST_PROBLEMS, RefusedError, escape_name, nearest, quote, shorten
 
 LARGEST = (1 << 63) - 1
-"""Of a whole number: arrays and files hold 64 bits with a sign."""
+"""Maximum integer: arrays and files store signed 64 bits."""
 
 CREDENTIALS = "TRP_SCALE_URL_CREDENTIALS"
-"""Environment variable with NAME:PASSWORD by SCHEME://HOST, of URLs that this process or its parent was given."""
+"""Environment variable with {SCHEME://HOST: NAME:PASSWORD} of the URLs passed to this process or its parent."""
 
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a setting may have; infinity is none of them.
+    """Allowed numbers of a setting; infinity is not allowed.
 
-    Attributes: at_least, above, at_most, below: bounds, None where there is none.
+    Attributes: at_least, above, at_most, below: bounds; `None` = no bound.
     """
 
     at_least: float | None = None
@@ -66,7 +66,7 @@ class Range:
 
 
 class PlainName:
-    """Texts that name a file or folder without a path."""
+    """Names of files or folders without a path."""
 
     def __contains__(self, value: object) -> bool:
         return is_plain_name(value)
@@ -85,13 +85,13 @@ _NEEDED: Any = object()
 
 
 class Problem(NamedTuple):
-    """A value that its type does not allow, or an unknown key.
+    """Value of a wrong type, or an unknown key.
 
     Attributes:
         value: the value, or the key.
-        allowed: what is allowed, in words.
+        allowed: description of the allowed values.
         path: keys and positions that lead to the value, or to the section with the key.
-        owner: the dataclass that has no such key.
+        owner: for an unknown key, the dataclass without such a field.
     """
 
     value: object
@@ -101,7 +101,7 @@ class Problem(NamedTuple):
 
     @property
     def location(self) -> str:
-        """The path as text, such as `parts.p[3]`."""
+        """Path as text, such as `parts.p[3]`."""
         steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
         return shorten(steps.removeprefix("."))
 
@@ -111,24 +111,24 @@ class Problem(NamedTuple):
 
 
 class WrongValueError(Exception):
-    """Values that their types do not allow."""
+    """Values of wrong types."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
         self.problems = problems
 
     def below(self, step: object) -> list[Problem]:
-        """Return the problems with a path that is one level deeper."""
+        """Return the problems with `step` in front of their paths."""
         return [problem._replace(path=(step, *problem.path)) for problem in self.problems]
 
 
 class Fields:
-    """The fields of one JSON object.
+    """Fields of one JSON object.
 
     Args:
-        document: the object; another value is refused.
-        where: its file, and its place in it, for messages.
-        raised: the error of what is refused.
+        document: the object; other values are refused.
+        where: its file and position, for messages.
+        raised: type of the errors.
         advice: what to do next, for messages.
     """
 
@@ -144,15 +144,15 @@ class Fields:
         return name in self.document
 
     def take(self, name: str, kind: Any, default: Any = _NEEDED) -> Any:
-        """The field of a name.
+        """Return the field `name`.
 
         Args:
-            kind: its type, as an annotation says it: int, Whole, str, FileName, list[str], dict[str, float],
-                str | None, a dataclass ...
-            default: of a field that is not there; otherwise it must be.
+            kind: its type as an annotation: int, Whole, str, FileName, list[str], dict[str, float], str | None, a
+                dataclass ...
+            default: value if the field is absent; without it the field is required.
 
         Raises:
-            raised: there is none, or it is of another type.
+            raised: the field is absent, or of another type.
         """
         if name not in self.document:
             if default is _NEEDED:
@@ -164,46 +164,39 @@ class Fields:
             raise self.refusal("; ".join(map(str, error.below(name)))) from None
 
     def whole(self, name: str, *, least: int = 0, default: int = _NEEDED) -> int:
-        """A whole number from `least` on."""
+        """Return an integer of at least `least`."""
         value: int = self.take(name, Annotated[int, Range(at_least=least)], default)
         return value
 
     def text(self, name: str, default: str = _NEEDED) -> str:
-        """A text."""
         value: str = self.take(name, str, default)
         return value
 
     def texts(self, name: str, default: list[str] = _NEEDED) -> list[str]:
-        """A list of texts."""
         value: list[str] = self.take(name, list[str], default)
         return value
 
     def file_names(self, name: str) -> list[str]:
-        """A list of names of files, none of which leads to another folder."""
+        """Return a list of file names without paths."""
         value: list[str] = self.take(name, list[FileName])
         return value
 
     def section(self, name: str) -> Fields:
-        """The fields of an object within; of one that is not there or null: none."""
+        """Return the fields of an object in this one; no fields if it is absent or null."""
         value = self.document.get(name)
         return Fields({} if value is None else value, f"{self._where}: {name}", self._raised, self._advice)
 
     def objects(self, name: str) -> list[dict[str, Any]]:
-        """A list of objects."""
         value: list[dict[str, Any]] = self.take(name, list[dict[str, Any]])
         return value
 
     def refusal(self, words: str) -> RefusedError:
-        """The error that says `words` of the object."""
+        """Return the error with the position of the object and `words`."""
         return self._raised(f"{self._where}: {words}{f'; {self._advice}' * bool(self._advice)}")
 
 
 def record(kind: type[Kind], document: object, where: str, raised: type[RefusedError], advice: str = "") -> Kind:
-    """A dataclass from a JSON object that has its fields, and no others, each of its own type.
-
-    Raises:
-        raised: it has not.
-    """
+    """Return a dataclass from a JSON object with exactly its fields, each of its type; raise `raised` otherwise."""
     try:
         result: Kind = typed_reader(kind)(document)  # type: ignore[arg-type]  # a class can be hashed
     except WrongValueError as error:
@@ -213,11 +206,11 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
 
 
 def clean_text(text: str) -> str:
-    """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
-    URLs. `find_credentials` returns them for requests, also in processes that this one starts.
+    """Return a flag or setting in the form to store: `~` is expanded, and name and password are removed from URLs.
+    `find_credentials` returns them for requests, also in child processes.
 
     Raises:
-        RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
+        RefusedError: a name that is not UTF-8, which documents, tables and checkpoints cannot store.
     """
     if not text.isascii() and escape_name(text) != text:
         raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
@@ -235,17 +228,17 @@ def find_credentials(url: str) -> str:
 
 
 Read = Callable[[Any], Any]
-"""Returns a value as its type, or raises WrongValueError."""
+"""Converts a value to its type, or raises WrongValueError."""
 
 
 @cache
 def typed_reader(kind: Any, as_setting: bool = False) -> Read:
-    """Return the reader of a type, built once: an index has a million values.
+    """Return the reader of a type. It is built once: an index has a million values.
 
     Args:
         kind: an annotation.
-        as_setting: read what a person writes in a recipe: `1e3` is a whole number, `1` a choice "1", text is cleaned
-            (`clean_text`), fields have the names that users write, and `kind` chooses the type of a component.
+        as_setting: read recipe values: `1e3` is an integer, `1` selects the choice "1", text is cleaned (`clean_text`),
+            fields have the names that users write, and `kind` selects the type of a component.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -308,7 +301,7 @@ _SETTING_READERS: dict[Any, Read] = {
 
 def _choice(allowed: tuple[Any, ...], as_setting: bool = False) -> Read:
     def read(value: Any) -> Any:
-        if as_setting and type(value) in (int, float):  # `total: 1` in YAML is meant as the choice "1"
+        if as_setting and type(value) in (int, float):  # `total: 1` in YAML means the choice "1"
             value = str(value)
         if not any(type(value) is type(option) and value == option for option in allowed):
             close = nearest(value, allowed) if as_setting and isinstance(value, str) else ""
@@ -348,11 +341,8 @@ def _reader_of_any(kinds: tuple[Any, ...], as_setting: bool) -> Read:
 
 
 def _read_parts(parts: Iterable[tuple[Any, Read, Any]]) -> list[Any]:
-    """Read (key or position, reader, value) of each part of a value.
-
-    Raises:
-        WrongValueError: of all parts, up to MOST_PROBLEMS.
-    """
+    """Read (key or position, reader, value) of each part of a value; raise the WrongValueErrors of all parts, up to
+    MOST_PROBLEMS."""
     results: list[Any] = []
     problems: list[Problem] = []
     for step, read, value in parts:
@@ -395,7 +385,7 @@ def _mapping_reader(arguments: tuple[Any, ...], as_setting: bool) -> Read:
 
 
 class PartOf:
-    """A dataclass that takes some fields of an object and passes over others."""
+    """Base of dataclasses that read some fields of an object and ignore others."""
 
 
 def _record_reader(kind: Any, as_setting: bool) -> Read:
@@ -434,15 +424,15 @@ def _record_reader(kind: Any, as_setting: bool) -> Read:
 
 
 def _component_reader(field: dataclasses.Field[Any]) -> Read:
-    """Return the reader of a component's section, of which `kind` chooses the type."""
-    from trp_scale.config.registry import find, names  # its settings have types of this file
+    """Return the reader of a component's section, whose `kind` selects the type."""
+    from trp_scale.config.registry import find, names  # circular import
 
     role, default = field.metadata["role"], field.default_factory
 
     def read(value: Any) -> Any:
         kind = value.get("kind") if isinstance(value, Mapping) else None
         if kind is None:
-            kind = default().kind  # type: ignore[operator,misc]  # these fields have one
+            kind = default().kind  # type: ignore[operator,misc]  # component fields have a default
         if kind not in (known := names(role)):
             allowed = f"one of {', '.join(known)}, or one that --module registers{nearest(str(kind), known)}"
             raise WrongValueError(Problem(kind, allowed, ("kind",)))
@@ -456,7 +446,7 @@ def range_problems(section: Any, prefix: str) -> Iterator[str]:
     """Yield the numbers of a dataclass outside their ranges; `prefix` of the flags, such as "--optimizer."."""
     for field in dataclasses.fields(section):
         allowed, value = field.metadata.get("range"), getattr(section, field.name)
-        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # a word such as auto
+        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # str: such as auto
             continue
         kinds = get_args(get_type_hints(type(section))[field.name])
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
@@ -465,7 +455,7 @@ def range_problems(section: Any, prefix: str) -> Iterator[str]:
 
 
 def setting_name(field: str) -> str:
-    """Return the name that users write for a field: a Python keyword such as `from` has an underscore in the class."""
+    """Return the name of a field for users, without the underscore after a Python keyword (`from_`)."""
     return field.rstrip("_")
 
 
@@ -475,7 +465,7 @@ def setting_names(kind: Any) -> list[str]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it names a file or a folder and leads nowhere else."""
+    """Return whether this is the name of a file or folder, without a path."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -487,12 +477,12 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_within(path: object) -> bool:
-    """Whether it is a relative path that stays within its folder."""
+    """Return whether this is a relative path that stays inside its folder."""
     if not isinstance(path, str) or not path or path.startswith("/") or len(path) > 4096:
         return False
     return all(is_plain_name(part) for part in PurePosixPath(path).parts)
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number, neither infinite nor none."""
+    """Return whether this is a finite number."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

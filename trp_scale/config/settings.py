@@ -1,4 +1,4 @@
-"""A setting with its range, and what all sections have in common. Nothing here imports torch: `--help` reads it."""
+"""Declaration of settings with ranges, and the base classes of sections. `--help` imports this module: no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trp_scale.errors import RefusedError
 
 
 def setting(default: Any, **bounds: float) -> Any:
-    """A field of a settings dataclass.
+    """Declare a field of a settings dataclass.
 
     Args:
         default: a value, or a function without arguments for a list or dict.
@@ -26,11 +26,10 @@ def setting(default: Any, **bounds: float) -> Any:
 
 @dataclass(kw_only=True)
 class Section:
-    """A section of a recipe. The string under a field is its help; `setting` gives its range."""
+    """Section of a recipe. The string under a field is its help; `setting` declares its range."""
 
     def problems(self, config: Any) -> Iterator[str]:
-        """Yield combinations that no run can have, beside ranges: each line names the flag, the value and the allowed
-        values."""
+        """Yield invalid combinations of settings: each line names the flag, its value and the allowed values."""
         return iter(())
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
@@ -38,26 +37,25 @@ class Section:
 
         Args:
             config: all settings.
-            steps_per_epoch: global batches that the training rows make; 0 = not known yet.
+            steps_per_epoch: number of global batches in the training rows; 0 = not known yet.
         """
         return iter(())
 
     def against_compiling(self, config: Any) -> Iterator[str]:
-        """Yield reasons not to compile with `training.compile auto`, such as shapes that change between steps, in a few
-        words."""
+        """Yield reasons not to compile with `training.compile auto`, such as shapes that change between steps."""
         return iter(())
 
 
 @dataclass(kw_only=True)
 class Settings(Section):
-    """A section that one component owns."""
+    """Section of one component."""
 
     kind: str = ""
-    """Name of the component; given by the registry."""
+    """Name of the component; set by the registry."""
 
 
 def near_divisors(whole: int, wanted: int) -> str:
-    """Divisors of a number, at most four, those nearest to one that is wanted; for messages."""
+    """Return the four divisors of a number that are nearest to `wanted`, for messages."""
     allowed = [part for part in range(1, whole + 1) if whole % part == 0]
     return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
 
@@ -70,7 +68,7 @@ def non_default_values(section: Section) -> dict[str, Any]:
 
 
 def sections(config: Any) -> Mapping[str, Any]:
-    """Return the sections of a run, or of a command, by name."""
+    """Return the sections of a run or command, by name."""
     return {
         field_.name: value
         for field_ in dataclasses.fields(config)
@@ -79,7 +77,7 @@ def sections(config: Any) -> Mapping[str, Any]:
 
 
 def find_problems(settings: Any) -> Iterator[str]:
-    """Yield the numbers outside their ranges, and the problems of each section, of a run or a command."""
+    """Yield the numbers outside their ranges and the problems of each section of a run or command."""
     yield from range_problems(settings, "--")
     for name, section in sections(settings).items():
         yield from range_problems(section, f"--{name}.")
@@ -89,6 +87,6 @@ def find_problems(settings: Any) -> Iterator[str]:
 
 
 def check_settings(settings: Any, error: type[RefusedError] = RefusedError) -> None:
-    """Refuse the problems of a command's settings, all of them in one message."""
+    """Refuse a command's settings; the message lists all problems."""
     if problems := list(find_problems(settings)):
         raise error("\n".join(problems))

@@ -1,8 +1,8 @@
-"""YAML in files, read by the rules of version 1.2 and under limits, and written so that either version reads it.
+"""Read YAML files by the rules of version 1.2 and under limits; write YAML that both versions read.
 
-PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and of two equal keys the last would win. A few lines
-of aliases stand for a value of any size, and a tag for any object: aliases count as what they stand for, tags are
-refused.
+PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and the last of two equal keys would win. A few lines
+of aliases can expand to a value of any size, and a tag can create any object. Aliases therefore count with their
+expanded size, and tags are refused.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from trp_scale.config.json_files import DEEPEST, check_document, read_content
 from trp_scale.errors import RefusedError, error_text, quote
 
 LARGEST = 256 << 10
-"""Bytes of a file: the longest settings have some 10,000."""
+"""Maximum bytes of a file; the longest settings have about 10,000."""
 
 MOST_VALUES = 10_000
-"""Values in a file, those that aliases repeat included."""
+"""Maximum number of values in a file, with expanded aliases."""
 
 
 class _LimitError(yaml.YAMLError):
-    """A file that goes beyond a limit."""
+    """A file exceeds a limit."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's values; keys once; no tags; limits of depth and number."""
+    """Loader of YAML 1.2 values: unique keys, no tags, limited depth and number of values."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's own table
 
@@ -51,13 +51,13 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise _LimitError(f"line {line}: the alias {quote(event.anchor)} stands within what it stands for")
+                raise _LimitError(f"line {line}: the alias {quote(event.anchor)} refers to itself")
             self._values += self._sizes[id(node)]
         else:
             self._values += 1
             self._sizes[id(node)] = self._values - before
         if self._values > MOST_VALUES:
-            raise _LimitError(f"line {line}: more than {MOST_VALUES} values, with those that aliases repeat")
+            raise _LimitError(f"line {line}: more than {MOST_VALUES} values with expanded aliases")
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that either version would read as something else, such as `1e-3` and `off`."""
+    """Dumper that quotes text which one of the versions would read as another type, such as `1e-3` and `off`."""
 
 
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
@@ -94,15 +94,15 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
-    """The value in a YAML file; None of an empty one.
+    """Return the value in a YAML file, `None` for an empty file.
 
     Raises:
-        raised: it cannot be read, is too large, is no YAML, has a tag, or goes beyond a limit.
+        raised: the file cannot be read, is too large, is not YAML, has a tag, or exceeds a limit.
     """
     content = read_content(path, raised, largest=LARGEST)
     try:
         loader = _Loader(content.decode("utf-8"))
-        loader.name = str(path)  # what PyYAML calls the place of an error
+        loader.name = str(path)  # PyYAML's errors name it
         try:
             document = loader.get_single_data()
         finally:
@@ -114,7 +114,7 @@ def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
 
 
 def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:
-    """`document` as YAML of either version; on one line without its end if asked."""
+    """Return `document` as YAML of either version; with `on_one_line` without a line end."""
     # Not allow_unicode: PyYAML would write some characters, such as U+0085, in a way that it reads as white space.
     if on_one_line:
         flow = yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))

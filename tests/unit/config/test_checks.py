@@ -40,7 +40,7 @@ def test_the_defaults_pass_and_give_no_caution() -> None:
         ({"optimizer__lr": float("inf")}, "--optimizer.lr is inf"),
         ({"optimizer__min_lr": 1.0}, "--optimizer.min_lr is 1.0, allowed: at most --optimizer.lr 0.0002"),
         ({"validation__every": 5, "data__validation_fraction": 0.0}, "nothing is held out"),
-        ({"fsdp__offload_directory": "/d"}, "--fsdp.offload_directory /d: goes with --fsdp.offload"),
+        ({"fsdp__offload_directory": "/d"}, "--fsdp.offload_directory /d needs --fsdp.offload"),
     ],
 )
 def test_a_setting_that_no_run_can_have_is_refused(changes: dict[str, object], expected: str) -> None:

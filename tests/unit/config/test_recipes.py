@@ -102,7 +102,7 @@ def test_a_file_extends_a_recipe_of_the_package_and_a_path_is_meant_from_its_own
         ("extends: none.yaml\n", "mine.yaml extends none.yaml: there is no such file"),
         ("extends: [bert_base]\n", "mine.yaml extends ['bert_base']; allowed: the name of one recipe"),
         ("extends:\n", "mine.yaml extends None; allowed: the name of one recipe"),
-        ("extends: mine.yaml\n", "take one `extends:` out"),
+        ("extends: mine.yaml\n", "remove one `extends:`"),
         ("extends: bert_base\noptimizer: {lr: null}\ntraining: null\nnothing: null\n", "nothing: unknown key"),
     ],
 )

@@ -113,9 +113,9 @@ def test_ranks_other_than_the_first_are_quiet(
         (["--recipe", "tiny"], "unknown recipe"),
         ([*TINY, "--model.heads", "7"], "--model.heads is 7"),
         ([*TINY, "--engine", "deepspeed"], "--engine deepspeed needs --ds_config"),
-        ([*TINY, "--ds_config", "nowhere.json"], "nowhere.json: there is no such file"),
+        ([*TINY, "--ds_config", "nowhere.json"], "--ds_config nowhere.json"),
         ([*TINY, "--ds_config", __file__, "--engine", "fsdp"], "is for DeepSpeed, but --engine is fsdp"),
-        ([*TINY, "--resume", "nowhere"], "allowed: auto, never, or a path"),
+        ([*TINY, "--resume", "nowhere"], "--resume nowhere: "),
     ],
 )
 def test_flags_that_cannot_be_are_refused(argv: list[str], expected: str) -> None:
@@ -148,8 +148,8 @@ def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureF
     assert "--hooks " in text and "--modules" not in text
     words = " ".join(text.replace("│", " ").split())
     steps = load_recipe("pos_bert_tiny").training.steps
-    assert f"Optimizer steps in all. (default: {steps})" in words
-    assert "--run_dir DIR Directory for everything the run leaves behind" in words
+    assert f"Total number of optimizer steps. (default: {steps})" in words
+    assert "--run_dir DIR Directory of all files of the run" in words
 
 
 def test_reading_the_command_line_does_not_import_torch_or_deepspeed() -> None:
