@@ -1,14 +1,14 @@
-"""Files of a checkpoint: tensors with a checksum of every 16 MiB, and checkpoint.json, which lists them.
+"""Files of a checkpoint: tensors with a checksum per 16 MiB, and checkpoint.json, which lists them.
 
 checkpoints/step_00000123/
-  rank-00000.safetensors   pieces that rank 0 owned, keys like exp_avg:bert.pooler.dense.weight@0:4096
-  rank-00001.safetensors
-  hooks.safetensors        tensors of the hooks' state, by path
-  checkpoint.json          written last: a directory without it is not a checkpoint
+    rank-00000.safetensors   pieces that rank 0 owned, keys like exp_avg:bert.pooler.dense.weight@0:4096
+    rank-00001.safetensors
+    hooks.safetensors        tensors of the hooks' state, by path
+    checkpoint.json          written last: a directory without it is not a checkpoint
 
-Reading tensors is the safetensors library's. Writing is ours for two reasons: `safetensors.torch.save_file` wants all
-tensors at once, so that the whole state of a rank would be copied off the GPU at a time, and a checksum taken while the
-bytes pass through spares reading the file again.
+safetensors reads the tensors. This module writes them, for two reasons: `safetensors.torch.save_file` needs all tensors
+at once, so a rank's whole state would be copied off the GPU; and checksums are computed while writing, without reading
+the file again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trp_scale.errors import CheckpointError, error_text, quote, shorten
 from trp_scale.storage.files import json_text, write_text
 
 CHUNK = 16 * 2**20
-"""Bytes covered by one checksum: small enough to say where a file is damaged, large enough to keep the list short."""
+"""Bytes covered by one checksum: small enough to locate damage, large enough for a short list."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -61,8 +61,10 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Raises:
-    CheckpointError: the format has no such type.
+    """Return the safetensors name of a tensor's dtype.
+
+    Raises:
+        CheckpointError: the format has no such dtype.
     """
     if tensor.dtype not in _NAMES:
         known = ", ".join(str(dtype) for dtype in _NAMES)
@@ -71,13 +73,13 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def stored_bytes(states: Mapping[str, str], elements: int) -> int:
-    """Bytes of a piece's states in a file, their names left out; by the names of their types."""
+    """Return the bytes of a piece's states in a file, by the names of their dtypes; keys are not counted."""
     return elements * sum(DTYPES[dtype].itemsize for dtype in states.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """A file of a checkpoint. `crc32` has zlib.crc32 of each CHUNK bytes in turn, the last one shorter."""
+    """File of a checkpoint. `crc32` has zlib.crc32 of each CHUNK bytes in turn; the last chunk may be shorter."""
 
     name: FileName
     size: Whole
@@ -86,11 +88,7 @@ class FileEntry:
 
 @contextmanager
 def reading_tensors(path: Path) -> Iterator[None]:
-    """Convert errors while a safetensors file is read.
-
-    Raises:
-        CheckpointError: the library cannot read it.
-    """
+    """Convert errors of reading a safetensors file to CheckpointError."""
     try:
         yield
     except (
@@ -100,14 +98,14 @@ def reading_tensors(path: Path) -> Iterator[None]:
         ValueError,
         TypeError,
         KeyError,
-    ) as error:  # of torch, and of itself
+    ) as error:  # of torch and of safetensors
         if isinstance(error, RefusedError):
             raise
         raise CheckpointError(f"{path}: not a safetensors file that can be read ({error_text(error)})") from error
 
 
 class ChecksumWriter:
-    """Passes bytes on to a file and keeps the checksum of each CHUNK."""
+    """Writes bytes to a file and computes the checksum of each CHUNK."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -115,7 +113,7 @@ class ChecksumWriter:
         self.size = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append `content`, in parts that end where chunks end."""
+        """Append `content`, split at the ends of chunks."""
         view = memoryview(content)
         while len(view):
             filled = self.size % CHUNK
@@ -136,10 +134,11 @@ def write_tensor_file(path: Path, header: Header, tensors: Iterable[tuple[str, T
     """Write a safetensors file and flush it to the disk.
 
     Args:
-        header: every tensor of the file, in the order in which they will come.
-        tensors: (key, tensor) pairs, asked for one at a time; on any device.
+        header: all tensors of the file, in the order of `tensors`.
+        tensors: (key, tensor) pairs on any device, consumed one at a time.
+
     Raises:
-        CheckpointError: `tensors` does not give what `header` announced.
+        CheckpointError: `tensors` and `header` differ.
         OSError: the file cannot be written.
     """
     entries: dict[str, object] = {}
@@ -149,7 +148,7 @@ def write_tensor_file(path: Path, header: Header, tensors: Iterable[tuple[str, T
         entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, behind]}
         offset = behind
     encoded = json.dumps(entries, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the data to begin at a multiple of 8
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data to 8 bytes
     expected = list(header.items())
     written = 0
     with path.open("wb") as file:
@@ -160,22 +159,22 @@ def write_tensor_file(path: Path, header: Header, tensors: Iterable[tuple[str, T
             entry = (key, (dtype_name(tensor), tuple(tensor.shape)))
             if written >= len(expected) or entry != expected[written]:
                 announced = expected[written] if written < len(expected) else "the end"
-                raise CheckpointError(f"{path}: tensor {entry} came where {announced} was announced")
+                raise CheckpointError(f"{path}: tensor {entry} found, {announced} expected by the header")
             flat = tensor.detach().reshape(-1).cpu().contiguous()
             output.write(flat.view(torch.uint8).numpy().data)
             written += 1
         if written != len(expected):
-            raise CheckpointError(f"{path}: {written} tensors came, {len(expected)} were announced")
+            raise CheckpointError(f"{path}: {written} tensors found, {len(expected)} expected by the header")
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(name=path.name, size=output.size, crc32=output.crc32)
 
 
 def damage(directory: Path, entry: FileEntry) -> str | None:
-    """Read a whole file and compare it with what was written.
+    """Read a whole file and compare it with its checksums.
 
     Returns:
-        None when it is sound, else a sentence that names the file and the first bad bytes.
+        `None` if it is intact, otherwise a message with the file and the first damaged bytes.
     """
     path = directory / entry.name
     if problem := wrong_size(directory, entry):
@@ -185,12 +184,12 @@ def damage(directory: Path, entry: FileEntry) -> str | None:
             begin = number * CHUNK
             content = read_exactly(file, min(CHUNK, entry.size - begin))
             if zlib.crc32(content) != expected:
-                return f"{path}: bytes {begin}:{begin + len(content)} do not have the checksum they were written with"
+                return f"{path}: bytes {begin}:{begin + len(content)} do not match their checksum"
     return None
 
 
 def wrong_size(directory: Path, entry: FileEntry) -> str | None:
-    """None when the file is there with its size, else a sentence that says what is wrong."""
+    """Return `None` if the file exists with its size, otherwise a message."""
     path = directory / entry.name
     if not path.is_file():
         return f"{path}: missing"
@@ -199,7 +198,7 @@ def wrong_size(directory: Path, entry: FileEntry) -> str | None:
 
 
 def read_exactly(file: IO[bytes], count: int) -> bytes:
-    """`count` bytes, or fewer at the end of the file: one unbuffered read may return less than it was asked for."""
+    """Return `count` bytes, or fewer at the end of the file: one unbuffered read may return less than requested."""
     parts: list[bytes] = []
     while count and (part := file.read(count)):
         parts.append(part)
@@ -211,7 +210,7 @@ def check_sound(directory: Path, entries: Sequence[FileEntry]) -> None:
     """Compare files with their checksums.
 
     Raises:
-        CheckpointError: listing every damaged file.
+        CheckpointError: lists every damaged file.
     """
     problems = [problem for entry in entries if (problem := damage(directory, entry)) is not None]
     if problems:
@@ -222,20 +221,20 @@ FORMAT = 2
 DOCUMENT_NAME = "checkpoint.json"
 HOOKS_NAME = "hooks.safetensors"
 REFERENCE = "__tensor__"
-"""Key that stands, in the JSON part, for a tensor of the file beside it."""
+"""Key in the JSON part that refers to a tensor of the hooks' file."""
 
 _DIGEST = re.compile(rb'\A(\{\n "digest": ")([0-9a-f]{64})(",\n)')
-"""How checkpoint.json begins: with the SHA-256 of its bytes without these 64."""
+"""Start of checkpoint.json, with the SHA-256 of its bytes without these 64."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
 LARGEST_DOCUMENT = 1 << 30
-"""Bytes of checkpoint.json."""
+"""Maximum bytes of checkpoint.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of the model. `states` maps "weight", "exp_avg", "exp_avg_sq" to a safetensors dtype name."""
+    """Tensor of the model. `states` maps "weight", "exp_avg", "exp_avg_sq" to safetensors dtype names."""
 
     shape: tuple[Whole, ...]
     states: dict[str, str]
@@ -246,16 +245,16 @@ class CheckpointDocument:
     """Contents of checkpoint.json.
 
     Attributes:
-        step: steps done, skipped ones included.
-        optimizer_steps: updates applied.
+        step: completed steps, including skipped ones.
+        optimizer_steps: applied updates.
         tensors: by parameter name.
-        files: all files but checkpoint.json itself.
-        cursors: rows consumed, by source.
-        engine, zero_stage, world_size: who wrote it; for information, any other may read it.
-        engine_state: the engine's own small state, such as a loss scale.
-        config: the resolved settings, nested by section.
+        files: all files except checkpoint.json.
+        cursors: consumed rows, by source.
+        engine, zero_stage, world_size: the writer, for information; any other engine and world size may read it.
+        engine_state: small state of the engine, such as a loss scale.
+        config: resolved settings, nested by section.
         hooks: JSON part of the hooks' state.
-        extra: what the training loop stores beside, such as vocab_size and data_digest.
+        extra: values of the training loop, such as vocab_size and data_digest.
     """
 
     step: Whole
@@ -272,7 +271,7 @@ class CheckpointDocument:
     extra: dict[str, Any]
 
     def write(self, directory: Path) -> None:
-        """Write checkpoint.json, flushed, under a hidden name first. It begins with a digest of all its other bytes."""
+        """Write checkpoint.json atomically and flush it. It starts with a digest of all its other bytes."""
         path = directory / DOCUMENT_NAME
         text = json_text(path, {"digest": "", "format": FORMAT, "checksum_bytes": CHUNK, **asdict(self)})
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -298,8 +297,8 @@ def read_document(directory: Path) -> CheckpointDocument:
     header = (content.pop("format", None), content.pop("checksum_bytes", None))
     if header != (FORMAT, CHUNK):
         raise CheckpointError(
-            f"{path}: a checkpoint of format {quote(header[0])}, and this version reads format {FORMAT} only; read it "
-            "with the version that wrote it, or start a new run"
+            f"{path}: format {quote(header[0])} found, this version reads only format {FORMAT}; use the version that "
+            "wrote it, or start a new run"
         )
     check_digest(path)
     content.pop("digest")
@@ -310,10 +309,10 @@ def read_document(directory: Path) -> CheckpointDocument:
 
 
 def check_tensors(path: Path, document: CheckpointDocument) -> None:
-    """Check what the types of a document do not say: sizes that memory and files can have.
+    """Check sizes that the types of a document do not check.
 
     Raises:
-        CheckpointError: a tensor or a file cannot be.
+        CheckpointError: an impossible tensor or file.
     """
     for name, tensor in document.tensors.items():
         if prod(tensor.shape) > LARGEST or any(dtype not in DTYPES for dtype in tensor.states.values()):
@@ -323,7 +322,7 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
             )
     names = [entry.name for entry in document.files]
     if len(set(names)) < len(names) or HOOKS_NAME not in names:
-        raise CheckpointError(f"{path}: files {quote(names)} found, each once and {HOOKS_NAME} among them expected")
+        raise CheckpointError(f"{path}: files {quote(names)} found, {HOOKS_NAME} and no duplicates expected")
     for entry in document.files:
         if len(entry.crc32) != -(-entry.size // CHUNK):
             raise CheckpointError(
@@ -333,22 +332,22 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
 
 
 def check_digest(path: Path) -> None:
-    """Compare checkpoint.json with the digest that it begins with.
+    """Compare checkpoint.json with the digest at its start.
 
     Raises:
-        CheckpointError: a byte differs from what was written, or there is no digest.
+        CheckpointError: a byte differs, or there is no digest.
     """
     raw = path.read_bytes()
     begin = _DIGEST.match(raw)
     if begin is None or hashlib.sha256(_DIGEST.sub(rb"\1\3", raw, count=1)).hexdigest().encode() != begin[2]:
-        raise CheckpointError(f"{path}: does not have the digest that it was written with")
+        raise CheckpointError(f"{path}: does not match its digest")
 
 
 def check_consistent(directory: Path, document: CheckpointDocument) -> None:
     """Check that the directory's name and the stored settings agree with the document.
 
     Raises:
-        CheckpointError: naming the field, the value found and the one expected.
+        CheckpointError: names the field, its value and the expected value.
     """
     path = directory / DOCUMENT_NAME
     named = _STEP.search(directory.name)
@@ -359,29 +358,29 @@ def check_consistent(directory: Path, document: CheckpointDocument) -> None:
 
 
 STEPS = "optimizer_steps"
-"""Behind the names of engines beside the main one in a checkpoint's engine_state: updates that they have made."""
+"""Suffix of an engine's name in engine_state: number of updates of an engine other than the main one."""
 
 
 def other_engines(engine_state: Mapping[str, float]) -> list[str]:
-    """Names of the engines beside the main one in a checkpoint."""
+    """Return the names of a checkpoint's engines other than the main one."""
     return sorted(key.removesuffix(f".{STEPS}") for key in engine_state if key.endswith(f".{STEPS}"))
 
 
 def read_hooks_state(directory: Path, document: CheckpointDocument) -> dict[str, Any]:
-    """The hooks' state as it was saved, tensors in their places."""
+    """Return the hooks' state as it was saved, with its tensors."""
     with reading_tensors(directory / HOOKS_NAME):
         tensors = load_file(directory / HOOKS_NAME)
     return join_state(document.hooks, tensors)  # type: ignore[no-any-return]
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take the tensors out of nested dicts and lists.
+    """Separate the tensors from nested dicts and lists.
 
     Returns:
-        the same nesting with {"__tensor__": path} for each tensor, and the tensors by path ("balancer/losses").
+        the nested state with {"__tensor__": path} for each tensor, and the tensors by path ("balancer/losses").
+
     Raises:
-        CheckpointError: naming the path of a value that would not come back as it was: a tuple, a key that is not a
-            string, an object.
+        CheckpointError: a value that would change when loaded (a tuple, a non-string key, an object); names its path.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -406,10 +405,10 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of split_state.
+    """Invert `split_state`.
 
     Raises:
-        CheckpointError: a tensor that the document refers to is not there.
+        CheckpointError: the document refers to a missing tensor.
     """
     if isinstance(document, dict):
         if set(document) == {REFERENCE}:
@@ -424,5 +423,5 @@ def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def escape(name: str) -> str:
-    """A key as one part of a path, so that {"a/b": x} and {"a": {"b": y}} stay apart (as JSON pointers do)."""
+    """Return a key as one part of a path, so that {"a/b": x} and {"a": {"b": y}} differ (as in JSON pointers)."""
     return name.replace("~", "~0").replace("/", "~1")

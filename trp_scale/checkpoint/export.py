@@ -1,4 +1,4 @@
-"""A checkpoint as a directory that another library loads."""
+"""Export a checkpoint to a directory that another library loads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trp_scale.storage.files import sync_directory
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Files to write for another library.
+    """Arguments of a writer of another library's files.
 
     Attributes:
-        directory: empty; the files go there.
-        checkpoint: whose weights they are.
-        state: what is read as the weights (checkpoint/format.py: STATE_OF).
-        image_size: timm: side of the images that it is for, in pixels; the fixed positions are those of its grid.
+        directory: empty directory to write into.
+        checkpoint: the exported checkpoint.
+        state: state to read as weights (checkpoint/format.py: STATE_OF).
+        image_size: timm: side of the images in pixels; fixed positions are written for their grid.
     """
 
     directory: Path
@@ -42,10 +42,10 @@ class Export:
     image_size: int
 
     def read_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return all weights of the checkpoint in fp32; `model` is made from the checkpoint's settings.
+        """Return all weights of the checkpoint in fp32, checked against `model`, which is built from its settings.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: the weights do not fit the model.
         """
         weights = {name: tensor.float() for name, tensor in read_full_state(self.checkpoint, self.state).items()}
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -55,37 +55,39 @@ class Export:
             listed = ", ".join(
                 f"{name} {shapes.get(name, 'missing')} (expected {expected.get(name, 'none')})" for name in wrong
             )
-            raise CheckpointError(f"{self.checkpoint} is not of the model that its settings describe: {listed}")
+            raise CheckpointError(f"{self.checkpoint} does not fit the model of its settings: {listed}")
         return weights
 
 
 TRIES = 10
-"""Of reading a run that goes on: each time the newest checkpoint was removed before it was read to its end."""
+"""Attempts to read a live run; it may remove the newest checkpoint before it is read completely."""
 
 _found: ContextVar[list[Path] | None] = ContextVar("checkpoints that were found in runs", default=None)
 
 T = TypeVar("T")
 
 Writer = Callable[[Export], None]
-"""Raises RefusedError where the library has no such model."""
+"""Raises RefusedError if the library has no such model."""
 
 
 def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224, weights: Weights = "last") -> Path:
     """Write config.json, model.safetensors (fp32) and, for text, the tokenizer's files.
 
     Args:
-        source: run directory (its newest complete checkpoint is taken; it may be training) or checkpoint.
-        output: directory that is created; it may exist if it is empty.
+        source: run directory (its newest complete checkpoint; it may be training) or checkpoint.
+        output: directory to create; it may exist if it is empty.
         to: hf (transformers) or timm.
-        image_size: side of the images whose positions are written for timm, in pixels.
-        weights: which.
+        image_size: timm: side in pixels of the images whose positions are written.
+        weights: last or average.
+
     Returns:
-        the checkpoint that was exported.
+        the exported checkpoint.
+
     Raises:
-        RefusedError: output is not empty, source has no complete checkpoint, or its model is none of that library's.
-        CheckpointError: the checkpoint is damaged, is not of the model that it says, or has no such weights.
+        RefusedError: output is not empty, source has no complete checkpoint, or the library has no such model.
+        CheckpointError: the checkpoint is damaged, does not fit its settings, or has no such weights.
     """
-    output = output.absolute()  # "." has no name
+    output = output.absolute()  # "." has an empty name
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
     return while_training(lambda: _export(source, output, to=to, image_size=image_size, weights=weights))
@@ -110,7 +112,7 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
             )
         )
         for path in temporary.iterdir():
-            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files that their owner alone can read
+            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files that only their owner can read
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         temporary.replace(output)
@@ -121,10 +123,10 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
 
 
 def loading_call(directory: Path) -> str:
-    """The Python expression that gives the model of an exported directory with its weights.
+    """Return the Python expression that loads the exported model with its weights.
 
-    A model that no library knows comes with a module of its own, which torch.hub loads. timm's `create_model` makes
-    random weights unless `pretrained=True` is said, of a local directory too, and gives no warning.
+    Models unknown to both libraries are exported with a module for torch.hub. timm's `create_model` silently makes
+    random weights without `pretrained=True`, also for a local directory.
     """
     described = read_object(directory / "config.json")
     if entry := described.get("hub_entry"):
@@ -135,10 +137,10 @@ def loading_call(directory: Path) -> str:
 
 
 def find_writer(document: CheckpointDocument, to: str) -> Writer:
-    """The writer that the run's upstream names for a library in its `exports`.
+    """Return the upstream's writer for a library, from its `exports`.
 
     Raises:
-        RefusedError: it names none, or there is no such upstream.
+        RefusedError: the upstream has none, or is unknown.
     """
     upstream = document.config.get("upstream", "")
     exports: Mapping[str, str] = find("upstream", upstream, "the run's upstream").load().exports if upstream else {}
@@ -152,7 +154,7 @@ def find_writer(document: CheckpointDocument, to: str) -> Writer:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint itself, or the newest complete one of a run directory."""
+    """Return `source` if it is a checkpoint, otherwise the newest complete checkpoint of the run directory."""
     if (source / DOCUMENT_NAME).exists():
         return source
     newest = newest_complete(source)
@@ -165,8 +167,8 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def while_training(action: Callable[[], T]) -> T:
-    """Do what reads the newest checkpoints of runs (find_checkpoint). Where a run goes on and removes one before it was
-    read to its end, it is done again, with the newer one."""
+    """Run an action that reads the newest checkpoints of runs (`find_checkpoint`). If a live run removes one before it
+    is read completely, run the action again with the newer one."""
     for _ in range(TRIES - 1):
         noted: list[Path] = []
         token = _found.set(noted)

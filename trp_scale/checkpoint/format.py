@@ -1,15 +1,15 @@
-"""The layout-neutral format: tensors as pieces that any engine on any number of ranks can read into its own pieces.
+"""Layout-neutral format: tensors are stored as pieces that any engine on any number of ranks can read.
 
-Each rank writes the pieces it owns into one safetensors file, flattened, under keys such as
+Each rank writes the pieces that it owns, flattened, into one safetensors file under keys such as
 
     weight:bert.pooler.dense.weight@0:2048              elements [0, 2048) of the flattened tensor
-    exp_avg:bert.pooler.dense.weight#[0:64,32:64]       a box of it
+    exp_avg:bert.pooler.dense.weight#[0:64,32:64]       a box of the tensor
 
-What stands before the colon is the state: the weight, a moment, or a hook's vector (core/hooks.py: sharded_state).
+The part before the colon is the state: the weight, a moment, or a hook's vector (core/hooks.py: sharded_state).
 
-Why not torch.distributed.checkpoint: it knows shards that are boxes of a tensor, and ZeRO's are ranges of flattened
-ones, so that nothing could go from ZeRO to FSDP2 and back. Its metadata is pickled, and a checkpoint from somewhere
-else could run code. It has no checksums, and a copy that was cut short is found only when its bytes are missing.
+torch.distributed.checkpoint is not used: its shards are boxes of a tensor while ZeRO's are ranges of flattened tensors,
+so that runs could not move between ZeRO and FSDP2. Its metadata is pickled, so that a foreign checkpoint could execute
+code. It has no checksums, so that truncation is noticed only when the bytes are missing.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _KEY = re.compile(rf"(\w+):(.+)(?:@({_NUMBER}):({_NUMBER})|#\[({_NUMBER}:{_NUMBE
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """A piece without its values: as it will be stored, or as a file holds one of its states.
+    """Metadata of a piece, before it is stored or for one state in a file.
 
     Attributes:
         name, shape, region: as in Piece.
-        states: safetensors' name of the dtype of each state.
-        file: which of the checkpoint's; empty before it is stored.
+        states: safetensors dtype name of each state.
+        file: file in the checkpoint; empty before it is stored.
     """
 
     name: str
@@ -71,12 +71,12 @@ class StoredPiece:
 
     @cached_property
     def runs(self) -> Runs:
-        """The region in the flattened tensor."""
+        """Region in the flattened tensor."""
         return self.region.runs(self.shape)
 
 
 def parse_key(key: str) -> tuple[str, str, Region] | None:
-    """State, name and region of a key; None where it is not a piece's."""
+    """Return (state, name, region) of a key; `None` if it is not the key of a piece."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None
@@ -88,7 +88,7 @@ def parse_key(key: str) -> tuple[str, str, Region] | None:
 
 
 def without_values(piece: Piece) -> StoredPiece:
-    """Return the description of a piece as it is stored.
+    """Return the metadata of a piece.
 
     Raises:
         CheckpointError: a tensor is not flat or not of the region's size.
@@ -103,27 +103,27 @@ def without_values(piece: Piece) -> StoredPiece:
 
 
 def write_pieces(path: Path, pieces: Callable[[], Iterable[Piece]]) -> tuple[FileEntry, list[StoredPiece]]:
-    """Write one rank's file, with one tensor at a time copied to the CPU.
+    """Write one rank's file; one tensor at a time is copied to the CPU.
 
     Args:
-        pieces: what the rank owns; asked for twice, since the header comes first and needs all sizes.
+        pieces: returns the rank's pieces; called twice, since the header comes first and needs all sizes.
     """
     stored = [without_values(piece) for piece in pieces()]
     header: Header = {}
     for piece_stored in stored:
         for state, dtype in piece_stored.states.items():
             if piece_stored.key(state) in header:
-                raise CheckpointError(f"{path}: the piece {piece_stored.key(state)} comes twice")
+                raise CheckpointError(f"{path}: the piece {piece_stored.key(state)} is duplicated")
             header[piece_stored.key(state)] = (dtype, (piece_stored.region.size,))
     values = (piece.tensors[state] for piece in pieces() for state in piece.tensors)
     return write_tensor_file(path, header, zip(header, values, strict=True)), stored
 
 
 def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
-    """Whole tensors from the pieces of all ranks.
+    """Return the whole tensors that the pieces of all ranks form.
 
     Raises:
-        CheckpointError: pieces disagree about a tensor, or leave out or repeat elements of it.
+        CheckpointError: pieces disagree about a tensor, or miss or repeat elements.
     """
     by_name: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
@@ -143,15 +143,15 @@ def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
 
 
 def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredPiece]) -> None:
-    """Check that the pieces hold every element of the tensor exactly once.
+    """Check that the pieces contain every element of the tensor exactly once.
 
     Raises:
-        CheckpointError: naming `what` and the first elements that are outside the tensor, missing or held twice.
+        CheckpointError: names `what` and the first elements that are outside the tensor, missing or duplicated.
     """
     total = prod(shape)
     for piece in pieces:
         if not piece.region.fits(shape):
-            raise CheckpointError(f"{what}: the piece {piece.region} is empty or lies outside the shape {tuple(shape)}")
+            raise CheckpointError(f"{what}: the piece {piece.region} is empty or outside the shape {tuple(shape)}")
     runs = [piece.runs for piece in pieces]
     starts = np.concatenate([np.empty(0, np.int64), *(run.starts for run in runs)])
     stops = np.concatenate([np.empty(0, np.int64), *(run.starts + run.length for run in runs)])
@@ -168,12 +168,12 @@ def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredP
 
 
 def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Mapping[str, StoredTensor]) -> None:
-    """Check that the model has the checkpoint's tensors, with the same shapes and types.
+    """Check that the checkpoint has the model's tensors with the same shapes and dtypes.
 
-    A checkpoint of a run that has not yet made an optimizer step may lack moments: they are zero.
+    Moments may be missing if the run has not made an optimizer step: they are zero.
 
     Raises:
-        CheckpointError: naming tensors that are missing, unexpected or different.
+        CheckpointError: lists missing, unexpected and different tensors.
     """
     problems: list[str] = []
     for name in sorted(document.tensors.keys() | wanted.keys()):
@@ -197,16 +197,16 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
 
 
 class StoredPieces:
-    """All pieces of a checkpoint, checked to hold every element of every tensor exactly once, and read.
+    """Pieces of a checkpoint, checked to contain every element of every tensor exactly once.
 
-    Into each wanted piece goes what overlaps it in whichever files hold it. Files are opened in a `with` statement and
-    closed at its end.
+    `fill` reads the overlap with a wanted piece from all files. A `with` statement closes the files.
 
     Args:
-        headers: read_header of each of its rank files, by file name.
+        headers: `read_header` of each rank file, by file name.
+
     Raises:
-        CheckpointError: a key that cannot be understood; a piece of another type or size than announced; a gap or an
-            overlap, with tensor and range; tensors that are missing or unexpected.
+        CheckpointError: an invalid key; a piece of another dtype or size than listed; a gap or an overlap, with tensor
+            and range; missing or unexpected tensors.
     """
 
     def __init__(self, directory: Path, document: CheckpointDocument, headers: Mapping[str, Header]) -> None:
@@ -233,7 +233,7 @@ class StoredPieces:
         if tensor is None or state not in tensor.states:
             raise CheckpointError(f"{where}: {shorten(f'{state} of {name}')} is not listed in checkpoint.json")
         if not region.fits(tensor.shape):
-            raise CheckpointError(f"{where}: the piece is empty or lies outside the shape {tensor.shape}")
+            raise CheckpointError(f"{where}: the piece is empty or outside the shape {tensor.shape}")
         if (dtype, shape) != (tensor.states[state], (region.size,)):
             raise CheckpointError(
                 f"{where}: shape {shape} of {dtype} found, {(region.size,)} of {tensor.states[state]} expected"
@@ -278,7 +278,7 @@ class StoredPieces:
             target.copy_(buffer)
 
     def whole(self, state: str, name: str) -> Tensor:
-        """One whole tensor on the CPU."""
+        """Return one whole tensor on the CPU."""
         tensor = self.document.tensors[name]
         target = torch.empty(prod(tensor.shape), dtype=DTYPES[tensor.states[state]])
         if target.numel():
@@ -287,7 +287,7 @@ class StoredPieces:
 
 
 def overlap(stored: Runs, wanted: Runs) -> tuple[Integers, Integers, Integers]:
-    """Common elements of two pieces, as segments.
+    """Return the common elements of two pieces as segments.
 
     Returns:
         [S] offsets in the stored piece, [S] offsets in the wanted piece, [S] lengths. Both offsets ascend.
@@ -306,7 +306,7 @@ def overlap(stored: Runs, wanted: Runs) -> tuple[Integers, Integers, Integers]:
 
 
 def read_header(path: Path) -> Header:
-    """Keys, types and shapes in one rank's file.
+    """Return the keys, dtypes and shapes in one rank's file.
 
     Raises:
         CheckpointError: it is not a safetensors file.
@@ -317,13 +317,13 @@ def read_header(path: Path) -> Header:
 
 
 def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, checked: bool = False) -> StoredPieces:
-    """Compare every file with its checksums, each by one rank, and learn on every rank which pieces are in them all.
+    """Verify the checksums of every file, each on one rank, and return all pieces on every rank. Collective.
 
     Args:
-        checked: the checksums have been compared just now (resume.select): the files are not read once more for it.
+        checked: the checksums were verified just now (run_directory.select), so they are not verified again.
 
     Raises:
-        CheckpointError: on every rank: files are damaged, or do not hold every element once.
+        CheckpointError: on every rank: files are damaged, or do not contain every element once.
     """
 
     def examine() -> dict[str, Header]:
@@ -334,27 +334,27 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, check
 
     examined = run_on_all_ranks(group, f"checking {path}", examine)
     headers = {name: header for of_rank in examined for name, header in of_rank.items()}
-    return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
+    return StoredPieces(path, document, headers)  # the same on every rank, errors included
 
 
 STATE_OF: dict[Weights, str] = {"last": "weight", "average": WEIGHT_AVERAGE}
-"""What is read in place of the weights."""
+"""State to read as the weights."""
 
 
 def named_weights(path: str) -> tuple[str, str]:
-    """The path that a setting names without AVERAGE behind it, and the state to read there."""
+    """Return a setting's path without the suffix AVERAGE, and the state to read there."""
     return path.removesuffix(AVERAGE), STATE_OF["average" if path.endswith(AVERAGE) else "last"]
 
 
 def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict[str, Tensor]:
-    """All tensors of one state ("weight", "exp_avg", "exp_avg_sq", "weight_average"), whole, on the CPU; no engine is
-    needed.
+    """Return all tensors of one state ("weight", "exp_avg", "exp_avg_sq", "weight_average"), whole, on the CPU. No
+    engine is needed.
 
     Args:
-        engine: whose; empty = the run's own, without those of its hooks' engines (manager.py: EngineGroup).
+        engine: name of the engine; empty = the main one, without engines of hooks (manager.py: EngineGroup).
 
     Raises:
-        CheckpointError: the checkpoint is not complete or damaged, or its run kept no average.
+        CheckpointError: the checkpoint is incomplete or damaged, or has no average.
     """
     document, names = stored_names(path, state, engine)
     with open_pieces(path, document, Group("world")) as pieces:
@@ -362,12 +362,12 @@ def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict
 
 
 def stored_names(path: Path, state: str = "weight", engine: str = "") -> tuple[CheckpointDocument, dict[str, str]]:
-    """The document, and the names of one engine's tensors that have a state: as the engine has them -> as stored.
-    Arguments and errors as in read_full_state."""
+    """Return the document, and {name in the engine: stored name} of one engine's tensors that have a state. Arguments
+    and errors as for `read_full_state`."""
     document = read_document(path)
     if state == WEIGHT_AVERAGE and not any(state in tensor.states for tensor in document.tensors.values()):
         raise CheckpointError(
-            f"--weights average: {path} holds no average of the weights, its run had no hook {WEIGHT_AVERAGE}; "
+            f"--weights average: {path} has no average of the weights, its run had no hook {WEIGHT_AVERAGE}; "
             "allowed: --weights last"
         )
     names = own_names(document, engine)
@@ -375,13 +375,13 @@ def stored_names(path: Path, state: str = "weight", engine: str = "") -> tuple[C
 
 
 def read_tensor(path: Path, document: CheckpointDocument, state: str, name: str) -> Tensor:
-    """One tensor, whole, on the CPU, by the name that it is stored under."""
+    """Return one whole tensor on the CPU, by its stored name."""
     with open_pieces(path, document, Group("world")) as pieces:
         return pieces.whole(state, name)
 
 
 def own_names(document: CheckpointDocument, engine: str = "") -> dict[str, str]:
-    """Names of one engine's tensors: as the engine has them -> as they are stored."""
+    """Return {name in the engine: stored name} of one engine's tensors."""
     if engine:
         prefix = f"{engine}."
         return {name.removeprefix(prefix): name for name in document.tensors if name.startswith(prefix)}

@@ -1,5 +1,5 @@
-"""Where a run's first weights come from, beside the seed: another run's checkpoint, or another library's model
-(continued pre-training). Errors in reading such files name what is damaged or missing."""
+"""Initial weights from another run's checkpoint or another library's model (continued pre-training). Errors name the
+damaged or missing file or tensor."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from trp_scale.models.initialise import OtherTensorsError, check_names, check_sh
 
 
 def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None:
-    """Fill a model with the weights at `model.weights`.
+    """Load the weights at `model.weights` into a model.
 
-    A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step;
-    with "@average" behind its path, the average that its run kept of them.
-    What other engines of that run held, such as a masking network, is left where it is.
+    A run directory or checkpoint provides weights only: no moments, data cursors or step; with "@average" appended, the
+    average of its weights. Other engines of that run, such as a masking network, are ignored.
 
     Args:
-        settings: `weights` has their path.
-        load: takes those of another library.
+        settings: `weights` is the path.
+        load: loads the weights of another library.
 
     Raises:
-        RefusedError: nothing to read there, or its tensors are not this model's: says how their sizes differ, or names
-            those that are missing, unexpected or of another shape; with `weights_names` each of them.
+        RefusedError: nothing to read, or the tensors do not fit: states how sizes differ, or names missing, unexpected
+            and differently shaped tensors (all of them with `weights_names`).
     """
     path = settings.weights
     named, state = named_weights(path)
@@ -52,8 +51,8 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
 
 @contextmanager
 def naming_tensors(settings: ModelConfig) -> Iterator[None]:
-    """Add the names of all mismatched tensors to refusals inside this context, if the settings ask for it
-    (`weights_names`), or the flag that does."""
+    """Add the names of all mismatched tensors to refusals inside this context if `weights_names` is set, otherwise name
+    that flag."""
     try:
         yield
     except RefusedError as error:
@@ -67,13 +66,13 @@ def naming_tensors(settings: ModelConfig) -> Iterator[None]:
 
 
 def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) -> None:
-    """Give a model a checkpoint's weights, or what stands in for them, by name; each is read when it is needed.
+    """Load a checkpoint's weights into a model by name; each tensor is read when it is needed.
 
     Args:
-        heads: the model's, which no tensor tells.
+        heads: of the model; tensors do not determine it.
 
     Raises:
-        RefusedError: they are another model's.
+        RefusedError: the weights are another model's.
     """
     document, stored = stored_names(checkpoint, state)
     parameters = dict(model.named_parameters())
@@ -98,36 +97,36 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
 
 
 KINDS = ("bert", "vit_mae")
-"""Of transformers' models, those that are read."""
+"""Kinds of transformers' models that can be read."""
 
 FILE = "model.safetensors"
-"""What transformers' save_pretrained and timm's hub directories call it."""
+"""Name that transformers' save_pretrained and timm's hub directories use."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
 
 Load = Callable[[Model, dict[str, Tensor]], None]
-"""Takes the state dict of another library's model of the same kind. Raises ValueError where its tensors are not this
-model's; names what is missing, unexpected or of another shape."""
+"""Loads the state dict of another library's model of the same kind. Raises ValueError if the tensors do not fit; names
+what is missing, unexpected or of another shape."""
 
 
 def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 0) -> None:
-    """Take the weights at `path`.
+    """Load the weights at `path` into a model.
 
     Args:
         path: a directory with model.safetensors, or a .safetensors file.
-        load: knows the other library's names.
-        heads: the model's, which no tensor tells; 0: whatever the file's are, they are not compared.
+        load: converts the other library's names.
+        heads: of the model, which tensors do not determine; 0 = not compared.
 
     Raises:
-        RefusedError: no such file, or its tensors are not this model's: says how kinds or sizes differ, or names those
-            that are missing, unexpected or of another shape.
+        RefusedError: no such file, or its tensors do not fit: states how kinds or sizes differ, or names missing,
+            unexpected and differently shaped tensors.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if file.suffix != ".safetensors" or not file.is_file():
         raise RefusedError(
-            f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled, "
-            "and names on a hub are not downloaded)"
+            f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (pickles are not read, "
+            "models are not downloaded from a hub)"
         )
     with reading_tensors(file):
         state = load_file(file)
@@ -147,12 +146,12 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
         elif isinstance(error, OtherTensorsError) and not why:
             why = f"not the weights of this model ({error})"
         raise RefusedError(f"--model.weights {file}: {shorten(why or str(error), 1000)}") from error
-    if why := ModelOutline(heads=theirs).differs_from(ModelOutline(heads=heads)):  # all else has found its place
+    if why := ModelOutline(heads=theirs).differs_from(ModelOutline(heads=heads)):  # all tensors have fitted
         raise RefusedError(f"--model.weights {file}: {why}")
 
 
 def _said_beside(file: Path) -> tuple[str, int]:
-    """Kind and heads of a model, as transformers' config.json beside its weights has them; empty and 0 without."""
+    """Return the model type and heads in transformers' config.json next to the weights; "" and 0 if unknown."""
     beside = file.with_name("config.json")
     if not beside.is_file():
         return "", 0
@@ -163,13 +162,13 @@ def _said_beside(file: Path) -> tuple[str, int]:
 
 @contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
-    """Convert errors while a file of the directory is read.
+    """Convert errors while reading a file of the directory.
 
     Args:
         path: of the directory, as --from names it.
 
     Raises:
-        RefusedError: it cannot be read, or lacks a name that was asked of it.
+        RefusedError: the file cannot be read, or lacks a requested name.
     """
     try:
         yield
@@ -184,7 +183,7 @@ def reading(path: str, what: str) -> Iterator[None]:
 
 
 def stored_weights(path: str) -> dict[str, Tensor]:
-    """Every tensor of the directory's model.safetensors, in fp32.
+    """Return all tensors of the directory's model.safetensors in fp32.
 
     Raises:
         RefusedError: the file is damaged.
@@ -201,13 +200,19 @@ _MARKS = {
     "text": ("word_embeddings", "embed_tokens", "wte."),
     "images": ("patch_embed", "input_adapters", "tokenisers"),
 }
-"""Parts of names that tell what a model reads."""
+"""Parts of names that identify the input of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutline:
-    """Attributes: reads: text or images, empty: not known. layers, hidden_size, intermediate_size: of the encoder's
-    blocks, max_positions: of text; 0 where they cannot be told. heads: no tensor tells them; 0: not known."""
+    """Sizes of an encoder that its tensors determine.
+
+    Attributes:
+        reads: text or images; empty = unknown.
+        layers, hidden_size, intermediate_size: of the encoder's blocks; 0 = unknown.
+        max_positions: of text; 0 = unknown.
+        heads: not determined by tensors; 0 = unknown.
+    """
 
     reads: str = ""
     layers: int = 0
@@ -218,7 +223,7 @@ class ModelOutline:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], heads: int = 0) -> ModelOutline:
-        """The outline of a model's tensors, by name, and of what else is said of it."""
+        """Return the outline of a model from the shapes of its tensors by name."""
         reads = next((kind for kind, marks in _MARKS.items() if any(mark in n for n in shapes for mark in marks)), "")
         stacks: dict[str, set[int]] = defaultdict(set)
         for match in filter(None, map(_STACKED.match, shapes)):
@@ -242,7 +247,8 @@ class ModelOutline:
         )
 
     def differs_from(self, here: ModelOutline) -> str:
-        """Return why these weights do not fit the model `here`, and the settings that do; "" if nothing is known."""
+        """Return why these weights do not fit the model `here`, and the settings that would; "" if no difference is
+        known."""
         if self.reads and here.reads and self.reads != here.reads:
             return (
                 f"weights of a model that reads {self.reads}, this one reads {here.reads}; give those of another model"

@@ -1,5 +1,4 @@
-"""Keep finished checkpoints in the background, on rank 0 alone: read back their bytes, remove older ones, and copy to
-the upload target."""
+"""Verify, remove and upload finished checkpoints in background threads of rank 0."""
 
 from __future__ import annotations
 
@@ -20,29 +19,29 @@ from trp_scale.errors import RefusedError
 from trp_scale.storage.transfer import file_system
 
 AT_END_SECONDS = 600.0
-"""How long the end of a run waits for the copy to the mirror."""
+"""Maximum time that the end of a run waits for the upload."""
 
 AFTER_A_SIGNAL = 200.0
-"""How long after a signal to stop it waits at most. launch/slurm asks for the signal 300 s before the end; the last
-checkpoint is written in that time too."""
+"""Maximum seconds after a stop signal. launch/slurm requests the signal 300 s before the end; the last checkpoint is
+written in that time too."""
 
 TRIES = 5
 FIRST_PAUSE = 1.0
-"""Seconds between the first two; each later one is twice as long."""
+"""Seconds between the first two attempts; each later pause is twice as long."""
 
 _WITHOUT_DIRECTORIES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}
 
 
 class ReadBack:
-    """Errors in the bytes of a checkpoint. Each byte is read once, from the disk if the system can drop its cache; file
-    sizes and the document are checked after that."""
+    """Find errors in the bytes of a checkpoint. Each byte is read once, from the disk if the system can drop its cache;
+    later calls check only file sizes and the document."""
 
     def __init__(self) -> None:
         self._sound: dict[str, bytes] = {}
         self.stopped = threading.Event()
 
     def __call__(self, path: Path) -> str | None:
-        """None for a sound one."""
+        """Return the first problem, `None` if the checkpoint is intact."""
         if problem := incompleteness(path):
             return problem
         try:
@@ -62,7 +61,7 @@ class ReadBack:
 
 
 def forget_cached(path: Path) -> None:
-    """Have the system let go of a flushed file's content, so that it is read from the disk."""
+    """Drop a flushed file from the system's cache, so that it is read from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
@@ -72,10 +71,10 @@ def forget_cached(path: Path) -> None:
 
 
 class Keeper:
-    """Keeper of one run's checkpoints, on rank 0.
+    """Background work on one run's checkpoints, on rank 0.
 
     Args:
-        mirror: URL that they are copied to; empty = none.
+        mirror: URL to upload to; empty = none.
     """
 
     def __init__(self, run_dir: Path, mirror: str = "") -> None:
@@ -86,7 +85,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
 
     def note_written(self, path: Path, kept: Kept) -> None:
-        """A checkpoint has its name."""
+        """Verify a published checkpoint and remove older ones, in a thread."""
         before = self._thread
 
         def work() -> None:
@@ -102,15 +101,13 @@ class Keeper:
         if self._problem_of.stopped.is_set():
             return
         if problem := self._problem_of(path):
-            self._messages.put(f"{path} was written and does not read back: {problem}; no older one is removed")
+            self._messages.put(f"{path} was written but is damaged: {problem}; older checkpoints are kept")
             return
         try:
             spared = self._mirror.wanted() if self._mirror else ()
             retain(self._run_dir, path, kept, self._problem_of, spared)
-        except Exception as error:  # a thread has no one to raise it to; training goes on
-            self._messages.put(
-                f"older checkpoints than {path.name} could not be removed: {type(error).__name__}: {error}"
-            )
+        except Exception as error:  # a thread has no caller to raise to; training continues
+            self._messages.put(f"checkpoints before {path.name} could not be removed: {type(error).__name__}: {error}")
         if self._mirror is not None:
             self._mirror.submit(path)
 
@@ -123,7 +120,7 @@ class Keeper:
         return texts
 
     def finish(self, beat: Callable[[], None]) -> None:
-        """Wait until older ones are removed and the mirror has the newest."""
+        """Wait until older checkpoints are removed and the newest is uploaded."""
         beat()
         if self._thread is not None:
             self._thread.join()
@@ -132,7 +129,7 @@ class Keeper:
             self._mirror.finish(beat, lambda: _end_of_patience(began))
 
     def abandon(self) -> None:
-        """The run breaks: begin nothing more."""
+        """Start no more work, since the run fails."""
         self._problem_of.stopped.set()
         if self._mirror is not None:
             self._mirror.abandon()
@@ -141,22 +138,21 @@ class Keeper:
 
 
 def _end_of_patience(began: float) -> float:
-    """Return the time to give up waiting for the upload, by time.monotonic(). A signal may come meanwhile."""
+    """Return the deadline of the upload, by time.monotonic(). A signal may arrive meanwhile and shorten it."""
     signalled = first_signal_time()
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 
 
 def lower_priority() -> None:
-    """Have this thread's work give way to the steps' (Linux: each thread has a niceness of its own)."""
+    """Lower the priority of this thread below the steps' (Linux: niceness is per thread)."""
     with contextlib.suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class CheckpointUpload:
-    """Copies one checkpoint at a time, in a thread, to URL/step_00000123/; of several that wait, the newest.
+    """Upload one checkpoint at a time to URL/step_00000123/, in a thread; if several wait, only the newest.
 
-    checkpoint.json goes last: a directory there without it is not a checkpoint. Nothing is removed there.
-
+    checkpoint.json is uploaded last: a directory without it is not a checkpoint. Nothing is removed at the target.
     """
 
     def __init__(self, url: str, tell: Callable[[str], None]) -> None:
@@ -168,7 +164,7 @@ class CheckpointUpload:
         self._stopped = threading.Event()
 
     def submit(self, path: Path) -> None:
-        """Copy this one next."""
+        """Upload this checkpoint next."""
         with self._lock:
             self._next = path
             if self._thread is None:
@@ -176,23 +172,23 @@ class CheckpointUpload:
                 self._thread.start()
 
     def wanted(self) -> list[Path]:
-        """Checkpoints that are still to be read."""
+        """Return the checkpoints that are still to be read."""
         with self._lock:
             return [path for path in (self._current, self._next) if path is not None]
 
     def finish(self, beat: Callable[[], None], until: Callable[[], float]) -> None:
-        """Wait until all is copied, at most to the time, by time.monotonic(), that `until` gives now."""
+        """Wait until everything is uploaded, but not beyond `until()`, by time.monotonic()."""
         began = time.monotonic()
         while (thread := self._thread) is not None and time.monotonic() < until():
             thread.join(timeout=1.0)
             beat()
         if self._thread is not None:
             waited = time.monotonic() - began
-            self._tell(f"--checkpoint.mirror {self._url}: the last checkpoint was not copied within {waited:.0f} s")
+            self._tell(f"--checkpoint.mirror {self._url}: the last checkpoint was not uploaded within {waited:.0f} s")
             self._stopped.set()
 
     def abandon(self) -> None:
-        """Copy nothing more."""
+        """Start no more uploads."""
         self._stopped.set()
 
     def _work(self) -> None:
@@ -209,34 +205,34 @@ class CheckpointUpload:
         while error is not None and tried < TRIES and not self._stopped.wait(FIRST_PAUSE * 2 ** (tried - 1)):
             error, tried = self._attempt(path), tried + 1
         if error is None:
-            self._tell(f"{path.name} was copied to {self._url}")
+            self._tell(f"{path.name} was uploaded to {self._url}")
         else:
             self._tell(
-                f"--checkpoint.mirror {self._url}: {path.name} was not copied, tried {tried} times "
-                f"({type(error).__name__}: {error}); the next checkpoint will be"
+                f"--checkpoint.mirror {self._url}: {path.name} was not uploaded after {tried} attempts "
+                f"({type(error).__name__}: {error}); the next checkpoint is tried when it is due"
             )
 
     def _attempt(self, path: Path) -> Exception | None:
         try:
             copy(path, self._url)
-        except Exception as error:  # each file system has exceptions of its own; none of them stops the run
+        except Exception as error:  # each file system has its own exceptions; none stops the run
             return error
         return None
 
 
 def copy(path: Path, url: str) -> None:
-    """Copy one checkpoint to URL/NAME, its document last.
+    """Upload one checkpoint to URL/NAME, its document last.
 
     Raises:
-        RefusedError: a file there has another size.
-        Exception: what the file system raises.
+        RefusedError: an uploaded file has another size.
+        Exception: error of the file system.
     """
     files, root = open_url(url)
     target = f"{root.rstrip('/')}/{path.name}"
     protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
     if not protocols & _WITHOUT_DIRECTORIES:
         files.makedirs(target, exist_ok=True)
-    if files.exists(f"{target}/{DOCUMENT_NAME}"):  # of the same step, before the run went back
+    if files.exists(f"{target}/{DOCUMENT_NAME}"):  # of the same step, before a rollback
         files.rm_file(f"{target}/{DOCUMENT_NAME}")
     sizes = {entry.name: entry.size for entry in read_document(path).files}
     sizes[DOCUMENT_NAME] = (path / DOCUMENT_NAME).stat().st_size
@@ -244,14 +240,14 @@ def copy(path: Path, url: str) -> None:
         files.put_file(str(path / name), f"{target}/{name}")
         files.invalidate_cache()
         if (size_there := files.info(f"{target}/{name}")["size"]) != size:
-            raise RefusedError(f"{url}/{path.name}/{name}: {size_there} bytes there, {size} were sent")
+            raise RefusedError(f"{url}/{path.name}/{name}: {size_there} bytes uploaded, {size} expected")
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it.
+    """Return the file system of a URL, and the path in it.
 
     Raises:
-        RefusedError: it is none, or no installed library knows it.
+        RefusedError: not a URL, or no installed library supports it.
     """
     if "://" not in url:
         raise RefusedError(f"--checkpoint.mirror {url}: allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY")

@@ -1,9 +1,9 @@
-"""Parts of a checkpoint, and loading by all ranks together.
+"""Write the parts of a checkpoint, and load it on all ranks.
 
-Every rank writes its pieces into checkpoints/.step_00000123.tmp and flushes them; rank 0 checks that the pieces of all
-ranks hold every element once, writes checkpoint.json last and renames the directory. A process killed at any moment
-leaves either a whole checkpoint or a hidden directory that the next start removes. writer.py calls this behind the
-steps of a run.
+Every rank writes its pieces into checkpoints/.step_00000123.tmp and flushes them. Rank 0 checks that the pieces of all
+ranks contain every element once, writes checkpoint.json last and renames the directory. A process killed at any time
+leaves a complete checkpoint, or a hidden directory that the next start removes. writer.py calls this module in the
+background of training steps.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ from trp_scale.errors import CheckpointError
 
 
 class EngineGroup:
-    """Several engines as one; without others, exactly the main one.
+    """Several engines with the interface of one.
 
     Args:
         main: the run's engine.
         others: by name; names have no dot.
-        sharded: the hooks' vectors by name, laid out like the main engine's weights; asked for at each save and load.
+        sharded: returns the hooks' vectors by name, sharded like the main engine's weights; called at each save and
+            load.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class EngineGroup:
             engine.create_optimizer_state()
 
     def prepare(self) -> None:
-        """Before saving: an engine that has made no step gets the moments that it would start with, since a checkpoint
-        has moments of all its tensors or of none."""
+        """Prepare a save: create zero moments of engines without a step, since a checkpoint has moments of all its
+        tensors or of none."""
         if self.main.optimizer_steps() > 0:
             for engine in self.others.values():
                 if engine.optimizer_steps() == 0:
                     engine.create_optimizer_state()
 
     def optimizer_steps(self) -> int:
-        """The main engine's."""
+        """Return the main engine's steps."""
         return self.main.optimizer_steps()
 
     def after_load(self, optimizer_steps: int) -> None:
-        """The others follow in `load_extra_state`, where their own step counts are."""
+        """Forward to the main engine; `load_extra_state` has the others' step counts."""
         self.main.after_load(optimizer_steps)
 
     def extra_state(self) -> Mapping[str, float]:
@@ -107,14 +108,14 @@ class EngineGroup:
 
 
 def check_same_engines(directory: Path, stored: Mapping[str, float], present: Mapping[str, float]) -> None:
-    """Check that a checkpoint is of a run with the same engines.
+    """Check that the checkpoint's run had the same engines.
 
     Args:
         stored: engine_state of the checkpoint.
-        present: extra_state of what is to be filled.
+        present: extra_state of the present engines.
 
     Raises:
-        CheckpointError: naming each engine that only one of them has.
+        CheckpointError: names each engine that only one of them has.
     """
     in_checkpoint, in_run = other_engines(stored), other_engines(present)
     problems = [
@@ -124,22 +125,20 @@ def check_same_engines(directory: Path, stored: Mapping[str, float], present: Ma
         f"the engine {name} is in this run and not in the checkpoint" for name in in_run if name not in in_checkpoint
     ]
     if problems:
-        raise CheckpointError(
-            f"{directory}: {'; '.join(problems)}; go on with the settings that the checkpoint's run had"
-        )
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; resume with the settings of the checkpoint's run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Content of a checkpoint, at one step.
+    """Content of a checkpoint at one step.
 
     Attributes:
-        step: steps done.
-        engine: whose weights and moments; read while they are written or copied.
+        step: completed steps.
+        engine: engine with the weights and moments; they are read while they are written or copied.
         hooks_state: nested dicts of JSON values and tensors, the same on every rank.
-        cursors: rows consumed, by source.
-        extra: JSON values of the training loop; `vocab_size` and `data_tokenizer` are needed for an export,
-            `data_digest` lets the data set move between runs.
+        cursors: consumed rows, by source.
+        extra: JSON values of the training loop; an export needs `vocab_size` and `data_tokenizer`, and `data_digest`
+            allows the data set to move between runs.
     """
 
     step: int
@@ -150,7 +149,7 @@ class Content:
     extra: Mapping[str, Any]
 
     def facts(self, group: Group) -> dict[str, Any]:
-        """Fields of checkpoint.json but tensors, files and hooks; nothing in them changes with later steps."""
+        """Return the fields of checkpoint.json except tensors, files and hooks; later steps do not change them."""
         return {
             "step": self.step,
             "optimizer_steps": self.engine.optimizer_steps(),
@@ -166,7 +165,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart:
-    """Files that one rank has written: its own, and on rank 0 the hooks' tensors."""
+    """Files written by one rank: its pieces, and on rank 0 the hooks' tensors."""
 
     entry: FileEntry
     pieces: list[StoredPiece]
@@ -174,21 +173,22 @@ class CheckpointPart:
 
 
 def owned_pieces(engine: Stores) -> Iterator[Piece]:
-    """Yield the pieces that this rank owns, without empty ones."""
+    """Yield the non-empty pieces that this rank owns."""
     return (piece for piece in engine.pieces() if piece.owner and piece.region.size)
 
 
 def write_part(
     temporary: Path, rank: int, pieces: Callable[[], Iterable[Piece]], hooks_tensors: Mapping[str, Tensor]
 ) -> CheckpointPart:
-    """Write what one rank writes, flushed.
+    """Write and flush the files of one rank.
 
     Args:
-        temporary: the checkpoint's directory under its hidden name.
-        pieces: what the rank owns.
-        hooks_tensors: of the hooks' state, by path; rank 0 writes them.
+        temporary: hidden directory of the unfinished checkpoint.
+        pieces: returns the rank's pieces.
+        hooks_tensors: tensors of the hooks' state, by path; rank 0 writes them.
+
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     entry, stored = write_pieces(temporary / f"rank-{rank:05d}.safetensors", pieces)
     hooks = None
@@ -201,7 +201,7 @@ def write_part(
 def finish(
     temporary: Path, written: Sequence[CheckpointPart], hooks_document: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """On rank 0: write checkpoint.json, last, once the parts of all ranks are on the disk."""
+    """Write checkpoint.json on rank 0, after the parts of all ranks are on the disk."""
     tensors = join_pieces(piece for part in written for piece in part.pieces)
     files = (*(part.entry for part in written), *(part.hooks for part in written if part.hooks is not None))
     CheckpointDocument(tensors=tensors, files=files, hooks=dict(hooks_document), **facts).write(temporary)
@@ -210,25 +210,26 @@ def finish(
 
 
 def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> CheckpointDocument:
-    """Fill the engine from a checkpoint written by any engine on any number of ranks; all ranks call it together.
+    """Load a checkpoint of any engine and number of ranks into `engine`. Collective.
 
-    Every file is compared with its checksums first, each by one rank, unless that was `checked` just now.
+    Every file is first verified by its checksums, each on one rank, unless it was `checked` just now.
 
     Returns:
-        what was stored beside weights and moments, the tensors of the hooks' state in their places.
+        the document, with the tensors of the hooks' state.
+
     Raises:
-        CheckpointError: on every rank: the checkpoint is not complete, damaged, or does not fit the model.
+        CheckpointError: on every rank: the checkpoint is incomplete, damaged, or does not fit the model.
     """
     document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
     check_same_engines(path, document.engine_state, engine.extra_state())  # the same on every rank
     stored = open_pieces(path, document, group, checked=checked)
-    # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
+    # This runs the engine's own collectives, so an error of one rank cannot be reported to the others.
     engine.create_optimizer_state()
 
     def list_pieces() -> list[StoredPiece]:
         return [
             without_values(piece) for piece in owned_pieces(engine)
-        ]  # replicas would be gathered once for each rank
+        ]  # without replicas, which would be gathered once per rank
 
     wanted = run_on_all_ranks(group, f"listing the tensors for {path}", list_pieces)
 
@@ -240,7 +241,7 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
             for piece in engine.pieces():  # replicas too
                 for state, target in piece.tensors.items():
                     if state not in document.tensors[piece.name].states:
-                        target.zero_()  # only moments of a run that had made no step: check_same_tensors has seen to it
+                        target.zero_()  # only moments of a run without steps: check_same_tensors ensures it
                     elif target.numel():
                         stored.fill(state, piece.name, piece.region, target)
         hooks.update(read_hooks_state(path, document))

@@ -1,7 +1,7 @@
-"""Checkpoints of a run directory: their names and retention, and where a run goes on from.
+"""Checkpoints of a run directory: names, retention, and the resume point.
 
-Which settings may differ from the checkpoint's: engine, launcher and number of ranks are none and may always differ; a
-setting may differ if the sequence of global batches, the model and the method stay as they were.
+Engine, launcher and number of ranks may always differ from the checkpoint's. A setting may differ if the sequence of
+global batches, the model and the method stay the same.
 """
 
 from __future__ import annotations
@@ -28,41 +28,40 @@ from trp_scale.storage.files import atomic_write, sync_directory
 METRICS_FILE = "metrics.jsonl"
 
 SET_ASIDE = "set_aside_"
-"""Before the names of what a run that went on from an earlier step had left of later ones: checkpoints, pictures."""
+"""Prefix of the new names of checkpoints and pictures of later steps, after a run has resumed from an earlier step."""
 
 PICTURES = "pictures"
-"""Folder of a run directory whose PNG files are shown on its page, and go to Weights & Biases and TensorBoard."""
+"""Folder of a run directory with PNG files for its page, Weights & Biases and TensorBoard."""
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
-"""Directory into which a run on text copies its tokenizer."""
+"""Directory with the tokenizer that a run on text copies."""
 _FINAL = re.compile(r"^step_(\d{8,})$")
 _LEFTOVER = re.compile(r"^\.(step_\d{8,})\.(tmp|old|replaced)$")
 
 
 class ResumePoint(NamedTuple):
-    """Checkpoint that a search selected, `None` if there is none, and sentences for the log: a sentence for each newer
-    one that was passed over."""
+    """Selected checkpoint, `None` if none exists, and log messages: one for each newer checkpoint that was skipped."""
 
     path: Path | None
     notices: tuple[str, ...] = ()
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """RUN/checkpoints/step_00000123"""
+    """Return RUN/checkpoints/step_00000123."""
     return run_dir / CHECKPOINTS / f"step_{step:08d}"
 
 
 def temporary_path(run_dir: Path, step: int) -> Path:
-    """Return the path of an unfinished checkpoint: RUN/checkpoints/.step_00000123.tmp"""
+    """Return the path of an unfinished checkpoint: RUN/checkpoints/.step_00000123.tmp."""
     return run_dir / CHECKPOINTS / f".step_{step:08d}.tmp"
 
 
 def checkpoints(run_dir: Path, every: int = 1) -> list[tuple[int, Path]]:
-    """(step, directory) of the checkpoints under their final names, complete or not, oldest first.
+    """Return (step, directory) of the checkpoints under their final names, complete or not, oldest first.
 
     Args:
-        every: only steps that are multiples of it: a stop or a best figure may have written others.
+        every: only multiples of this step; other steps are from stops or best metrics.
     """
     return [(step, path) for step, path in _of_steps(run_dir / CHECKPOINTS) if step % every == 0]
 
@@ -75,24 +74,25 @@ def _of_steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest of `checkpoints`, -1 without one."""
+    """Return the step of the newest of `checkpoints`, -1 if none exists."""
     return max((step for step, _ in checkpoints(run_dir)), default=-1)
 
 
 def incompleteness(path: Path) -> str | None:
-    """None when checkpoint.json can be read and every file it lists is there with its size; else what is wrong."""
+    """Return `None` if checkpoint.json can be read and every listed file exists with its size; otherwise the
+    problem."""
     try:
         document = read_document(path)
         return next((problem for entry in document.files if (problem := wrong_size(path, entry))), None)
     except CheckpointError as error:
         return str(error)
-    except FileNotFoundError as error:  # the run has just removed it
+    except FileNotFoundError as error:  # a live run has just removed it
         return f"{error.filename}: missing"
 
 
 def newest_complete(run_dir: Path) -> ResumePoint:
-    """The newest checkpoint that is complete; newer ones that are not are named in the warnings. A run that goes on may
-    remove them meanwhile: then it is looked again."""
+    """Return the newest complete checkpoint; notices name newer incomplete ones. Search again if a live run removes
+    checkpoints meanwhile."""
     while True:
         warnings: list[str] = []
         listed = checkpoints(run_dir)
@@ -100,15 +100,16 @@ def newest_complete(run_dir: Path) -> ResumePoint:
             problem = incompleteness(path)
             if problem is None:
                 return ResumePoint(path, tuple(warnings))
-            warnings.append(f"{path} is not complete and is passed over: {problem}")
+            warnings.append(f"{path} is incomplete and skipped: {problem}")
         if checkpoints(run_dir) == listed:
             return ResumePoint(None, tuple(warnings))
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what a killed process left half-written or half-removed; at start-up and before each save, on one rank.
+    """Remove half-written and half-removed directories of a killed process; at start-up and before each save, on one
+    rank.
 
-    A checkpoint that was about to be replaced by a new one of the same step gets its name back if the new one has not.
+    A checkpoint that was being replaced gets its name back if the new one was not published.
     """
     directory = run_dir / CHECKPOINTS
     if not directory.is_dir():
@@ -122,7 +123,7 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name, taking the place of an older one of that name."""
+    """Rename a finished directory to its final name, replacing an older one."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
@@ -137,11 +138,11 @@ class Kept:
     """Retention of checkpoints.
 
     Attributes:
-        newest: so many of the newest sound ones, the last written included; 0 = all.
-        every: each one whose step is a multiple of it; 0 = none.
-        before: the newest sound one of an earlier step than this, where it is not 0: a fault began there.
-        best: that of this step; 0: none for this reason.
-        regular: the newest sound one whose step is a multiple of it, which a rollback needs; 0: none for this reason.
+        newest: number of newest intact checkpoints, including the last; 0 = all.
+        every: keep each multiple of this step; 0 = none.
+        before: keep the newest intact checkpoint before this step, at which a fault began; 0 = none.
+        best: keep the checkpoint of this step; 0 = none.
+        regular: keep the newest intact checkpoint whose step is a multiple of this, for rollbacks; 0 = none.
     """
 
     newest: int
@@ -158,14 +159,14 @@ def retain(
     problem_of: Callable[[Path], str | None],
     spared: Collection[Path],
 ) -> None:
-    """Keep `written` and those before it that are to stay; remove the rest of those before it.
+    """Keep `written` and the earlier checkpoints selected by `kept`; remove the other earlier ones.
 
-    Later steps are not touched: they can only be there when the run was taken back to an earlier step, and then
-    set_aside_later has moved them. Nothing is removed for the sake of a checkpoint that is not sound.
+    Later checkpoints are not touched; `set_aside_later` has renamed them if the run has resumed from an earlier step.
+    Nothing is removed if `written` is damaged.
 
     Args:
-        problem_of: what is wrong with a checkpoint; None = it is sound.
-        spared: still needed; they go the next time.
+        problem_of: returns the problem of a checkpoint, `None` if it is intact.
+        spared: still in use; they are removed the next time.
     """
     if kept.newest == 0 or problem_of(written) is not None:
         return
@@ -186,19 +187,19 @@ def retain(
     for _, path in reversed(before):
         if path not in staying:
             hidden = path.with_name(f".{path.name}.old")
-            path.rename(hidden)  # half-removed, it must not look like a checkpoint
+            path.rename(hidden)  # a half-removed directory must not look like a checkpoint
             shutil.rmtree(hidden)
 
 
 def set_aside_later(directory: Path, step: int) -> list[Path]:
-    """Rename what a directory has of steps later than `step`, from which a run goes on, to set_aside_step_...: `auto`
-    must not take such checkpoints, and no page shows such pictures.
+    """Rename entries of steps later than the resume step `step` to set_aside_step_..., so that `auto` does not select
+    such checkpoints and no page shows such pictures.
 
     Args:
-        directory: RUN/checkpoints, or another whose folders are named like its own.
+        directory: RUN/checkpoints, or another with folders of the same names.
 
     Returns:
-        the new names.
+        the new paths.
     """
     moved: list[Path] = []
     for later, path in _of_steps(directory):
@@ -214,7 +215,7 @@ def set_aside_later(directory: Path, step: int) -> list[Path]:
 
 
 def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
-    """Copy the data set's tokenizer on rank 0, so that the run directory can be exported and moved on its own."""
+    """Copy the data set's tokenizer on rank 0, so that the run directory can be exported and moved without the data."""
     target = run_dir / TOKENIZER
     if world.rank != 0 or target.exists():
         return
@@ -225,24 +226,25 @@ def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
 
 
 def name_seed_runs(directory: Path) -> str:
-    """Return the words that name the runs in a directory of `trp-scale finetune`; empty if there are none."""
+    """Return a hint that lists the runs in a directory of `trp-scale finetune`; empty if there are none."""
     paths = sorted(str(path.parent) for path in directory.glob("*/seed_*/config.yaml"))
     return f"; fine-tuned runs are in it, give one: {', '.join(paths[:10])}" if paths else ""
 
 
 def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePoint:
-    """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
-    each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
+    """Select the resume point. Collective. Every byte of the selected checkpoint is verified, each file on one rank, so
+    that the run resumes from the newest readable checkpoint.
 
-    What a killed process left half-written in run_dir is removed first; another run's directory is only read.
+    Half-written files of a killed process in run_dir are removed first; other run directories are only read.
 
     Args:
-        resume: "auto" = the newest whole checkpoint of run_dir, or a fresh start where there is none at all;
-            "never" = a fresh start in an empty directory; else the path of a checkpoint or of a run directory.
-        every: "auto" takes only checkpoints of steps that are multiples of it.
+        resume: "auto" = newest intact checkpoint of run_dir, or a fresh start if there is none; "never" = fresh start
+            in an empty directory; otherwise the path of a checkpoint or run directory.
+        every: "auto" selects only multiples of this step.
+
     Raises:
-        RefusedError: on every rank: "never" and the directory is not empty; a checkpoint given by its path that is not
-            whole; no whole one among those of a directory.
+        RefusedError: on every rank: "never" in a directory that is not empty; a damaged checkpoint at an explicit path;
+            only damaged checkpoints in a directory.
     """
     what = f"looking into {run_dir}"
     if resume == "never":
@@ -252,20 +254,20 @@ def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> ResumePo
         on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
     elif on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
         if problem := damage(path, group):
-            raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
+            raise RefusedError(f"--resume {path}: the checkpoint is damaged: {problem}")
         return ResumePoint(path, (f"resuming from {path}",))
     newest = newest_whole(path, group, every if resume == "auto" else 1)
     if newest.path is not None:
         return ResumePoint(newest.path, (*newest.notices, f"resuming from {newest.path}"))
     if resume == "auto" and not newest.notices:
         return ResumePoint(None, (f"no checkpoint in {run_dir}: starting from step 0",))
-    problem = "; ".join((*newest.notices, "none is left")) if newest.notices else "there is no checkpoint in it"
-    raise RefusedError(f"--resume {resume}: {problem}. Put back a whole one, or start again in another --run_dir")
+    problem = "; ".join((*newest.notices, "none is left")) if newest.notices else "it contains no checkpoint"
+    raise RefusedError(f"--resume {resume}: {problem}. Restore an intact one, or start in another --run_dir")
 
 
 def newest_whole(run_dir: Path, group: Group, every: int = 1) -> ResumePoint:
-    """The newest checkpoint of which every byte is as it was written; all ranks together. The notices name newer ones
-    that are not, and how many steps are lost with them."""
+    """Return the newest checkpoint with all bytes intact; notices name newer damaged ones and the number of lost steps.
+    Collective."""
     passed: list[tuple[int, Path, str]] = []
     for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir, every))):
         if (problem := damage(path, group)) is None:
@@ -275,18 +277,18 @@ def newest_whole(run_dir: Path, group: Group, every: int = 1) -> ResumePoint:
 
 
 def _passed_over(step: int, path: Path, problem: str, newest: int | None = None) -> str:
-    text = f"{path} is not whole and is passed over: {problem}"
+    text = f"{path} is damaged and skipped: {problem}"
     if newest is not None:
         lost = step - newest
-        text += f"; {lost} {'steps are' if lost > 1 else 'step is'} lost, which this start makes again"
+        text += f"; {lost} {'steps are' if lost > 1 else 'step is'} lost and repeated"
     return text
 
 
 def damage(path: Path, group: Group) -> str | None:
-    """Compare all files of a checkpoint with their checksums, each by one rank; all ranks together.
+    """Verify the checksums of a checkpoint's files, each on one rank. Collective.
 
     Returns:
-        what is missing or damaged, the same on every rank; None when all is whole.
+        the missing or damaged files, the same on every rank; `None` if all are intact.
     """
     try:
         document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
@@ -301,53 +303,52 @@ def _start_fresh(run_dir: Path) -> ResumePoint:
         entry.name
         for entry in (run_dir.iterdir() if run_dir.is_dir() else ())
         if not entry.name.startswith(".")
-        and entry.name != LEASE  # this start's
+        and entry.name != LEASE  # of this start
         and not (entry.is_dir() and not any(entry.iterdir()))
     )
     if content:
         shown = ", ".join(content[:8]) + (f" and {len(content) - 8} more" if len(content) > 8 else "")
         raise RefusedError(
-            f"--resume never, but {run_dir} is not empty (it holds {shown}); give another --run_dir, empty this one, "
-            "or say --resume auto to go on with that run"
+            f"--resume never, but {run_dir} is not empty (it contains {shown}); give another --run_dir, empty this "
+            "one, or use --resume auto to continue that run"
         )
     return ResumePoint(None, (f"starting from step 0 in {run_dir}",))
 
 
 def _is_checkpoint(path: Path, run_dir: Path) -> bool:
-    """Whether what --resume names is a checkpoint, not a run directory."""
+    """Return whether --resume names a checkpoint; otherwise it is a run directory."""
     if not path.is_dir():
         raise RefusedError(f"--resume {path}: no such directory; give auto, never, a checkpoint or a run directory")
     if (run_dir / METRICS_FILE).exists() and not path.resolve().is_relative_to(run_dir.resolve()):
         raise RefusedError(
-            f"--resume {path} is of another run than --run_dir {run_dir}, which has {METRICS_FILE} of its own; "
-            "give an empty --run_dir, or say --resume auto to go on with the run that is there"
+            f"--resume {path} is of another run than --run_dir {run_dir}, which has its own {METRICS_FILE}; "
+            "give an empty --run_dir, or use --resume auto to continue its run"
         )
     return (path / DOCUMENT_NAME).exists()
 
 
 def take_back(run_dir: Path, step: int) -> list[str]:
-    """Bring a run directory to `step`, from which the run goes on (0 = a fresh start); on one rank.
+    """Reset a run directory to the resume step `step` (0 = a fresh start); on one rank.
 
-    Later checkpoints are set aside, so that `--resume auto` never returns to what this start left behind, and later
-    pictures; metrics.jsonl is cut back.
+    Later checkpoints and pictures are set aside, so that `--resume auto` never selects them. metrics.jsonl is cut.
 
     Returns:
-        sentences for the log.
+        log messages.
     """
     aside = set_aside_later(run_dir / CHECKPOINTS, step)
-    notices = [f"a checkpoint of a later step was set aside as {path}" for path in aside]
+    notices = [f"a checkpoint of a later step was renamed to {path}" for path in aside]
     set_aside_later(run_dir / PICTURES, step)
     return notices + cut_metrics(run_dir / METRICS_FILE, step)
 
 
 def cut_metrics(path: Path, step: int) -> list[str]:
-    """Cut metrics.jsonl back to a checkpoint: keep the records with `step` <= step, in order and byte for byte.
+    """Cut metrics.jsonl at a checkpoint: keep the records with `step` <= step, in order and byte for byte.
 
-    A record's `step` is the number of steps done after it. A record that is not whole (the process was killed while it
-    wrote) is dropped. The file is replaced at once; where it does not exist nothing is done.
+    The `step` of a record is the number of completed steps. Torn records of a killed process are dropped. The file is
+    replaced atomically; without a file nothing happens.
 
     Returns:
-        sentences for the log on what was cut off.
+        log messages on what was removed.
     """
     if not path.exists():
         return []
@@ -361,12 +362,12 @@ def cut_metrics(path: Path, step: int) -> list[str]:
                 later += 1
             else:
                 output.write(line)
-    cut = {f"after step {step} were cut off": later, "that were not whole were dropped": damaged}
+    cut = {f"after step {step} removed": later, "torn and dropped": damaged}
     return [f"{METRICS_FILE}: records {what}: {count}" for what, count in cut.items() if count]
 
 
 def _record_step(line: bytes) -> int | None:
-    """The record's step; None where the line is no whole record (a last line without its end is not)."""
+    """Return the record's step; `None` if the line is not a complete record."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -397,15 +398,15 @@ MAY_CHANGE = (
     "logging.*",
     "probes.*",
 )
-"""Settings that may change, beside those of an engine; `section.*` is every field of the section. data.path may where
-the data are the same."""
+"""Settings that may change on resume, in addition to engine settings; `section.*` is every field of the section.
+data.path may change if the data are the same."""
 
 
 def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
-    """Set, in place, what earlier versions computed where the settings that they stored do not say it.
+    """Set, in place, the behaviour of earlier versions for settings that their files do not contain.
 
     Args:
-        stored: nested settings in its checkpoint or result.
+        stored: nested settings of a checkpoint or result.
     """
     if "decay_end" not in stored.get("optimizer", {}):
         config.optimizer.decay_end = "last_step"
@@ -421,19 +422,21 @@ def check_settings(
     stored_digest: str | None = None,
     present_digest: str | None = None,
 ) -> list[str]:
-    """Compare the settings of a checkpoint with those of the run that wants to go on from it.
+    """Compare the settings of a checkpoint with those of the resuming run.
 
-    A setting that the checkpoint does not know is newer than it, and had its default then (or the value of
+    Settings missing in the checkpoint are newer than it; they had their default then (or the value of
     `adopt_unrecorded`).
 
     Args:
-        stored: nested settings in the checkpoint.
-        present: nested settings of this run, as recipes.loader.to_dict gives them.
-        stored_digest, present_digest: digest of the data set's content then and now; None = not known.
+        stored: nested settings of the checkpoint.
+        present: nested settings of this run, as from config.loader.to_dict.
+        stored_digest, present_digest: digests of the data set's content then and now; `None` = unknown.
+
     Returns:
-        a sentence for each difference that is allowed.
+        a message for each allowed difference.
+
     Raises:
-        RefusedError: listing every difference that is not.
+        RefusedError: lists all other differences.
     """
     now = _flat(present)
     default = from_dict({"upstream": present["upstream"]} if "upstream" in present else {"downstream": {}})
@@ -452,7 +455,7 @@ def check_settings(
         may_change = field in changeable or f"{field.partition('.')[0]}.*" in changeable
         if may_change or (field == "data.path" and same_data):
             if field == "training.steps" and (schedule := now.get("optimizer.schedule")) not in WITHOUT_END:
-                difference += f" (the {schedule} schedule of the learning rate now ends there)"
+                difference += f" (the {schedule} learning-rate schedule now ends there)"
             allowed.append(difference)
         else:
             refused.append(difference)
@@ -462,15 +465,15 @@ def check_settings(
         )
     if refused:
         raise RefusedError(
-            f"the checkpoint was made with other settings:\n{listed_problems(refused)}\n"
+            f"the checkpoint has other settings:\n{listed_problems(refused)}\n"
             f"On resume these may change: engine, number of ranks, {', '.join(changeable)}, and data.path to the same "
-            "data elsewhere. Set the listed ones back, or start a new run with another --run_dir."
+            "data elsewhere. Restore the listed settings, or start a new run with another --run_dir."
         )
     return allowed
 
 
 def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """{"section.field": value}, values as they come back from JSON."""
+    """Return {"section.field": value}, with values as JSON returns them."""
     return flat(json.loads(json.dumps(nested)))
 
 

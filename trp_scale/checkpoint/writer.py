@@ -1,14 +1,14 @@
-"""A run's checkpoints, written behind its steps.
+"""Asynchronous checkpoints of a run.
 
-step n       every rank copies what it owns into host memory (`HostCopy`), with hooks, cursors and counters; rank 0
-             looks whether there is room and makes checkpoints/.step_n.tmp
-steps n+1..  a thread of each rank writes its file, with checksums, and flushes it; it makes no collective call. That a
-             rank's part is written, or has failed, travels as one number in the step's all-reduce
-step n+k     all parts are there: all ranks tell what they wrote, rank 0 writes checkpoint.json and gives the directory
-             its name; behind the steps it reads the bytes back, removes older ones and feeds the mirror (keeper.py)
+step n       every rank copies its pieces into host memory (`HostCopy`), with hooks, cursors and counters; rank 0
+             checks the free space and creates checkpoints/.step_n.tmp
+steps n+1..  a thread of each rank writes and flushes its file, with checksums, without collectives. The step's
+             all-reduce contains one number per rank: its part is written or has failed
+step n+k     all parts are written: ranks exchange their file lists, rank 0 writes checkpoint.json and renames the
+             directory; in the background it verifies the bytes, removes older checkpoints and uploads (keeper.py)
 
-A second checkpoint waits for the first. Where storage fails, the steps go on and the next one that is due is tried;
-after `max_failures` in a row the run stops.
+A second checkpoint waits for the first. If storage fails, training continues and the next due checkpoint is tried;
+after `max_failures` consecutive failures the run stops.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from trp_scale.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 PAUSE_AT_END = 5.0
-"""Seconds before the last checkpoint of a run is tried again."""
+"""Seconds before the last checkpoint of a run is retried."""
 
 BESIDE_TENSORS = 8 << 20
-"""Bytes that must be free beside those of the tensors: for names in files and checkpoint.json."""
+"""Free bytes required in addition to the tensors: for keys in files and checkpoint.json."""
 
 SHARE_OF_MEMORY = 0.8
-"""Of the memory that is available when the copy is first made, so much may go into it; steps need some, too."""
+"""Maximum share of the available memory for the copy, when it is first made; steps need some, too."""
 
 _ALIGNED = 64
 
 
 class HostCopy:
-    """Host memory that a rank's pieces are copied into between two steps. One holder of its content at a time.
+    """Copy of a rank's pieces in host memory, made between two steps. The next `take` overwrites it.
 
-    The memory is the same from one checkpoint to the next, so a run holds one copy at most. Under CUDA it is pinned.
+    The memory is reused for all checkpoints, so a run has one copy at most. Under CUDA it is pinned.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class HostCopy:
         self._registered = False
 
     def lacks(self, pieces: Iterable[Piece]) -> int:
-        """Bytes that must still be taken from the machine for these pieces."""
+        """Return the bytes to allocate for these pieces."""
         wanted = _copied_bytes(pieces)
         return 0 if self._memory is not None and self._memory.numel() >= wanted else wanted
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Copy pieces, and return them with the copies in place of the engine's tensors; waits for the device.
+        """Copy pieces, and return them with the copies in place of the engine's tensors. Wait for the device.
 
         Raises:
-            RuntimeError: there is no memory for it.
+            RuntimeError: not enough memory.
         """
         held = list(pieces)
         on_gpu = any(tensor.is_cuda for piece in held for tensor in piece.tensors.values())
@@ -93,7 +93,7 @@ class HostCopy:
         return copied
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._registered and self._memory is not None:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
         self._memory, self._registered = None, False
@@ -112,10 +112,10 @@ class HostCopy:
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy a flat tensor into host memory; from a GPU without waiting for it.
+    """Copy a flat tensor into host memory; from a GPU asynchronously.
 
-    One thread copies. torch's own took 1.6 s for 1.3 GB on two cores that other work shared, this 0.2 s: its threads
-    wait for each other after every tensor.
+    One thread copies. torch's own copy took 1.6 s for 1.3 GB on two busy cores, this 0.2 s: torch's threads wait for
+    each other after every tensor.
     """
     if source.is_cuda or not source.is_contiguous():
         target.copy_(source, non_blocking=source.is_cuda)
@@ -124,7 +124,8 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be taken now: of the machine, and of this process's control groups (version 2)."""
+    """Return the bytes of host memory that can be allocated now, limited by the machine and by this process's control
+    groups (version 2)."""
     meminfo = (line.split() for line in read_lines(Path("/proc/meminfo")))
     free = next((int(words[1]) * 1024 for words in meminfo if words[0] == "MemAvailable:"), 2**50)
     for folder in control_groups():
@@ -145,15 +146,15 @@ def _padded_size(size: int) -> int:
 
 
 class AbandonedError(Exception):
-    """The run breaks, and what its thread writes is of no use."""
+    """The run fails, and its writing thread must stop."""
 
 
 @dataclass(kw_only=True)
 class _UnderWay:
-    """One checkpoint that is being written: what all ranks know of it, and this rank's part.
+    """One checkpoint that is being written: data common to all ranks, and this rank's part.
 
     Attributes:
-        result, error: of this rank's part, once it is written or has failed.
+        result, error: of this rank's part, after it is written or has failed.
     """
 
     step: int
@@ -169,14 +170,14 @@ class _UnderWay:
     thread: threading.Thread | None = None
 
     def write(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
-        """Write this rank's part; raises nothing."""
+        """Write this rank's part; store an error instead of raising it."""
         try:
             self.result = write_part(self.temporary, rank, lambda: self._count(pieces()), tensors)
-        except Exception as error:  # it is raised on all ranks where they meet
+        except Exception as error:  # raised on all ranks by run_on_all_ranks
             self.error = error
 
     def write_behind(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
-        """Write in a thread."""
+        """Write this rank's part in a thread."""
 
         def work() -> None:
             lower_priority()
@@ -198,7 +199,7 @@ class _UnderWay:
         return self.thread is None or not self.thread.is_alive()
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Until this rank's part is over; a thread that gets on is a sign of life."""
+        """Wait for this rank's part; send a heartbeat when the thread makes progress."""
         passed = -1
         while self.thread is not None and self.thread.is_alive():
             if self.passed != passed:
@@ -207,11 +208,7 @@ class _UnderWay:
             self.thread.join(timeout=1.0)
 
     def part(self) -> CheckpointPart:
-        """Return the files that this rank has written.
-
-        Raises:
-            Exception: what went wrong.
-        """
+        """Return the files that this rank has written; raise the error if it failed."""
         if self.error is not None:
             raise self.error
         assert self.result is not None, "waited for"
@@ -220,15 +217,16 @@ class _UnderWay:
 
 @dataclass(kw_only=True)
 class CheckpointWriter:
-    """All ranks make the same calls at the same steps; `written` and `abandon` make no collective call.
+    """Writer of a run's checkpoints. All ranks make the same calls at the same steps; only `has_written` and `abandon`
+    are not collective.
 
     Attributes:
-        beat: takes a sign of life while something is waited for.
-        whole: told of each checkpoint that has become whole, on all ranks.
-        no_copy: why weights and moments are not copied in host memory; empty: they are.
-        failures: checkpoints in a row that storage has refused.
-        problem: what it said last.
-        newest: step of the newest whole checkpoint, -1 without one.
+        beat: receives heartbeats during waits.
+        whole: called on all ranks with each finished checkpoint.
+        no_copy: reason not to copy weights and moments into host memory; empty = copy.
+        failures: number of consecutive storage failures.
+        problem: message of the last failure.
+        newest: step of the newest finished checkpoint, -1 if none exists.
     """
 
     run_dir: Path
@@ -246,9 +244,7 @@ class CheckpointWriter:
     _keeper: Keeper | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Raises:
-        RefusedError: on every rank: no installed library knows the mirror's URL.
-        """
+        """Find the newest checkpoint, and check the URL of the mirror on all ranks."""
 
         def begin() -> int:
             if self.settings.mirror:
@@ -257,19 +253,19 @@ class CheckpointWriter:
 
         self.newest = on_rank_zero(self.group, "looking for checkpoints", begin)
         if self.no_copy and self.settings.asynchronous and self.settings.every:
-            self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
+            self.tell(f"checkpoints are written synchronously: {self.no_copy}")
 
     def save(self, content: Content, *, wait: bool = False, before: int = 0, best: int = 0) -> None:
-        """Begin a checkpoint, or write it whole; one that is under way is finished first.
+        """Start a checkpoint, or write it completely; first finish a pending one.
 
         Args:
-            content: of the present step; nothing is read of it after this returns, unless `wait`.
-            wait: return when it is whole, or storage has failed; no copy is taken.
-            before: the newest whole checkpoint of an earlier step stays; 0 = none for this reason.
-            best: the checkpoint of this step stays; 0 = none for this reason.
+            content: of the present step; not read after this call returns, unless `wait`.
+            wait: return when the checkpoint is finished or storage has failed; no copy is made.
+            before: keep the newest checkpoint before this step; 0 = no such rule.
+            best: keep the checkpoint of this step; 0 = no such rule.
 
         Raises:
-            RankError: on every rank: something other than storage failed on any.
+            RankError: on every rank: an error other than a storage failure on any rank.
         """
         self.settle()
         wait = wait or not self.settings.asynchronous or bool(self.no_copy)
@@ -284,15 +280,15 @@ class CheckpointWriter:
             self.settle()
 
     def has_written(self) -> bool:
-        """Whether a checkpoint is under way of which this rank's part is over; asked once a step."""
+        """Return whether this rank's part of a pending checkpoint is over; called once per step."""
         self._speak()
         return self._under_way is not None and self._under_way.over
 
     def settle(self) -> None:
-        """Finish the checkpoint that is under way, if one is; waits for its parts.
+        """Finish the pending checkpoint, if there is one; wait for its parts.
 
         Raises:
-            RankError: on every rank: something other than storage failed on any.
+            RankError: on every rank: an error other than a storage failure on any rank.
         """
         under_way = self._under_way
         if under_way is None:
@@ -327,10 +323,10 @@ class CheckpointWriter:
         return f"{self.failures} checkpoints in a row could not be written: {self.problem}"
 
     def finish(self, again: Callable[[], None]) -> None:
-        """The run ends: its last checkpoint becomes whole, older ones are removed, the mirror has it.
+        """Finish the last checkpoint at the end of the run, remove older ones, and upload it.
 
         Args:
-            again: called to write the checkpoint of this last step once more, where storage failed.
+            again: writes the checkpoint of this last step again, after a storage failure.
         """
         self.settle()
         while self.failures and self.given_up() is None:
@@ -341,8 +337,7 @@ class CheckpointWriter:
         self.close()
 
     def close(self) -> None:
-        """Finish what is under way, wait until older ones are removed and the mirror has the newest, and let go of
-        memory. All ranks call it."""
+        """Finish the pending checkpoint, wait for removals and uploads, and free memory. Collective."""
         self.settle()
         if self._keeper is not None:
             self._keeper.finish(self.beat)
@@ -350,25 +345,26 @@ class CheckpointWriter:
         self._copy.release()
 
     def abandon(self) -> None:
-        """The run breaks, and ranks may be gone: what is under way is left half-written, for the next start to remove;
-        one rank alone finishes it."""
+        """End after an error, when other ranks may have exited: a pending checkpoint stays half-written until the next
+        start removes it; with one rank it is finished."""
         if self._under_way is not None and self.group.size > 1:
             self._under_way.abandoned = True
             if self._under_way.thread is not None:
                 self._under_way.thread.join(timeout=30.0)
         elif self._under_way is not None:
-            self.whole = lambda path: None  # no hook looks at it any more
-            with contextlib.suppress(RankError):  # the error under way says more
+            self.whole = lambda path: None  # hooks have ended
+            with contextlib.suppress(RankError):  # the original error is more important
                 self.settle()
         if self._keeper is not None:
             self._keeper.abandon()
         self._speak()
 
     def _begin(self, content: Content, *, wait: bool, before: int, best: int) -> bool:
-        """All ranks tell what they own; rank 0 makes room; each begins to write behind the steps, or has written.
+        """List the pieces of all ranks, check the free space on rank 0, and start writing in the background or write
+        now.
 
         Returns:
-            whether it is written behind the steps, the same on every rank.
+            whether it is written in the background, the same on every rank.
         """
         settings = self.settings
         final, temporary = checkpoint_path(self.run_dir, content.step), temporary_path(self.run_dir, content.step)
@@ -384,7 +380,7 @@ class CheckpointWriter:
             return [without_values(piece) for piece in pieces], socket.gethostname(), lacking, available_memory()
 
         ranks = run_on_all_ranks(self.group, f"listing the tensors for {final}", list_pieces)
-        join_pieces(piece for pieces, *_ in ranks for piece in pieces)  # the same on every rank, and so is its error
+        join_pieces(piece for pieces, *_ in ranks for piece in pieces)  # the same on every rank, errors included
         needed = sum(stored_bytes(piece.states, piece.region.size) for pieces, *_ in ranks for piece in pieces)
         needed += sum(tensor.nbytes for tensor in tensors.values()) + BESIDE_TENSORS
         on_rank_zero(self.group, f"preparing the checkpoint {final}", lambda: make_room(temporary, needed))
@@ -410,15 +406,16 @@ class CheckpointWriter:
     def _write_behind(self, under_way: _UnderWay, engine: Stores, tensors: dict[str, Tensor]) -> None:
         try:
             copied = self._copy.take(owned_pieces(engine))
-        except (RuntimeError, MemoryError) as error:  # the memory was there a moment ago
-            self.tell(f"step {under_way.step}: the checkpoint is written while the step waits: {error}")
+        except (RuntimeError, MemoryError) as error:  # other processes may have allocated the memory
+            self.tell(f"step {under_way.step}: the checkpoint is written synchronously: {error}")
             under_way.write(self.group.rank, lambda: owned_pieces(engine), tensors)
             return
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         under_way.write_behind(self.group.rank, lambda: copied, tensors)
 
     def _too_large(self, ranks: list[tuple[str, int, int]]) -> bool:
-        """Whether a host has no room for its ranks' copies; from then on checkpoints are written without one."""
+        """Return whether a host lacks memory for its ranks' copies; then later checkpoints are written without a
+        copy."""
         for host in dict.fromkeys(host for host, _, _ in ranks):
             lacking = sum(lacks for name, lacks, _ in ranks if name == host)
             free = min(free for name, _, free in ranks if name == host)
@@ -427,21 +424,21 @@ class CheckpointWriter:
                     f"a copy of weights and moments needs {_size(lacking)} of host memory on {host}, which has "
                     f"{_size(free)}"
                 )
-                self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
+                self.tell(f"checkpoints are written synchronously: {self.no_copy}")
                 return True
         return False
 
     def _note_failure(self, step: int, error: StorageError) -> None:
         self.failures += 1
         self.problem = str(error)
-        newest = f"the newest is of step {self.newest}" if self.newest >= 0 else "there is none yet"
+        newest = f"the newest is of step {self.newest}" if self.newest >= 0 else "none exists yet"
         self.tell(
             f"step {step}: no checkpoint, {newest} ({self.failures} of {self.settings.max_failures} failures in a row, "
             f"--checkpoint.max_failures); {error}"
         )
 
     def _remove(self, temporary: Path) -> None:
-        if self.group.rank == 0:  # what cannot be removed now, the next start does
+        if self.group.rank == 0:  # the next start removes what cannot be removed now
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _speak(self) -> None:
@@ -450,12 +447,12 @@ class CheckpointWriter:
 
 
 def make_room(temporary: Path, needed: int) -> None:
-    """On rank 0: make the directory that a checkpoint is written into, where the disk has room for it.
+    """Create the directory of an unfinished checkpoint, on rank 0, if the disk has enough free space.
 
     Raises:
-        OSError: it has not, or the directory cannot be made.
+        OSError: not enough space, or the directory cannot be created.
     """
-    if temporary.exists():  # of this step, from before the run went back
+    if temporary.exists():  # of the same step, before a rollback
         shutil.rmtree(temporary)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(temporary.parent).free

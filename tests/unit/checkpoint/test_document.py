@@ -41,8 +41,8 @@ def test_a_flipped_bit_in_any_file_is_passed_over_with_the_steps_that_it_costs(t
             (newer / name).write_bytes(flipped)
             selection = select(tmp_path, "auto", ALONE)
             assert selection.path == older, f"{name}, byte {place}"
-            assert selection.notices[0].startswith(f"{newer} is not whole and is passed over: ")
-            assert selection.notices[0].endswith("; 3 steps are lost, which this start makes again")
+            assert selection.notices[0].startswith(f"{newer} is damaged and skipped: ")
+            assert selection.notices[0].endswith("; 3 steps are lost and repeated")
         (newer / name).write_bytes(content)
     assert select(tmp_path, "auto", ALONE).path == newer
 

@@ -76,7 +76,7 @@ def test_one_that_does_not_read_back_removes_none_and_says_so(tmp_path: Path) ->
     keeper.finish(lambda: None)
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 3]
     (message,) = keeper.messages()
-    assert message.startswith(f"{path} was written and does not read back: ") and "none" not in message
+    assert message.startswith(f"{path} was written but is damaged: ") and "none" not in message
     assert kept(tmp_path, keeper, 4, newest=3) == [1, 2, 4]
 
 
@@ -114,7 +114,7 @@ def test_the_mirror_has_every_finished_one_and_its_document_last(
     keeper = Keeper(run_dir, f"file://{far}")
     assert kept(run_dir, keeper, 1, 2, 3, newest=1) == [3]
     assert sent == ["rank-00000.safetensors", "hooks.safetensors", DOCUMENT_NAME] * 3
-    assert keeper.messages() == [f"step_0000000{step} was copied to file://{far}" for step in (1, 2, 3)]
+    assert keeper.messages() == [f"step_0000000{step} was uploaded to file://{far}" for step in (1, 2, 3)]
     assert sorted(path.name for path in far.iterdir()) == [f"step_0000000{step}" for step in (1, 2, 3)]
     assert select(tmp_path / "new", str(far / "step_00000002"), ALONE).path == far / "step_00000002"
 
@@ -133,11 +133,9 @@ def test_a_mirror_that_fails_is_tried_again_and_stops_nothing(tmp_path: Path, mo
     keeper = Keeper(run_dir, f"file://{far}")
     assert kept(run_dir, keeper, 1, 2, 3) == [2, 3]
     first, second, third = keeper.messages()
-    assert first.startswith("step_00000001 was copied") and third.startswith("step_00000003 was copied")
-    assert second == (
-        f"--checkpoint.mirror file://{far}: step_00000002 was not copied, tried 5 times (ConnectionError: the network "
-        "is down); the next checkpoint will be"
-    )
+    assert first.startswith("step_00000001 was uploaded") and third.startswith("step_00000003 was uploaded")
+    assert second.startswith(f"--checkpoint.mirror file://{far}: step_00000002 was not uploaded after 5 attempts")
+    assert "ConnectionError: the network is down" in second
     assert sorted(path.name for path in far.iterdir()) == ["step_00000001", "step_00000003"]
 
 
@@ -151,7 +149,7 @@ def test_a_copy_that_came_short_is_no_checkpoint(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(keeper_module, "open_url", short)
     path = save_step(tmp_path, 1)
-    with pytest.raises(RefusedError, match=r"rank-00000\.safetensors: [0-9]+ bytes there, [0-9]+ were sent"):
+    with pytest.raises(RefusedError, match=r"rank-00000\.safetensors: [0-9]+ bytes uploaded, [0-9]+ expected"):
         keeper_module.copy(path, f"file://{tmp_path / 'far'}")
     assert not (tmp_path / "far" / path.name / DOCUMENT_NAME).exists()
 
@@ -175,7 +173,7 @@ def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
     keeper.finish(beat)
     hangs.set()
     assert len(asked) == 2
-    assert "the last checkpoint was not copied within 1 s" in keeper.messages()[-1]
+    assert "the last checkpoint was not uploaded within 1 s" in keeper.messages()[-1]
 
 
 @pytest.mark.parametrize("url", ["words", "nothing://there"])
@@ -205,7 +203,7 @@ def test_a_checkpoint_in_a_bucket_is_the_local_one(
     keeper, path = Keeper(tmp_path, "s3://mirror/runs/one"), save_step(tmp_path, 3)
     keeper.note_written(path, Kept(newest=2))
     keeper.finish(lambda: None)
-    assert keeper.messages() == ["step_00000003 was copied to s3://mirror/runs/one"]
+    assert keeper.messages() == ["step_00000003 was uploaded to s3://mirror/runs/one"]
     assert not any(signed.of.values()), "every failure was met"
     for file in path.iterdir():
         stored = client.get_object(Bucket="mirror", Key=f"runs/one/step_00000003/{file.name}")

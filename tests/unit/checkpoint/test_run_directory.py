@@ -156,7 +156,7 @@ def reshape(path: Path, **fields: Any) -> None:
         (lambda path: (path / "checkpoint.json").unlink(), "checkpoint.json: missing"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1'), "checkpoint.json: not JSON"),
         (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), "checkpoint.json: not JSON"),
-        (lambda path: (path / "checkpoint.json").write_text("{}"), "a checkpoint of format None"),
+        (lambda path: (path / "checkpoint.json").write_text("{}"), "format None"),
         (lambda path: reshape(path / "checkpoint.json", states=[1]), r"tensors.matrix.states is \[1\]"),
         (lambda path: reshape(path / "checkpoint.json", states=["word"]), r"states is \['word'\]"),
         (lambda path: (path / "hooks.safetensors").unlink(), "hooks.safetensors: missing"),
@@ -371,7 +371,7 @@ def test_another_length_is_allowed_and_its_consequence_told() -> None:
     stored["training"]["steps"] = 10
     (notice,) = check_settings(stored, PRESENT)
     change = "training.steps: checkpoint 10, now 1000000"
-    assert notice == f"{change} (the linear schedule of the learning rate now ends there)"
+    assert notice == f"{change} (the linear learning-rate schedule now ends there)"
     constant = to_dict(PosBertConfig())
     constant["optimizer"]["schedule"] = stored["optimizer"]["schedule"] = "constant"
     assert check_settings(stored, constant) == [change]
@@ -402,7 +402,7 @@ def test_never_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     (run_dir / "lease.json").touch()  # of the start that looks
     assert select(run_dir, "never", ALONE).path is None
     (run_dir / "config.yaml").touch()
-    with pytest.raises(RefusedError, match=r"not empty \(it holds config.yaml\)"):
+    with pytest.raises(RefusedError, match=r"not empty \(it contains config.yaml\)"):
         select(run_dir, "never", ALONE)
     for number in range(10):
         (run_dir / f"file{number}").touch()
@@ -447,17 +447,17 @@ def test_auto_passes_over_what_is_damaged_and_a_path_does_not(tmp_path: Path, fi
         assert selection.path == first
         assert len(selection.notices) == 3
         for notice, path in zip(selection.notices, (third, second), strict=False):
-            assert notice.startswith(f"{path} is not whole and is passed over: ")
+            assert notice.startswith(f"{path} is damaged and skipped: ")
             assert f"{path / file}: bytes 0:" in notice
         assert selection.notices[-1] == f"resuming from {first}"
     for error in on_ranks(2, lambda group: select(tmp_path, str(third), group)):
         assert isinstance(error, RefusedError)
-        assert str(error).startswith(f"--resume {third}: the checkpoint is not whole: ")
+        assert str(error).startswith(f"--resume {third}: the checkpoint is damaged: ")
         assert f"{third / file}: bytes 0:" in str(error)
     flip(first / file)
     for error in on_ranks(2, lambda group: select(tmp_path, "auto", group)):
         assert isinstance(error, RefusedError)
-        assert str(error).startswith(f"--resume auto: {third} is not whole") and "none is left" in str(error)
+        assert str(error).startswith(f"--resume auto: {third} is damaged") and "none is left" in str(error)
 
 
 def test_a_checkpoint_of_version_0_1_is_refused_in_one_line_that_says_so(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="no such directory"):
         select(run_dir, str(tmp_path / "nowhere"), ALONE)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RefusedError, match="there is no checkpoint in it"):
+    with pytest.raises(RefusedError, match="it contains no checkpoint"):
         select(run_dir, str(tmp_path / "empty"), ALONE)
 
 
@@ -527,8 +527,8 @@ def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
     assert "set_aside_step_00000002" in notices[0]
     assert "set_aside_step_00000003" in notices[1]
     assert notices[2:] == [
-        "metrics.jsonl: records after step 1 were cut off: 2",
-        "metrics.jsonl: records that were not whole were dropped: 1",
+        "metrics.jsonl: records after step 1 removed: 2",
+        "metrics.jsonl: records torn and dropped: 1",
     ]
     selection = select(tmp_path, "auto", ALONE)
     assert selection.path == tmp_path / "checkpoints" / "step_00000001"

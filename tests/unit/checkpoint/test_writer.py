@@ -208,7 +208,7 @@ def test_after_so_many_failures_in_a_row_the_run_stops(tmp_path: Path, monkeypat
         writer.settle()
     reason = writer.given_up()
     assert reason is not None and reason.startswith("2 checkpoints in a row could not be written: writing the ")
-    assert "there is none yet (2 of 2" in said[1]
+    assert "none exists yet (2 of 2" in said[1]
     writer.finish(lambda: pytest.fail("it has been given up"))
 
 
@@ -269,7 +269,7 @@ def test_without_memory_for_a_copy_the_steps_wait(tmp_path: Path, monkeypatch: p
     writer.settle()
     assert steps(tmp_path) == [3]
     assert len(said) == (how.startswith("no"))
-    assert all("while the step" in line for line in said)
+    assert all("written synchronously" in line for line in said)
 
 
 def test_a_run_that_breaks_leaves_nothing_that_writes_on(tmp_path: Path, gate: threading.Event) -> None:

@@ -108,7 +108,7 @@ def shorten(path: Path) -> None:
 
 
 DAMAGES = {
-    "flipped": Damage(lambda path: flip(path / "rank-00000.safetensors"), "do not have the checksum", False),
+    "flipped": Damage(lambda path: flip(path / "rank-00000.safetensors"), "do not match their checksum", False),
     "short": Damage(lambda path: shorten(path / "rank-00000.safetensors"), "bytes found", True),
     "gone": Damage(lambda path: (path / "hooks.safetensors").unlink(), "hooks.safetensors: missing", True),
     "without its list": Damage(lambda path: (path / "checkpoint.json").unlink(), "checkpoint.json: missing", True),
