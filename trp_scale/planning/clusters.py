@@ -1,7 +1,7 @@
-"""GPUs and the networks between them: what their makers state, and what is assumed.
+"""GPUs and networks: vendor figures and assumptions.
 
-Links are of the machines that these GPUs are mostly sold in: eight to a node, all of them joined by NVLink through
-switches, and one network adapter of InfiniBand for each GPU.
+Links are those of the usual machines of these GPUs: eight per node, all connected by NVLink switches, and one
+InfiniBand adapter per GPU.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU, and the machine it comes in.
+    """GPU model and its machine.
 
     Attributes:
-        name: as `--gpu` has it.
-        peak: dense FLOPs a second of matrix products in bf16; tf32, fp32: of fp32 matrices, with and without TF32.
+        name: value of `--gpu`.
+        peak: dense FLOP/s of bf16 matrix products; tf32, fp32: of fp32 matrices with and without TF32.
         memory: bytes.
-        memory_rate: bytes a second of its memory.
-        nvlink: bytes a second in one direction between a GPU and its node's others.
-        network: bytes a second in one direction between a GPU and other nodes.
-        per_node: GPUs of a node.
-        cores: of the node's processors, for each GPU.
-        host_memory: bytes of the node's memory for each GPU.
-        source: where the figures are from.
+        memory_rate: bytes/s of its memory.
+        nvlink: bytes/s in one direction between a GPU and the others of its node.
+        network: bytes/s in one direction between a GPU and other nodes.
+        per_node: GPUs per node.
+        cores: CPU cores per GPU.
+        host_memory: bytes of host memory per GPU.
+        source: origin of the figures.
     """
 
     name: str
@@ -103,18 +103,18 @@ GPUS: dict[str, Gpu] = {
 }
 
 SHARE_OF_LINKS = 0.75
-"""What a large collective reaches of the slowest link's rate."""
+"""Share of the slowest link's rate that a large collective achieves."""
 HOP, NETWORK_HOP = 1.0e-6, 5.0e-6
-"""Seconds from one GPU to the next of a ring, within a node and between nodes."""
+"""Seconds of one hop of a ring, within a node and between nodes."""
 CALL = 15e-6
-"""Seconds that any collective takes."""
+"""Fixed seconds of any collective."""
 HOST_HOP = 30e-6
-"""Seconds from one host to the next, over TCP: the ranks' agreement at the start of a step is a ring of them."""
+"""Seconds of one hop between hosts over TCP, in the ring of the small all-reduce at the start of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`gpus` GPUs of one kind, node by node."""
+    """`gpus` GPUs of one model, node by node."""
 
     gpu: Gpu
     gpus: int
@@ -124,14 +124,14 @@ class Cluster:
         return -(-self.gpus // self.gpu.per_node)
 
     def seconds(self, kind: str, size: float, ranks: int = 0, apart: int = 1) -> float:
-        """Return the seconds of one collective while all groups run theirs. Between nodes a group's ring has as many
-        lanes as it has GPUs in a node, each with its adapter.
+        """Return the seconds of one collective while all groups run theirs. Between nodes, a group's ring has one lane
+        per member GPU of a node, each with its own adapter.
 
         Args:
-            kind: all-reduce, gather, scatter (each rank gets its part of the sum), reduce (one rank gets it).
+            kind: all-reduce, gather, scatter (reduce-scatter), reduce (to one rank).
             size: bytes of the whole tensor.
-            ranks: of a group; 0: all.
-            apart: from one rank of a group to the next; 1: neighbours.
+            ranks: size of a group; 0 = all.
+            apart: stride between ranks of a group; 1 = neighbours.
         """
         ranks = ranks or self.gpus
         if ranks == 1:
@@ -145,7 +145,7 @@ class Cluster:
         return CALL + trips * (moved / (SHARE_OF_LINKS * rate) + hops)
 
     def agreement(self) -> float:
-        """Seconds of the hosts' small sum at the start of a step."""
+        """Return the seconds of the hosts' small all-reduce at the start of a step."""
         return 2 * (self.gpus - 1) * HOST_HOP
 
 
@@ -153,7 +153,7 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU that `--gpu` names.
 
     Raises:
-        RefusedError: there is none of that name.
+        RefusedError: unknown name.
     """
     if name not in GPUS:
         kinds = ", ".join(kind for kind in GPUS if kind.startswith(f"{name}-"))
@@ -163,10 +163,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def assumptions() -> list[str]:
-    """Return the assumptions about clusters, in words."""
+    """Return descriptions of the assumptions about clusters."""
     return [
-        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 with an adapter for each GPU",
-        f"a collective takes {CALL * 1e6:.0f} us, and for each GPU of its ring {HOP * 1e6:.0f} us within a node, "
+        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 GPUs with an adapter each",
+        f"a collective takes {CALL * 1e6:.0f} us plus, per GPU of its ring, {HOP * 1e6:.0f} us within a node and "
         f"{NETWORK_HOP * 1e6:.0f} us between nodes",
-        f"the hosts' agreement is a ring over TCP, {HOST_HOP * 1e6:.0f} us a hop, while the GPUs still have work",
+        f"the hosts' all-reduce is a ring over TCP, {HOST_HOP * 1e6:.0f} us a hop, while the GPUs still have work",
     ]

@@ -1,5 +1,4 @@
-"""`trp-scale plan`, and `trp-scale pretrain --dry_run`: how a run would lie on a cluster, without a GPU and without
-data."""
+"""`trp-scale plan` and `trp-scale pretrain --dry_run`: predict the layout of a run on a cluster, without a GPU."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ def print_plan(arguments: PlanArguments) -> int:
 
 
 def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
-    """Return the shapes of the data and their origin: the data set if it exists, else the flags."""
+    """Return the shapes of the data and their origin: the data set if it exists, otherwise the flags."""
     path = arguments.config.data.path
     if path != NO_DATA and all((member.path / "dataset.json").is_file() for member in parse_paths(path)):
-        return find_upstream(arguments.config).facts(arguments.config), f"shapes as {path} has them"
+        return find_upstream(arguments.config).facts(arguments.config), f"shapes from {path}"
     facts = DataFacts(
         length=arguments.length, vocabulary=arguments.vocabulary, classes={"semseg": arguments.semseg_classes}
     )
     flags = "--length and --vocabulary" if arguments.config.reads == "text" else "--semseg_classes"
-    return facts, f"there is no data set to read: its shapes are those of {flags}"
+    return facts, f"no data set to read: shapes from {flags}"
 
 
 def fixed_layout(arguments: Arguments) -> LayoutChoice:
@@ -59,10 +58,10 @@ def fixed_layout(arguments: Arguments) -> LayoutChoice:
 
 
 def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str, best: int) -> Iterator[str]:
-    """The best layouts with their commands, and what each takes.
+    """Yield the best layouts with their commands, memory and time.
 
     Raises:
-        RefusedError: nothing fits; names the nearest that does.
+        RefusedError: nothing fits; names the nearest plan that does.
     """
     yield from tables.describe_plan(counted, cluster)
     plans = make_plans(counted, cluster, choices)
@@ -81,7 +80,7 @@ def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe:
 
 
 def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: LayoutChoice) -> Iterator[str]:
-    """The curve over numbers of GPUs; nothing where none is asked for."""
+    """Yield the scaling curve; nothing without `worlds`."""
     if not worlds:
         return
     yield ""
@@ -91,7 +90,7 @@ def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: La
 def best_on(
     counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: LayoutChoice | None = None
 ) -> dict[int, ClusterPlan | RefusedError]:
-    """The fastest plan on each number of GPUs, or why there is none."""
+    """Return the fastest plan, or the refusal, for each number of GPUs."""
     plan_of_world: dict[int, ClusterPlan | RefusedError] = {}
     for gpus in worlds:
         try:
@@ -105,7 +104,7 @@ def best_on(
 
 
 def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
-    """The plan of a `trp-scale pretrain` command on the ranks that it was started on, with the shapes of its data.
+    """Yield the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data.
 
     Raises:
         RefusedError: it does not fit.
@@ -121,7 +120,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
 
 
 def report_of_one(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
-    """The plan of one layout, that of the command.
+    """Yield the plan of the command's layout.
 
     Raises:
         RefusedError: it does not fit.
@@ -139,7 +138,7 @@ def report_of_one(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> 
 
 
 def this_gpu() -> tuple[Gpu, list[str]]:
-    """This machine's, or one that is assumed, and what there is to say of it."""
+    """Return this machine's GPU or an assumed one, and the assumption."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(0).lower()
         large = torch.cuda.get_device_properties(0).total_memory > 50 * 2**30
@@ -147,12 +146,12 @@ def this_gpu() -> tuple[Gpu, list[str]]:
             kind, _, size = known.name.partition("-")
             if kind in name and (not size or (size == "80") == large):
                 return known, []
-        return GPUS["a100-80"], [f"this machine's {name} is not known here; as if it were an a100-80"]
-    return GPUS["a100-80"], ["this machine shows no GPU; as if it had a100-80 (trp-scale plan --gpu asks for others)"]
+        return GPUS["a100-80"], [f"this machine's {name} is unknown; assumed: a100-80"]
+    return GPUS["a100-80"], ["this machine has no GPU; assumed: a100-80 (select another by trp-scale plan --gpu)"]
 
 
 def print_dry_run(arguments: Arguments) -> int:
-    """`trp-scale pretrain --dry_run`; of several ranks, rank 0 speaks."""
+    """Print the plan of `trp-scale pretrain --dry_run` on rank 0."""
     if is_rank_zero_env():
         for line in dry_run(arguments, discover(os.environ).world):
             print(line, flush=True)

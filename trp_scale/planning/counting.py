@@ -1,6 +1,5 @@
-"""Count the requirements of a run's model on tensors without content: parameters by unit of sharding, the operations of
-the passes over a micro-batch with their bytes and FLOPs, and the activations that the forward pass keeps. Nothing is
-allocated, no GPU and no data is needed."""
+"""Count a run's model with fake tensors: parameters per sharding unit, operations of the passes over a micro-batch with
+their bytes and FLOPs, and saved activations. Nothing is allocated; no GPU or data is needed."""
 
 from __future__ import annotations
 
@@ -34,21 +33,21 @@ Numbers = npt.NDArray[np.float64]
 Checkpointing = Literal["none", "selective", "full"]
 
 SHARE_OF_MEMORY, SHARE_OF_PEAK, SHARE_OF_PEAK_IN_ATTENTION = 0.8, 0.7, 0.35
-"""What an operation reaches of a GPU's memory rate, of its peak in matrix products, and of its peak in attention."""
+"""Achieved shares of a GPU's memory rate, of its peak in matrix products, and of its peak in attention."""
 LAUNCH = 2.3e-6
-"""Seconds that the smallest operation takes on the device."""
+"""Seconds of the smallest operation on the device."""
 HOST = {"forward": 8e-6, "backward": 5.5e-6}
 """Seconds of the host to launch an operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The operations of a forward or a backward pass over a micro-batch, each by the rows in it.
+    """Operations of a forward or backward pass over a micro-batch.
 
     Attributes:
-        moved, flops: [operations, 2] what does not depend on the rows, and what each row adds.
-        attention: [operations] whether it is fused attention.
-        host: seconds to launch one.
+        moved, flops: [operations, 2] bytes and FLOPs: constant part, and part per row.
+        attention: [operations] whether the operation is fused attention.
+        host: seconds to launch one operation.
     """
 
     moved: Numbers
@@ -57,7 +56,8 @@ class Pass:
     host: float
 
     def seconds(self, rows: int, gpu: Gpu, peak: float) -> float:
-        """On the device: of each operation the longest of memory, arithmetic and launch (a roofline)."""
+        """Return the seconds on the device: for each operation the maximum of memory, arithmetic and launch
+        (roofline)."""
         by_rows = np.array([1.0, rows])
         reached = np.where(self.attention, SHARE_OF_PEAK_IN_ATTENTION, SHARE_OF_PEAK)
         memory = self.moved @ by_rows / (SHARE_OF_MEMORY * gpu.memory_rate)
@@ -65,20 +65,20 @@ class Pass:
         return float(np.maximum(np.maximum(memory, arithmetic), LAUNCH).sum())
 
     def launching(self) -> float:
-        """Seconds of the host to launch all of it."""
+        """Return the seconds of the host to launch all operations."""
         return self.host * len(self.moved)
 
     def total_flops(self, rows: int) -> float:
-        """FLOPs of matrix products and attention."""
+        """Return the FLOPs of matrix products and attention."""
         return float((self.flops @ np.array([1.0, rows])).sum())
 
 
 class Counted:
-    """A run's model, counted as it is asked for.
+    """Lazily computed counts of a run's model.
 
     Args:
         config: settings of the run.
-        facts: what the shapes depend on beside them.
+        facts: properties of the data that determine shapes.
     """
 
     def __init__(self, config: Config, facts: DataFacts) -> None:
@@ -92,7 +92,7 @@ class Counted:
 
     @cached_property
     def model(self) -> nn.Module:
-        """Model whose parameters have shapes only."""
+        """Model of fake tensors."""
         return without_content(self.outline.model)
 
     @cached_property
@@ -101,17 +101,17 @@ class Counted:
 
     @cached_property
     def blocks(self) -> list[int]:
-        """Parameters of each block, a unit of sharding of its own."""
+        """Parameters of each block; each block is a sharding unit."""
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in self.model.layers]  # type: ignore[union-attr]
 
     @property
     def rest(self) -> int:
-        """Parameters outside the blocks: embeddings and heads, one more unit."""
+        """Parameters outside the blocks (embeddings and heads), one more unit."""
         return self.parameters - sum(self.blocks)
 
     @cached_property
     def network(self) -> int:
-        """Parameters of the masking network; 0 where none learns masks."""
+        """Parameters of the masking network; 0 without learned masks."""
         masks = getattr(self.config, "multilevel", None)
         if masks is None or not masks.learns:
             return 0
@@ -119,7 +119,7 @@ class Counted:
         return sum(parameter.numel() for parameter in network.parameters())
 
     def _share_of_rank(self, ranks: int, split: bool) -> Counted:
-        """Return the counts of one of the ranks that share the matrices, and may split the tokens."""
+        """Return the counts of one of the ranks that share the matrices and optionally split the tokens."""
         if ranks == 1:
             return self
         part = copy.copy(self)
@@ -140,7 +140,7 @@ class Counted:
         ]
 
     def partial(self, part: Counted) -> int:
-        """Numbers of the parameters of which a rank that splits tokens makes the gradient of its own alone."""
+        """Return the number of parameter elements whose gradient a rank computes only from its own tokens."""
         partial = set(declared_plan(self.model).partial(self.model))
         pairs = zip(self.model.named_parameters(), part.model.parameters(), strict=True)
         return sum(a.numel() for (name, a), b in pairs if name in partial and a.shape == b.shape)
@@ -149,7 +149,7 @@ class Counted:
         return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))
 
     def _count_saved(self, how: Checkpointing, rounded: bool) -> Need:
-        """Bytes that a forward pass keeps for its backward pass."""
+        """Return the bytes that a forward pass saves for its backward pass."""
         with attention_of_a_gpu():
             return saved_by_rows(
                 self.outline.model,
@@ -161,14 +161,14 @@ class Counted:
             )
 
     def _passes(self, how: Checkpointing, rounded: bool, fused: bool) -> dict[str, Pass]:
-        """Forward and backward, by these names."""
+        """Return the passes "forward" and "backward"."""
         few, more = (self._record_operations(rows, how, rounded=rounded, fused=fused) for rows in FITTED)
         if [(operation.phase, operation.name) for operation in few] != [
             (operation.phase, operation.name) for operation in more
         ]:
             raise RefusedError(
                 f"--upstream {getattr(self.config, 'upstream', '')}: with {FITTED[0]} and {FITTED[1]} rows its passes "
-                "are of different operations, so that other numbers of rows cannot be predicted"
+                "have different operations, so other numbers of rows cannot be predicted"
             )
         operations = {}
         for phase, host in HOST.items():
@@ -182,7 +182,7 @@ class Counted:
         return operations
 
     def _record_operations(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
-        """The operations of both passes over so many rows."""
+        """Return the operations of both passes over `rows` rows."""
         model = without_content(self.outline.model)
         checkpoint_blocks(model, how)
         batch = self.outline.rows(rows)
@@ -212,7 +212,7 @@ class Counted:
 
 
 def _lines(pairs: list[tuple[int, int]]) -> Numbers:
-    """[n, 2] the lines through each pair of values at FITTED's rows: value at 0, and slope."""
+    """Return [n, 2] the lines through each pair of values at FITTED rows: value at 0, and slope."""
     values = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     slope = (values[:, 1] - values[:, 0]) / (FITTED[1] - FITTED[0])
     return np.stack([np.maximum(values[:, 0] - slope * FITTED[0], 0.0), slope], axis=1)

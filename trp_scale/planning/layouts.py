@@ -1,7 +1,7 @@
-"""Where a run's states lie on each engine, and what its ranks send each other: bytes and collectives of a step.
+"""Sharding of a run's states on each engine, and the collectives of a step with their bytes.
 
-Each engine names its class of layouts in engines/settings.py; DeepSpeed's is in zero.py. Collectives follow what the
-engines do: ddp's own buckets, FSDP2's units.
+engines/settings.py names the layout class of each engine; DeepSpeed's is in zero.py. Collectives follow the engines:
+ddp's own buckets, FSDP2's units.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from trp_scale.planning.tensor_parallel import declared_plan, degrees
 from trp_scale.training.micro_size import WORKSPACE
 
 MASTER = 4
-"""Bytes of a number of the optimizer's: weights, gradients and each moment."""
+"""Bytes per number of the optimizer: fp32 weights, gradients and moments."""
 
 BYTES_OF = {"fp32": 4, "bf16": 2}
-"""Of a number, by the name of its type."""
+"""Bytes per number, by dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChoice:
-    """Part of the layout that the command line fixes. Attributes: engine: None: all are tried; document: DeepSpeed's
-    file as read, with its path; None: those shipped are tried."""
+    """Part of the layout that the command line fixes.
+
+    Attributes:
+        engine: `None` = try all.
+        document, path: DeepSpeed's file; `None` = try the shipped files.
+    """
 
     engine: str | None = None
     document: Mapping[str, Any] | None = None
@@ -41,7 +45,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they are of."""
+    """Peak bytes of one rank in a step, by purpose."""
 
     weights: float
     gradients: float
@@ -62,14 +66,14 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Several alike.
+    """Identical collectives of a step.
 
     Attributes:
         kind, ranks, apart: as in Cluster.seconds.
         size: bytes of the whole tensor.
-        phase: forward, backward (of each micro-batch), last (the window's last backward pass), or update.
-        times: how many.
-        hides: whether it can pass behind arithmetic; what ranks that share matrices sum is needed at once.
+        phase: forward, backward (of each micro-batch), last (last backward pass of the accumulation), or update.
+        times: number of collectives.
+        hides: whether they overlap with arithmetic; tensor-parallel sums do not.
     """
 
     kind: str
@@ -83,12 +87,12 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """An engine with what decides where things lie. This class is of engines that hold everything on every rank.
+    """Engine and sharding of a plan. This base class describes engines with full replicas.
 
     Attributes:
-        engine: as --engine has it.
+        engine: value of --engine.
         checkpointing: training.activation_checkpointing.
-        read, sent: bytes of a weight that forwards read, and of a gradient that travels.
+        read, sent: bytes of a weight in forward passes, and of a communicated gradient.
     """
 
     engine: str
@@ -98,52 +102,52 @@ class Layout:
 
     @classmethod
     def is_tried(cls, gpus: int) -> bool:
-        """Return whether a plan tries these layouts where no engine is named."""
+        """Return whether a plan tries these layouts if no engine is named."""
         return gpus > 1
 
     @classmethod
     def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
-        """Yield the layouts that the settings allow; those that differ in checkpointing follow each other, the fastest
-        first.
+        """Yield the layouts that the settings allow; layouts that differ only in checkpointing are consecutive, the
+        fastest first.
 
         Args:
-            engine: name that this class is registered for.
-            choices: of them DeepSpeed's file.
+            engine: registered name of this class.
+            choices: provides DeepSpeed's file.
 
         Raises:
-            RefusedError: the settings are refused, or their cost is not known here.
+            RefusedError: the settings are refused, or their cost cannot be predicted.
         """
         yield from cls(engine=engine, **sizes(counted.config)).ways(counted.config)
 
     def ways(self, config: Config) -> Iterator[Layout]:
-        """Yield this layout with each way of checkpointing that the recipe allows."""
+        """Yield this layout with each activation checkpointing that the recipe allows."""
         stated = config.training.activation_checkpointing
         ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
         for way in ways:
             yield replace(self, checkpointing=way)
 
     def is_stated(self, config: Config) -> bool:
-        """Return whether a run with these settings lies like this."""
+        """Return whether a run with these settings has this layout."""
         return self.checkpointing == config.training.activation_checkpointing
 
     @property
     def name(self) -> str:
-        """Name for tables."""
+        """Name in tables."""
         return self.label if self.checkpointing == "none" else f"{self.label}, {self.checkpointing} checkpointing"
 
     @property
     def label(self) -> str:
-        """Name without the way of checkpointing."""
+        """Name without activation checkpointing."""
         return self.engine
 
     @property
     def flags(self) -> str:
-        """Flags that ask for this layout, each after a space."""
+        """Flags that select this layout, each after a space."""
         return ""
 
     @property
     def rounded(self) -> bool:
-        """Whether forwards read bf16 weights in place of autocast."""
+        """Whether forward passes read bf16 weights instead of autocast."""
         return self.read < MASTER
 
     @property
@@ -152,7 +156,7 @@ class Layout:
         return self.checkpointing != "selective"
 
     def command(self, flags: str, gpus: int, per_node: int) -> str:
-        """Return the command that starts a run with these flags, on each node."""
+        """Return the command that starts a run with these flags on each node."""
         nodes = ""
         if gpus > per_node:
             nodes = f"--nnodes {-(-gpus // per_node)} --rdzv_backend c10d --rdzv_endpoint HOST:29500 "
@@ -160,7 +164,7 @@ class Layout:
         return f"torchrun {nodes}{processes} launch/pretrain.py --engine {self.engine} {flags}"
 
     def part(self, counted: Counted) -> Counted:
-        """Return the counts of the part of the model that a rank computes with."""
+        """Return the counts of a rank's part of the model."""
         return counted
 
     def data_ranks(self, ranks: int) -> int:
@@ -168,7 +172,7 @@ class Layout:
         return ranks
 
     def sharers(self, ranks: int) -> int:
-        """Return the number of ranks that share the weights, or what hooks keep of their size."""
+        """Return the number of ranks that share the weights, and hook tensors of their size."""
         return 1
 
     def updated(self, counted: Counted, ranks: int) -> float:
@@ -176,16 +180,15 @@ class Layout:
         return self.part(counted).parameters / self.sharers(ranks)
 
     def host_bytes(self, accumulation: int) -> int:
-        """Return the bytes between GPU and host in a step for each parameter that a rank updates; 0: all are on the
-        GPU."""
+        """Return the bytes between GPU and host per step and updated parameter; 0 if all is on the GPU."""
         return 0
 
     def network_bytes(self, numbers: int, ranks: int) -> float:
-        """Return the bytes of a masking network: weights, gradient, two moments, and the first weights."""
+        """Return the bytes of a masking network: weights, gradient, two moments, and initial weights."""
         return 5 * MASTER * numbers / self.sharers(ranks)
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
-        """Return the fields of Memory that do not depend on the rows.
+        """Return the fields of Memory that do not depend on the number of rows.
 
         Args:
             several: whether a step has several micro-batches.
@@ -202,12 +205,12 @@ class Layout:
 
 
 def sizes(config: Config) -> dict[str, Any]:
-    """Return `read` and `sent` of an engine that takes them from the recipe."""
+    """Return `read` and `sent` of an engine that follows the recipe."""
     return {"read": BYTES_OF[config.training.weights], "sent": BYTES_OF[config.training.gradients]}
 
 
 def norms(counted: Counted, *, ranks: int = 0, of_each: bool = True) -> Iterator[Collective]:
-    """Yield the sums of the gradient's norm and, where `of_each` and the optimizer is LAMB, of all matrices' norms."""
+    """Yield the all-reduce of the gradient's norm and, with `of_each` and LAMB, of all matrices' norms."""
     yield Collective(kind="all-reduce", size=8, phase="update", ranks=ranks)
     if of_each and counted.config.optimizer.kind == "lamb":
         number = len(list(counted.model.parameters()))
@@ -226,13 +229,13 @@ class PlainLayout(Layout):
 
 
 class DdpLayout(Layout):
-    """Everything on each rank, and flat buckets of gradients."""
+    """Full replicas with flat gradient buckets."""
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
         states = super().states(counted, ranks, several=several)
         if ranks == 1:
             return states
-        # Flat buckets stay; gradients of earlier micro-batches lie beside them until they are packed.
+        # Flat buckets persist; gradients of earlier micro-batches need memory until they are packed.
         beside = states["gradients"] if several else min(states["gradients"], BUCKET_BYTES)
         return {**states, "gradients": beside, "buckets": self.sent * counted.parameters}
 
@@ -243,7 +246,7 @@ class DdpLayout(Layout):
 
 
 def bucket_sizes(model: nn.Module, sent: int) -> Iterator[int]:
-    """Yield the number of elements of each of ddp's buckets of gradients, `sent` bytes each."""
+    """Yield the number of elements of each ddp gradient bucket; `sent` bytes per element."""
     members = [ReducedParameter(read=weight, own=weight) for weight in model.parameters() if weight.requires_grad]
     for bucket in cut_into_buckets(members, BUCKET_BYTES, torch.bfloat16 if sent < MASTER else None):
         yield bucket.flat.numel()
@@ -251,10 +254,10 @@ def bucket_sizes(model: nn.Module, sent: int) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpLayout(Layout):
-    """FSDP2's units.
+    """FSDP2.
 
     Attributes:
-        shard_ranks: neighbours that share one copy; 0: all ranks.
+        shard_ranks: consecutive ranks that shard one copy; 0 = all ranks.
         offload: weights, gradients and moments are in host memory.
     """
 
@@ -267,7 +270,7 @@ class FsdpLayout(Layout):
         gpus, per_node = cluster.gpus, cluster.gpu.per_node
         if settings.offload_directory:
             raise RefusedError(
-                f"--fsdp.offload_directory {settings.offload_directory}: the speed of its disk is not known here; "
+                f"--fsdp.offload_directory {settings.offload_directory}: the speed of its disk is unknown; "
                 "allowed in a plan: --fsdp.offload without it"
             )
         groups = (0, per_node) if gpus > per_node and gpus % per_node == 0 else (0,)
@@ -295,7 +298,7 @@ class FsdpLayout(Layout):
         return self.shard_ranks or ranks
 
     def host_bytes(self, accumulation: int) -> int:
-        """Weights come for both passes of each micro-batch, gradients go once."""
+        """Return the bytes: weights are copied for both passes of each micro-batch, gradients once."""
         return MASTER * (2 * accumulation + 1) if self.offload else 0
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
@@ -306,14 +309,14 @@ class FsdpLayout(Layout):
         shards = {"weights": shard, "gradients": shard + whole, "moments": 2 * shard}
         if self.offload:
             shards = {"weights": 0.0, "gradients": whole, "host": 4 * shard}
-        # Sums of two blocks are under way beside what is gathered; the rest's begin when that is gone.
+        # Reductions of two blocks are pending while weights are gathered; the rest's start after those are freed.
         gathered = self.read * (counted.rest + 2 * block)
         buckets = max(2 * self.sent * block, self.sent * counted.rest - gathered)
         return {**shards, "gathered": gathered, "buckets": buckets}
 
     def collectives(self, counted: Counted, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
-        """Blocks are gathered in the forward pass and again in the backward pass of each micro-batch, the rest once;
-        gradients go once a window, then each part between the copies."""
+        """Yield the collectives: gathers of blocks in the forward and backward pass of each micro-batch, of the rest
+        once; reductions of gradients once per step, then all-reduces between replicas."""
         yield from super().collectives(counted, ranks, micro, accumulation)
         yield from norms(counted)
         near = self.sharers(ranks)
@@ -330,12 +333,12 @@ class FsdpLayout(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout(Layout):
-    """Ranks that share matrices.
+    """Tensor parallelism.
 
     Attributes:
         tensor: ranks that share each large matrix.
         shard_moments: megatron.shard_moments.
-        split: whether they split tokens.
+        split: whether they split tokens (sequence parallelism).
     """
 
     tensor: int = 1
@@ -348,7 +351,7 @@ class MegatronLayout(Layout):
 
     @classmethod
     def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
-        """Yield the layout of the stated number of ranks that share matrices, or of each allowed one if it is 1."""
+        """Yield the layout of the stated tensor-parallel degree, or of each allowed degree if it is 1."""
         config, stated = counted.config, counted.config.megatron.tensor_parallel
         gpus, per_node = cluster.gpus, cluster.gpu.per_node
         check_engine(replace(config, batch=replace(config.batch, micro_size=1)), engine, gpu=True)
@@ -390,11 +393,11 @@ class MegatronLayout(Layout):
         return ranks // self.tensor
 
     def sharers(self, ranks: int) -> int:
-        """Ranks that share the moments of what one of them has."""
+        """Return the number of ranks that shard the moments."""
         return self.data_ranks(ranks) if self.shard_moments else 1
 
     def network_bytes(self, numbers: int, ranks: int) -> float:
-        """Each rank has all of the network, and its share of the moments."""
+        """Return the bytes: the whole network on each rank, and its shard of the moments."""
         return (3 + 2 / self.sharers(ranks)) * MASTER * numbers
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
@@ -413,8 +416,8 @@ class MegatronLayout(Layout):
         }
 
     def collectives(self, counted: Counted, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
-        """Sums over the ranks that share matrices in every pass. Over those that split the batch, gradients once a
-        window, and new weights where each updates rows of its own."""
+        """Yield the collectives: sums over tensor-parallel ranks in every pass; over data ranks, gradients once per
+        step, and new weights if moments are sharded."""
         part, data = self.part(counted), self.data_ranks(ranks)
         among: dict[str, Any] = {"ranks": data, "apart": self.tensor}
         inside: dict[str, Any] = {"ranks": self.tensor, "hides": False}
@@ -443,7 +446,7 @@ class MegatronLayout(Layout):
 
 
 def traffic(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> list[Collective]:
-    """Return the collectives of a step on all ranks, those of hooks left out.
+    """Return the collectives of a step on all ranks, except those of hooks.
 
     Args:
         micro: rows of a micro-batch.
@@ -455,7 +458,7 @@ def traffic(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumul
 def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> Memory:
     """Return the memory of one rank; arguments as of `traffic`."""
     part = layout.part(counted)
-    # A hook's copy of the weights and its direction (benchmarks/mlo_memory.py), and the average of the weights.
+    # Learned masks: copy of the weights and direction (benchmarks/mlo_memory.py); weight_average: the average.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
     return Memory(
         activations=part.saved(layout.checkpointing, layout.rounded).step_bytes(micro),

@@ -1,5 +1,5 @@
-"""Plans: for each engine, stage and way of checkpointing the micro-batch that fits, the time of a step, and the best of
-them first. What does not fit is refused with the nearest that does."""
+"""Plans: the largest micro-batch and the step time of each engine, stage and activation checkpointing, the best first.
+If nothing fits, the refusal names the nearest plan that does."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from trp_scale.planning.step import Step, predict_step
 from trp_scale.training.micro_size import SURE, candidates
 
 ENOUGH_POSITIONS = 4096
-"""Of a micro-batch that keeps a GPU busy: above it checkpointing activations cannot gain."""
+"""Positions of a micro-batch that keep a GPU busy; above this, activation checkpointing cannot be faster."""
 STATED = 0.95
-"""Share of a GPU's memory that a stated micro-batch may take; one that is chosen takes SURE, as a run would."""
+"""Maximum share of a GPU's memory for an explicit micro-batch size; an automatic one uses SURE, like a run."""
 MOST_GPUS = 4096
-"""Looked at for the nearest cluster that fits."""
+"""Maximum size of the nearest cluster that fits."""
 SECONDS_A_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """A layout on a cluster. Attributes: micro: rows of a micro-batch; accumulation: of them in a step; limit: bytes of
-    a GPU's memory that it may take; messages: collectives of a step."""
+    """Layout on a cluster.
+
+    Attributes:
+        micro: rows of a micro-batch.
+        accumulation: micro-batches of a step.
+        limit: maximum bytes of a GPU's memory.
+        messages: collectives of a step.
+    """
 
     layout: Layout
     cluster: Cluster
@@ -46,7 +52,7 @@ class ClusterPlan:
 
     @property
     def short(self) -> float:
-        """Bytes that are missing, on the GPU or on its host."""
+        """Missing bytes on the GPU or its host."""
         host = self.memory.host - self.cluster.gpu.host_memory
         return max(self.memory.device - self.limit, host)
 
@@ -70,11 +76,11 @@ class ClusterPlan:
 
     @property
     def collectives(self) -> int:
-        """Collectives of a step, small ones included."""
+        """Collectives of a step, including small ones."""
         return sum(message.times for message in self.messages)
 
     def bytes_sent(self) -> float:
-        """Bytes that a rank sends per step (ring collectives)."""
+        """Return the bytes that a rank sends per step (ring collectives)."""
         sent = 0.0
         for message in self.messages:
             ranks = message.ranks or self.cluster.gpus
@@ -83,7 +89,7 @@ class ClusterPlan:
         return sent
 
     def command(self, recipe: str) -> str:
-        """The command line of this plan, on each node but for DeepSpeed's, which starts the others."""
+        """Return the command line of this plan; DeepSpeed's starts all nodes, others run on each node."""
         flags = f"--recipe {recipe} --batch.micro_size {self.micro}"
         if self.layout.checkpointing != "none":
             flags += f" --training.activation_checkpointing {self.layout.checkpointing}"
@@ -92,28 +98,25 @@ class ClusterPlan:
 
 
 def layouts(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
-    """Yield the layouts that these settings allow, of the named engine or of all that are tried.
+    """Yield the layouts that the settings allow, of the named engine or of all that are tried.
 
     Raises:
-        RefusedError: settings that are refused, or whose cost is not known here.
+        RefusedError: refused settings, or settings of unknown cost.
     """
     for name in [choices.engine] if choices.engine else names("engine"):
         location = engine_rules(name).layouts
         if not location and choices.engine:
-            raise RefusedError(
-                f"--engine {name}: its layouts and cost are not known; allowed in a plan: another engine"
-            )
+            raise RefusedError(f"--engine {name}: its layouts and cost are unknown; allowed in a plan: another engine")
         if location and (choices.engine or import_name(location).is_tried(cluster.gpus)):
             kind: type[Layout] = import_name(location)
             yield from kind.candidates(name, counted, cluster, choices)
 
 
 def make_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice | None = None) -> list[ClusterPlan]:
-    """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
-    lacks least.
+    """Return a plan for each layout: plans that fit, by speed; then the others, by missing memory.
 
     Raises:
-        RefusedError: the global batch divides over the ranks of no layout, or settings that are refused.
+        RefusedError: no layout divides the global batch, or the settings are refused.
     """
     plans: list[ClusterPlan] = []
     enough: set[str] = set()  # layouts that more checkpointing cannot make faster
@@ -148,7 +151,7 @@ def _sizes(config: Config, gpus: int) -> list[int]:
 
 
 def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int]) -> ClusterPlan:
-    """The largest micro-batch that fits, or the smallest where none does."""
+    """Return the plan with the largest micro-batch that fits, or the smallest if none fits."""
     config, gpus = counted.config, cluster.gpus
     limit = (SURE if config.batch.micro_size == "auto" else STATED) * cluster.gpu.memory
     for micro in reversed(sizes):
@@ -180,7 +183,7 @@ def fitting(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
 
 
 def nearest_that_fits(counted: Counted, cluster: Cluster, choices: LayoutChoice | None = None) -> ClusterPlan | None:
-    """The smallest cluster that some layout fits on: other GPUs before more of them; None: none of those tried."""
+    """Return the plan on the smallest cluster that fits, preferring larger GPUs to more GPUs; `None` if none fits."""
     larger = [gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory]
     gpus = cluster.gpus
     while gpus <= MOST_GPUS:
@@ -189,7 +192,7 @@ def nearest_that_fits(counted: Counted, cluster: Cluster, choices: LayoutChoice 
             try:
                 plans_that_fit = fitting(make_plans(counted, Cluster(gpu=gpu, gpus=gpus), choices))
             except RefusedError:
-                continue  # the batch does not divide over so many
+                continue  # the batch is not divisible
             if plans_that_fit:
                 return plans_that_fit[0]
         gpus *= 2
@@ -202,7 +205,7 @@ def refusal(counted: Counted, plans: Sequence[ClusterPlan], choices: LayoutChoic
     cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, choices)
     words = (
         f"no layout fits on {cluster.gpus} x {cluster.gpu.name}: {least.layout.name} with micro-batches of "
-        f"{least.micro} lacks least and takes {least.memory.device / 2**30:.1f} GiB of "
+        f"{least.micro} is the closest and takes {least.memory.device / 2**30:.1f} GiB of "
         f"{least.limit / 2**30:.1f} GiB"
     )
     if least.memory.host > cluster.gpu.host_memory:

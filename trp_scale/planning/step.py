@@ -1,5 +1,5 @@
-"""How long one step takes on a cluster: arithmetic by a roofline, collectives by rates and latencies, what overlaps
-with what, and the loader. Nothing of it is measured."""
+"""Predict the time of a step on a cluster: arithmetic by a roofline, collectives by rates and latencies, their overlap,
+and the loader. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
 from trp_scale.planning.layouts import Collective, Layout
 
 ROWS_A_CORE = {"image": 700.0, "text": 3.2e6}
-"""What a core of a loader makes in a second: crops of 224 px, or positions of text."""
+"""Rows per second and loader core: crops of 224 px, or positions of text."""
 LAUNCH_OF_A_COLLECTIVE = 20e-6
 """Seconds of the host."""
 UPDATE_BYTES = 32
-"""Of a parameter that is updated: weight, gradient and moments read, three of them written, the norm read again."""
+"""Bytes per updated parameter: weight, gradient and moments read, three of them written, the norm read again."""
 HOST_LINK, HOST_UPDATE = 20e9, 1.0e9
-"""With moments in host memory: bytes a second between GPU and host, and parameters that a rank's cores update."""
+"""With moments in host memory: bytes/s between GPU and host, and parameters/s that a rank's cores update."""
 
 WAITING = 0.015
-"""Of a step, for each doubling of the nodes: ranks wait for the slowest of them. Fitted to what llm-foundry publishes
-of 125, 350 and 760 M parameters on 16 to 128 A100 (`benchmarks/plan_checks.py`)."""
+"""Share of a step, per doubling of the nodes, that ranks wait for the slowest. Fitted to llm-foundry's published
+results for 125, 350 and 760 M parameters on 16 to 128 A100 (`benchmarks/plan_checks.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class Step:
     """Seconds of a step.
 
     Attributes:
-        compute: forward and backward passes, and the passes that methods add.
+        compute: forward and backward passes, and passes of methods.
         update: the optimizer.
-        exposed: collectives that nothing hides.
+        exposed: collectives without overlap.
         waiting: for the slowest rank.
-        communication: all collectives, hidden or not.
-        host: of the host, which runs beside the device.
+        communication: all collectives, overlapped or not.
+        host: of the host, which runs in parallel to the device.
         loader: to make the rows of a step on all cores of the rank.
-        cores: that a rank's loader needs to keep up.
-        flops: model FLOPs a second and GPU, over its peak.
+        cores: number of cores that a rank's loader needs.
+        flops: model FLOP/s per GPU, divided by its peak.
     """
 
     compute: float
@@ -54,7 +54,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The longest of what runs side by side."""
+        """Longest of the parallel parts."""
         return max(self.compute + self.update + self.exposed + self.waiting, self.host, self.loader)
 
     @property
@@ -76,10 +76,10 @@ def peak_flops(config: Config, gpu: Gpu) -> float:
 def predict_step(
     counted: Counted, layout: Layout, cluster: Cluster, messages: list[Collective], *, micro: int, accumulation: int
 ) -> Step:
-    """One step of all ranks.
+    """Predict one step of all ranks.
 
     Args:
-        messages: of `traffic`.
+        messages: from `traffic`.
         micro: rows of a micro-batch.
         accumulation: micro-batches of a step.
     """
@@ -97,7 +97,7 @@ def predict_step(
     exposed += (
         max(0.0, each_backward + hidden_seconds["last"] - backward) + _tail(hidden, cluster) + hidden_seconds["update"]
     )
-    # What the ranks of a tensor group sum is needed at once.
+    # Tensor-parallel sums do not overlap.
     again = {"forward": 1 + prepass(config, accumulation)}
     summing = sum(
         again.get(message.phase, 1) * message.times * collective_seconds(message, cluster) for message in sums
@@ -128,7 +128,7 @@ def predict_step(
 
 
 def collective_seconds(message: Collective, cluster: Cluster) -> float:
-    """Seconds of one of its collectives."""
+    """Return the seconds of one of the identical collectives."""
     return cluster.seconds(message.kind, message.size, message.ranks, message.apart)
 
 
@@ -137,7 +137,7 @@ def _seconds(messages: list[Collective], cluster: Cluster, phase: str) -> float:
 
 
 def _tail(messages: list[Collective], cluster: Cluster) -> float:
-    """The last collective of gradients, of each kind: it begins when the backward pass has ended."""
+    """Return the seconds of the last gradient collective of each kind: it starts after the backward pass."""
     last = {
         message.kind: message
         for message in messages
@@ -147,7 +147,7 @@ def _tail(messages: list[Collective], cluster: Cluster) -> float:
 
 
 def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: int) -> float:
-    """The optimizer's step over what a rank owns."""
+    """Return the seconds of the optimizer step over a rank's parameters."""
     parameters = layout.updated(counted, cluster.gpus)
     if moved := layout.host_bytes(accumulation):
         return parameters * moved / HOST_LINK + parameters / HOST_UPDATE
@@ -156,32 +156,32 @@ def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: in
 
 
 def prepass(config: Config, accumulation: int) -> int:
-    """Forward passes that exact minimax adds to each micro-batch: none where a window is one micro-batch."""
+    """Return the forward passes that exact minimax adds to each micro-batch: none for a single micro-batch."""
     exact = getattr(config.balancer, "estimate", "") == "exact"
     return int(exact and accumulation > 1)
 
 
 def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
-    """A step's arithmetic with learned masks over one without: 1 where none are learned."""
+    """Return the arithmetic of a step with learned masks relative to one without; 1 without learned masks."""
     if not counted.network:
         return 1.0
     return counted.step_flops(ranks) / (TRAINING_OVER_FORWARD * counted.outline.forward_flops)
 
 
 def assumptions() -> list[str]:
-    """Return the assumptions about a step, in words."""
+    """Return descriptions of the assumptions about a step."""
     return [
-        "an operation takes the longest of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
-        "in attention) and 2.3 us; --training.compile auto fuses all that lies between two products, which is the best "
-        "it could do; ZeRO-3 is not compiled",
-        "gathers and reductions hide behind the pass that they belong to, but for the first gather of a forward pass "
-        "and the last reduction; what comes after the update is not hidden, nor is what ranks that share matrices sum; "
-        f"with --fsdp.offload nothing that passes between GPU and host at {HOST_LINK / 1e9:.0f} GB/s is",
-        f"for each doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest of them",
-        f"a loader's core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
-        "positions of text a second; all cores of the node are the loaders'",
-        "the passes of learned masks take the time of as many FLOPs of plain MAE; their collectives, and those of "
-        "other hooks, are left out",
+        "an operation takes the maximum of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
+        "in attention) and 2.3 us; --training.compile auto fuses everything between two products (best case); ZeRO-3 "
+        "is not compiled",
+        "gathers and reductions overlap with their pass, except the first gather of a forward pass and the last "
+        "reduction; collectives after the update and tensor-parallel sums do not overlap; with --fsdp.offload, copies "
+        f"between GPU and host at {HOST_LINK / 1e9:.0f} GB/s do not overlap",
+        f"per doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest",
+        f"a loader core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
+        "positions of text a second; the loaders use all cores of the node",
+        "passes of learned masks take the time of plain MAE passes with equal FLOPs; collectives of learned masks and "
+        "other hooks are ignored",
         f"the backward pass does {TRAINING_OVER_FORWARD - 1} times the forward's arithmetic in model FLOPs; "
-        "checkpoints, validation, restarts and slow ranks are left out",
+        "checkpoints, validation, restarts and slow ranks are ignored",
     ]

@@ -1,4 +1,4 @@
-"""Plans as tables, in Markdown, which reads well on a terminal too."""
+"""Tables of plans in Markdown, which is also readable on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trp_scale.planning.plan import ClusterPlan
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table with columns of one width."""
+    """Return the lines of a Markdown table with aligned columns."""
     return Table(head=head, rows=rows, words=len(head)).to_markdown(padded=True).splitlines()
 
 
@@ -21,7 +21,7 @@ RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "
 
 
 def ranking(plans: Sequence[ClusterPlan]) -> list[str]:
-    """A line for each plan that fits."""
+    """Return a table with a line for each plan that fits."""
     return table(RANKING, [_rank_rows(plan) for plan in plans])
 
 
@@ -41,7 +41,7 @@ def _rank_rows(plan: ClusterPlan) -> list[str]:
 
 
 def memory_lines(plans: Sequence[ClusterPlan]) -> list[str]:
-    """GiB of each kind, a line for each plan."""
+    """Return a table of GiB by purpose, a line for each plan."""
     names = [field_.name for field_ in fields(plans[0].memory)]
     rows = [
         [plan.layout.name, *(f"{getattr(plan.memory, name) / GIB:.2f}" for name in names), _fit(plan)] for plan in plans
@@ -56,7 +56,7 @@ def _fit(plan: ClusterPlan) -> str:
 
 
 def time_lines(plan: ClusterPlan) -> list[str]:
-    """Return the lines on the duration of a run and of the parts of a step."""
+    """Return lines on the duration of a run and of the parts of a step."""
     step = plan.step
     assert step is not None, "of a plan that fits"
     parts = {
@@ -80,7 +80,8 @@ CURVE = ("GPUs", "layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "ef
 
 
 def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
-    """The best plan on each number of GPUs. Efficiency: rows a second and GPU over those of the first that fits."""
+    """Return a table of the best plan on each number of GPUs. Efficiency: rows/s per GPU relative to the first that
+    fits."""
     plans = [plan for plan in plan_of_world.values() if isinstance(plan, ClusterPlan)]
     rows = []
     for gpus, plan in plan_of_world.items():
@@ -107,7 +108,7 @@ def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
 
 
 def _short(error: RefusedError) -> str:
-    """The first words of a refusal."""
+    """Return the first words of a refusal."""
     return str(error).partition(":")[0]
 
 
@@ -128,7 +129,7 @@ def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
 
 
 def assumption_lines(gpu: clusters.Gpu) -> list[str]:
-    """Lines of what a plan rests on."""
+    """Return the assumptions of a plan."""
     return [
         f"predicted, not measured; {gpu.name}: {gpu.peak / 1e12:.0f} TFLOP/s in bf16, {gpu.memory / GIB:.0f} GiB at "
         f"{gpu.memory_rate / 1e12:.2f} TB/s, {gpu.nvlink / 1e9:.0f} GB/s within a node, {gpu.network / 1e9:.0f} GB/s "

@@ -1,5 +1,5 @@
-"""Count the share of a --engine megatron rank, and the messages between ranks that share matrices, on tensors without
-content, as the model's plan cuts it (trp_scale/models/tensor_plan.py)."""
+"""Count the part of a model on one --engine megatron rank, and the messages between tensor-parallel ranks, on fake
+tensors. The model declares its partition (models/tensor_plan.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from trp_scale.models.initialise import give
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
 NUMBER = 4
-"""Bytes of a number of the losses' sums."""
+"""Bytes per number in the sums of losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSum:
-    """Message of a tensor-parallel group. Attributes: phase: forward or backward; size: bytes; kind: as of
-    Collective."""
+    """Message of a tensor-parallel group.
+
+    Attributes:
+        phase: forward or backward.
+        size: bytes.
+        kind: as in Collective.
+    """
 
     phase: str
     size: int
@@ -33,8 +38,11 @@ class TensorSum:
 
 @dataclass(kw_only=True)
 class CountsSums(Cut):
-    """Notes what a cut model would sum over ranks. Attributes: noted: sums of a forward pass and its backward pass, in
-    the order of the forward pass."""
+    """Records the sums over ranks of a partitioned model.
+
+    Attributes:
+        noted: sums of a forward pass and its backward pass, in forward order.
+    """
 
     noted: list[TensorSum] = field(default_factory=list)
     together: bool = False
@@ -65,19 +73,20 @@ class CountsSums(Cut):
         self.note("backward", output.nbytes)
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropies: largest logit, the label's, and the sum of exponentials."""
+        """Return cross-entropies; record three sums: largest logit, the label's logit, and the sum of exponentials."""
         for _ in range(3):
             self.note("forward", NUMBER * labels.numel())
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 class CountsTokens(CountsSums):
-    """Counter of a block that has some tokens outside of the cut part.
+    """Recorder of a block that splits tokens outside of the partitioned layers.
 
     Args:
-        ranks: that split them.
+        ranks: number of ranks that split them.
+
     Attributes:
-        count: T of the tokens that were split last.
+        count: T of the last split.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -86,7 +95,7 @@ class CountsTokens(CountsSums):
         self.count = 0
 
     def all(self, count: int) -> Operation:
-        """Puts a rank's own in the places of so many of all."""
+        """Return a function that repeats a rank's tokens to `count` tokens, in place of a gather."""
         return lambda tokens: torch.cat([tokens] * self.ranks, dim=-2)[..., :count, :].contiguous()
 
     def split_tokens(self, tokens: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ class CountsTokens(CountsSums):
 
 
 class RowsOfTokens(nn.Linear):
-    """Rows of a block that has some of the tokens, which get their sums alone."""
+    """Row-parallel layer of a block that splits tokens; its output is reduce-scattered."""
 
     counts: CountsTokens
 
@@ -124,19 +133,19 @@ class RowsOfTokens(nn.Linear):
 
 
 def declared_plan(model: nn.Module) -> TensorPlan:
-    """The model's.
+    """Return the model's tensor-parallel plan.
 
     Raises:
         RefusedError: it has none.
     """
     plan = getattr(model, "tensor_plan", None)
     if not isinstance(plan, TensorPlan):
-        raise RefusedError(f"--engine megatron: {type(model).__name__} does not say how it is cut (tensor_plan)")
+        raise RefusedError(f"--engine megatron: {type(model).__name__} has no tensor_plan; use another engine")
     return plan
 
 
 def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable[[], nn.Module]:
-    """Makes the part of a model that one of so many ranks has; its values are none.
+    """Return a function that makes one rank's part of a model, without values.
 
     Args:
         split: whether the ranks split tokens.
@@ -166,7 +175,7 @@ def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable
 
 
 def _split(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
-    """Have blocks compute on a rank's tokens."""
+    """Make blocks compute on a rank's tokens."""
     if not plan.split:
         name = type(model).__name__
         raise RefusedError(
@@ -197,7 +206,7 @@ def _cut(kind: str, layer: nn.Module, ranks: int) -> nn.Module | None:
 
 
 def watch(model: nn.Module) -> CountsSums:
-    """Record the sums that the model's forward passes represent."""
+    """Record the sums of the model's forward passes."""
     counts, plan = CountsSums(), declared_plan(model)
     hooks = {"columns": counts.columns, "rows": counts.rows, "vocabulary": counts.rows, "entered": counts.entered}
     for name, layer in model.named_modules():
@@ -214,7 +223,7 @@ def watch(model: nn.Module) -> CountsSums:
 
 
 def degrees(plan: TensorPlan, gpus: int, per_node: int) -> Iterator[int]:
-    """Numbers of ranks that can share the matrices: they divide the GPUs, a node's, and what the plan divides."""
+    """Yield the allowed tensor-parallel degrees: divisors of the GPUs, of a node's GPUs, and of the plan's sizes."""
     for ranks in range(1, min(gpus, per_node) + 1):
         if not (gpus % ranks or per_node % ranks or any(size % ranks for size in plan.divided.values())):
             yield ranks

@@ -1,5 +1,4 @@
-"""Where DeepSpeed's stages keep a run's states, and what their ranks send: DeepSpeed 0.19.8's buckets, partitions and
-gathers."""
+"""Memory and collectives of DeepSpeed's ZeRO stages: buckets, partitions and gathers of DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -20,20 +19,20 @@ from trp_scale.planning.layouts import MASTER, Collective, Layout, LayoutChoice,
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
 SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
-"""DeepSpeed's files that are tried where none is given."""
+"""DeepSpeed files to try if none is given."""
 
 OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys that the run itself compares with the micro-batch that it takes."""
+"""Keys that the run itself compares with its micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedLayout(Layout):
-    """DeepSpeed's stages.
+    """ZeRO stages.
 
     Attributes:
         stage: of ZeRO.
-        ds_config: DeepSpeed's file, as the command line would name it.
-        zero: its block zero_optimization, resolved.
+        ds_config: path of DeepSpeed's file on the command line.
+        zero: its resolved block zero_optimization.
     """
 
     stage: int
@@ -42,7 +41,7 @@ class DeepSpeedLayout(Layout):
 
     @classmethod
     def candidates(cls, engine: str, counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
-        """Yield the layouts of the stated file, or of those that are shipped."""
+        """Yield the layouts of the given file, or of the shipped files."""
         config = counted.config
         for path, document in _documents(config, choices):
             resolved = _resolve(config, document, path, cluster.gpus)
@@ -67,13 +66,12 @@ class DeepSpeedLayout(Layout):
         return self.stage != 3 and super().compiles
 
     def offloads(self, states: str) -> bool:
-        """Return whether the optimizer's moments and masters ("optimizer"), or the weights ("param"), are in host
-        memory."""
+        """Return whether moments and masters ("optimizer") or weights ("param") are in host memory."""
         block = self.zero.get(f"offload_{states}") or {}
         return bool(block.get("device", "none") != "none")
 
     def command(self, flags: str, gpus: int, per_node: int) -> str:
-        """The launcher starts the other nodes."""
+        """Return the command; DeepSpeed's launcher starts all nodes."""
         hosts = "" if gpus <= per_node else "--hostfile HOSTFILE "
         return f"deepspeed {hosts}launch/pretrain.py --ds_config {self.ds_config} {flags}"
 
@@ -87,7 +85,7 @@ class DeepSpeedLayout(Layout):
         return 2 * MASTER if self.offloads("optimizer") else 0
 
     def number(self, key: str) -> int:
-        """Return a number of DeepSpeed's block."""
+        """Return a number of the zero_optimization block."""
         return int(self.zero[key])
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
@@ -115,16 +113,17 @@ class DeepSpeedLayout(Layout):
         yield from stages[self.stage](counted, ranks, accumulation)
 
     def _whole(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
-        """Stage 0: after the backward pass, in pieces of DeepSpeed's default of 5 10^8 numbers."""
+        """Yield the collectives of stage 0: after the backward pass, in pieces of DeepSpeed's default of 5 10^8
+        numbers."""
         numbers, most = counted.parameters, 500_000_000
         while numbers > 0:
             yield Collective(kind="all-reduce", size=self.sent * min(numbers, most), phase="update")
             numbers -= most
 
     def _by_owners(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
-        """Gradients go bucket by bucket, each part to the rank that owns it: on stage 1 in the window's last backward
-        pass, on stage 2 in every one. New weights are gathered after the update, each group of parameters by one
-        collective."""
+        """Yield the collectives of stages 1 and 2: gradients are reduced per bucket, each part to its owner, on stage 1
+        in the last backward pass, on stage 2 in every one. New weights are gathered after the update, one collective
+        per parameter group."""
         groups = _groups(counted.model)
         owners = _Owners(groups, ranks)
         for bucket in in_buckets(_last_to_first(counted.model), self.number("reduce_bucket_size")):
@@ -142,9 +141,9 @@ class DeepSpeedLayout(Layout):
             yield Collective(kind="gather", size=size, phase="update")
 
     def _gathered(self, counted: Counted, ranks: int, accumulation: int) -> Iterator[Collective]:
-        """Blocks are gathered whole, other parameters one by one, forward and backward. The last block stays for its
-        backward pass. So does the largest of the others, which the model's end asks for again. Small ones stay on every
-        rank, and are gathered one by one after the update."""
+        """Yield the collectives of stage 3: blocks are gathered whole, other parameters individually, forward and
+        backward. The last block stays for its backward pass, as does the largest other parameter, which the model's end
+        uses again. Small parameters stay on every rank and are gathered individually after the update."""
         small = self.number("stage3_param_persistence_threshold")
         layers: Any = counted.model.layers
         of_blocks = {id(tensor) for layer in layers for tensor in layer.parameters()}
@@ -178,15 +177,15 @@ def _documents(config: Config, choices: LayoutChoice) -> Iterator[tuple[str, Map
 
 
 def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
-    """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
+    """Resolve DeepSpeed's file with a micro-batch of 1, on which layouts do not depend."""
     sized = replace(config, batch=replace(config.batch, micro_size=1))
-    accumulation = max(1, config.batch.global_size // gpus)  # whether they divide is seen with the real micro-batch
+    accumulation = max(1, config.batch.global_size // gpus)  # divisibility is checked with the real micro-batch
     document = {key: value for key, value in document.items() if key not in OF_THE_BATCH}
     return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Yield gradients grouped like DeepSpeed's buckets: in order, at most `limit` numbers, or one parameter."""
+    """Yield the gradients of each DeepSpeed bucket: in order, at most `limit` numbers, or one parameter."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -200,21 +199,21 @@ def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[
 
 
 def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters in the order in which a backward pass makes their gradients."""
+    """Return parameters in the order in which a backward pass computes their gradients."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
 def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The optimizer's."""
+    """Return the optimizer's parameter groups."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return [group["params"] for group in decay_groups(named, 1.0)]
 
 
 class _Owners:
-    """Ownership of parameter parts: each group is one flat tensor, cut into equal parts."""
+    """Owners of parameter parts: each group is one flat tensor, split into equal parts."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
-        self.places: dict[int, tuple[int, int]] = {}  # a parameter's first number in its group, and a rank's share
+        self.places: dict[int, tuple[int, int]] = {}  # offset of a parameter in its group, and the size of a part
         for group in groups:
             share = -(-sum(parameter.numel() for parameter in group) // ranks)
             start = 0
@@ -223,7 +222,7 @@ class _Owners:
                 start += parameter.numel()
 
     def of(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
-        """(rank, numbers) of each part."""
+        """Yield (rank, numbers) of each part."""
         start, share = self.places[id(parameter)]
         stop = start + parameter.numel()
         while start < stop:

@@ -147,5 +147,5 @@ def test_numbers_of_ranks_divide_the_gpus_a_node_and_the_model() -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(RefusedError, match="Linear does not say how it is cut"):
+    with pytest.raises(RefusedError, match="Linear has no tensor_plan"):
         declared_plan(nn.Linear(2, 2))
