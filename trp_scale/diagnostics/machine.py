@@ -1,8 +1,8 @@
 """Checks of the machines before a run: `trp-scale doctor`.
 
-Each check gives findings of one of three states: ok; warning, a run starts and is slower or may stop later; wrong, a
-run does not start or hangs. A finding that is not ok has a change to make. Measurements take seconds only: they show
-errors by a factor.
+Each check returns findings with a state: ok; warning (a run starts but is slower or may stop later); wrong (a run does
+not start or hangs). A finding that is not ok names the change to make. Measurements take seconds and only detect large
+errors.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from trp_scale.errors import RefusedError
 State = Literal["ok", "warning", "wrong"]
 
 MIN_OPEN_FILES = 4096
-"""A loader worker keeps 128 shards open, and each rank of a large world a connection to many others."""
+"""A loader worker keeps 128 shards open, and each rank of a large world has many connections."""
 
 MIN_SHARED_BYTES = 1 << 30
-"""Of /dev/shm for a rank: the prefetched micro-batches of its loader's workers, and NCCL's buffers."""
+"""Bytes of /dev/shm per rank: prefetched micro-batches of loader workers, and NCCL's buffers."""
 
 MIN_STORAGE_SPEED = 200e6
-"""Bytes/s of all ranks: below it a checkpoint of 10^9 parameters, 12 GB, takes more than a minute."""
+"""Bytes/s of all ranks; below this a checkpoint of 10^9 parameters, 12 GB, takes more than a minute."""
 
 MIN_SPEED_BETWEEN_HOSTS = 5e9
-"""Bytes/s of an all-reduce over GPUs of several hosts; below it NCCL uses plain sockets."""
+"""Bytes/s of an all-reduce over GPUs of several hosts; below this NCCL uses plain sockets."""
 
 SLOW_RANK = 0.8
-"""Of the median rank's speed: all ranks wait for the slowest."""
+"""Share of the median rank's speed: all ranks wait for the slowest."""
 
 PARALLEL_LOGINS = 32
 
 _HOST = re.compile(r"([^\s#-]\S{0,254})\s+slots=([1-9][0-9]{0,8})\s*(#.*)?")
-"""A line of a hostfile. A name that begins with "-" would be an option of ssh."""
+"""Line of a hostfile. A name that starts with "-" would be an option of ssh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +76,17 @@ class Finding:
 
 
 def judge(check: str, is_ok: bool, result: str, change: str, state: State = "warning") -> Finding:
-    """Return a finding that is ok, or has `state` and says what to change."""
+    """Return a finding that is ok, or that has `state` and `change`."""
     return Finding(check=check, state="ok" if is_ok else state, result=result, change="" if is_ok else change)
 
 
 def examine_hostfile(path: Path) -> Iterator[Finding]:
-    """Check each line of a hostfile of DeepSpeed's launcher, and that ssh reaches each host without a password: a host
-    that asks for one leaves the others waiting."""
+    """Check each line of a DeepSpeed hostfile, and that ssh reaches each host without a password; a password prompt
+    would make all hosts wait."""
     try:
         lines = [line.strip() for line in read_lines(path)]
     except RefusedError as error:
-        change = "give a file that exists: without it deepspeed starts on this host alone, and only warns of it"
+        change = "give an existing file: without it deepspeed starts on this host only, with a warning"
         yield judge("hostfile", False, str(error), change, "wrong")
         return
     problems: list[Finding] = []
@@ -124,8 +124,8 @@ def examine(environment: Environment, storage: Path | None = None, *, mebibytes:
     """Return the findings of all ranks, on every rank. Collective.
 
     Args:
-        storage: a directory that the hosts share, where each rank writes and reads a file; None: not measured.
-        mebibytes: size of each of these files, and of what is all-reduced.
+        storage: shared directory in which each rank writes and reads a file; `None` = not measured.
+        mebibytes: size of each file, and of the all-reduce.
     """
     info, world = environment.info, environment.world
     local = [_check_network(world)]
@@ -159,7 +159,7 @@ def _check_gpus(info: RankInfo) -> Iterator[Finding]:
         return
     if output.returncode:
         line = (output.stdout + output.stderr).strip().partition("\n")[0]
-        change = "the driver does not answer: restart it or the host, or take the host out of the job"
+        change = "the driver does not respond: restart it or the host, or remove the host from the job"
         yield judge("gpus", False, f"nvidia-smi ended with {output.returncode}: {line}", change, "wrong")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in output.stdout.splitlines() if line.strip()]
@@ -167,19 +167,19 @@ def _check_gpus(info: RankInfo) -> Iterator[Finding]:
     result = f"{len(rows)} ({kinds}), {visible} of them for torch {torch.__version__}"
     if not visible:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
-        driver = f"torch is built for CUDA {torch.version.cuda}: install a driver that knows it"
+        driver = f"torch is built for CUDA {torch.version.cuda}: install a driver that supports it"
         change = "set CUDA_VISIBLE_DEVICES to the GPUs' numbers" if hidden else driver
         yield judge("gpus", False, result, change, "wrong")
     else:
         fits = info.launcher == "single" or visible in (1, info.local_world)
         ranks = "" if fits else f", for {info.local_world} ranks"
-        yield judge("gpus", fits, result + ranks, f"start {visible} ranks a host; the other GPUs idle")
+        yield judge("gpus", fits, result + ranks, f"start {visible} ranks per host, so that no GPU is idle")
     for index, _, _, total, used, errors in rows:
         if used.isdecimal() and total.isdecimal() and int(used) > 0.05 * int(total):
-            change = "another process holds it: nvidia-smi shows which; end it, or take other GPUs"
+            change = "another process uses it: nvidia-smi shows which; end it, or use other GPUs"
             yield judge("gpu memory", False, f"GPU {index} has {used} of {total} MiB in use", change)
         if errors.isdecimal() and int(errors):
-            change = "reset the GPU or restart the host, and have it looked at if they come again"
+            change = "reset the GPU or restart the host; if the errors return, have the GPU examined"
             yield judge("gpu errors", False, f"GPU {index} has {errors} uncorrectable memory errors", change, "wrong")
 
 
@@ -205,7 +205,7 @@ def _check_shared_memory(info: RankInfo, folder: Path = Path("/dev/shm")) -> Fin
 
 
 def _check_ports(limits: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> Iterator[Finding]:
-    """Check that connections do not take the port of a rendezvous, which is below 32000 under srun."""
+    """Check that connections do not use the rendezvous port, which is below 32000 under srun."""
     try:
         low, high = map(int, limits.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
@@ -215,7 +215,7 @@ def _check_ports(limits: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) 
 
 
 def _check_network(world: Group) -> Finding:
-    """Check that gloo listens where other hosts reach it. Collective."""
+    """Check that gloo listens on an address that other hosts reach. Collective."""
     host = socket.gethostname()
     several = len(set(world.gather_objects(host))) > 1
     interfaces = [name for _, name in socket.if_nameindex()]
@@ -234,7 +234,7 @@ def _check_network(world: Group) -> Finding:
 
 
 def _check_versions(world: Group) -> Iterator[Finding]:
-    """Compare versions over ranks: different ones write different checkpoints, or hang in collectives."""
+    """Compare versions over ranks: different versions write different checkpoints, or hang in collectives."""
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     for package in ("trp-scale", "deepspeed", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -256,7 +256,7 @@ def _check_versions(world: Group) -> Iterator[Finding]:
 
 
 def _check_compute(environment: Environment) -> Finding:
-    """Measure one matrix product on every rank at once: a slow rank holds up all."""
+    """Measure one matrix product on every rank at the same time: a slow rank delays all."""
     on_gpu = environment.device.type == "cuda"
     side, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
     left = torch.ones(side, side, dtype=dtype, device=environment.device)  # [side, side]
@@ -266,12 +266,13 @@ def _check_compute(environment: Environment) -> Finding:
     result = f"{median / 1e12:.2f} TFLOP/s a rank at a {'bf16' if on_gpu else 'fp32'} product of {side} x {side}"
     if slow := [rank for rank, speed in enumerate(speeds) if speed < SLOW_RANK * median]:
         result += f", {slowest / 1e12:.2f} on the slowest of {list_ranks(slow)}"
-    change = "look at its clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE, top); all wait for it"
+    change = "check its clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE, top); all wait for it"
     return judge("compute", not slow, result, change)
 
 
 def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
-    """Measure a large all-reduce by what each rank sends, 2 (n - 1) / n of its bytes, and the time of a small one."""
+    """Measure the rate of a large all-reduce, by the bytes each rank sends (2 (n - 1) / n of the tensor), and the
+    latency of a small one."""
     world, device = environment.world, environment.device
     if world.size == 1:
         return judge("all-reduce", True, "one rank; start it under torchrun or srun to measure", "")
@@ -287,10 +288,10 @@ def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
         f"host(s), {mebibytes} MiB; {max(latencies) * 1e6:.0f} us for one number"
     )
     if not all(exact):
-        change = "a link or a GPU damages what it carries: NCCL_DEBUG=INFO, and leave hosts out until it is right"
-        return judge("all-reduce", False, f"{result}; the sums are not right", change, "wrong")
+        change = "a link or a GPU corrupts data: set NCCL_DEBUG=INFO, and remove hosts until the sums are right"
+        return judge("all-reduce", False, f"{result}; the sums are wrong", change, "wrong")
     change = (
-        "NCCL may use plain sockets: NCCL_DEBUG=INFO says which network; set NCCL_SOCKET_IFNAME and NCCL_IB_HCA, on "
+        "NCCL may use plain sockets: NCCL_DEBUG=INFO shows the network; set NCCL_SOCKET_IFNAME and NCCL_IB_HCA, on "
         "EFA install aws-ofi-nccl"
     )
     is_slow = device.type == "cuda" and hosts > 1 and speed < MIN_SPEED_BETWEEN_HOSTS
@@ -298,7 +299,7 @@ def _check_all_reduce(environment: Environment, mebibytes: int) -> Finding:
 
 
 def _measure_all_reduce(numbers: Tensor, environment: Environment) -> float:
-    """Return the seconds of the fastest of four all-reduces of ones; the first makes the connections."""
+    """Return the seconds of the fastest of four all-reduces of ones; the first one opens connections."""
     seconds = []
     for _ in range(4):
         numbers.fill_(1.0)
@@ -317,7 +318,7 @@ def _measure(work: Callable[[], object], environment: Environment) -> float:
 
 
 def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
-    """Have each rank write a file and read another host's, if one exists: its own would come from memory."""
+    """Make each rank write a file and read one of another host, if one exists; its own file could come from memory."""
     label = world.broadcast_object(f".doctor-{socket.gethostname()}-{os.getpid()}")
     files = [directory / f"{label}-{rank}" for rank in range(world.size)]
     hosts = world.gather_objects(socket.gethostname())
@@ -335,19 +336,19 @@ def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:
             files[world.rank].unlink()
     if errors := {rank: part for rank, parts in enumerate(results) for part in parts if isinstance(part, str)}:
         result = f"{next(iter(errors.values()))} ({list_ranks([*errors])})"
-        change = "give a directory that all hosts share and may write, mounted at the same path on each"
+        change = "give a writable directory that all hosts share, mounted at the same path on each"
         return judge("storage", False, result, change, "wrong")
     total = world.size * len(content)
     written, read = (total / max(float(parts[way]) for parts in results) for way in (0, 1))
     free = shutil.disk_usage(directory).free
     speeds = f"{written / 1e6:.0f} MB/s written and {read / 1e6:.0f} read by all ranks"
-    change = "a checkpoint of 10^9 parameters is 12 GB: use faster storage for --run_dir, or save more rarely"
+    change = "a checkpoint of 10^9 parameters is 12 GB: use faster storage for --run_dir, or save less often"
     is_fast = min(written, read) >= MIN_STORAGE_SPEED
     return judge("storage", is_fast, f"{directory}: {speeds}, {free / 1e9:.0f} GB free", change)
 
 
 def _attempt(work: Callable[[], float]) -> float | str:
-    """Return the seconds, or the error: the other ranks wait for this one in either case."""
+    """Return the seconds, or the error, so that the other ranks do not wait."""
     try:
         return work()
     except OSError as error:
@@ -359,7 +360,7 @@ def _write(file: Path, content: bytes) -> float:
     with file.open("wb", buffering=0) as stream:
         stream.write(content)
         os.fsync(stream.fileno())
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # one host would read it from memory
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # a single host must not read from memory
     return time.perf_counter() - began
 
 
@@ -368,5 +369,5 @@ def _read(file: Path, checksum: int) -> float:
     content = file.read_bytes()
     seconds = time.perf_counter() - began
     if zlib.crc32(content) != checksum:
-        raise OSError(0, "what was read is not what was written", str(file))
+        raise OSError(0, "read other bytes than were written", str(file))
     return seconds

@@ -1,8 +1,8 @@
 """Checks of a run directory: `trp-scale doctor RUN_DIR`.
 
-Nothing is changed, and no lease is taken: the run may continue meanwhile. Findings are those of machine.py: ok;
-warning, the run continues and something was lost or needs a look; wrong, a person has to act, or the last start ended
-by a fault.
+The checks change nothing and take no lease, so the run may continue meanwhile. States of findings (machine.py): ok;
+warning (the run continues, but something was lost or needs attention); wrong (a person must act, or the last start
+ended by a fault).
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from trp_scale.errors import CheckpointError, RefusedError
 from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, INCIDENTS_FILE, STOP_RECORD, read_incidents
 
 RUN_FILES = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, STOP_RECORD, LEASE, CHECKPOINTS, HANGS)
-"""A directory that has one of these belongs to a run."""
+"""A directory with one of these belongs to a run."""
 
 PARALLEL_READS = 4
-"""Files of a checkpoint that are read at once."""
+"""Files of a checkpoint that are read in parallel."""
 
 MAX_SHOWN = 5
-"""Incidents, and hangs, that are shown: the last ones."""
+"""Maximum number of incidents and of hangs to show: the last ones."""
 
 MAX_SUMMARY_BYTES, MAX_METRICS_BYTES = 1 << 20, 1 << 20
-"""Of a hang's summary; of the end of metrics.jsonl that is read."""
+"""Of a hang's summary, and of the end of metrics.jsonl."""
 
 STALLED_AFTER_S = 600.0
-"""Without a line of metrics a live run is called stalled after this, or 20 times its last step if that is longer."""
+"""Time without a line of metrics after which a live run counts as stalled; at least 20 times its last step."""
 
 _REPLACED = re.compile(r"\.step_(\d{8,})\.replaced")
 
 
 def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
-    """Return all findings, in the order in which a person asks.
+    """Return all findings, the most important first.
 
     Args:
-        quick: compare files of checkpoints by their sizes, not by the checksums of every byte.
+        quick: verify files of checkpoints by their sizes only, not by checksums.
 
     Raises:
         RefusedError: the directory belongs to no run.
@@ -110,7 +110,7 @@ def _describe_run(run_dir: Path) -> Finding:
     path = run_dir / ENVIRONMENT_FILE
     document = read_optional_object(path)
     if not document:
-        problem = "cannot be read" if path.exists() else "does not exist: no start came so far as to write it"
+        problem = "cannot be read" if path.exists() else "does not exist: no start has written it"
         return judge("run", True, f"{run_dir}; {ENVIRONMENT_FILE} {problem}", "")
     stage = f" ZeRO {document['zero_stage']}" if document.get("zero_stage") is not None else ""
     hosts = ", ".join(map(str, _to_list(document.get("hosts"))[:8]))
@@ -122,7 +122,7 @@ def _describe_run(run_dir: Path) -> Finding:
 def _check_end(
     run_dir: Path, record: Mapping[str, Any], *, is_alive: bool, was_killed: bool, has_begun: bool
 ) -> Finding:
-    """Read why the last start ended, or conclude it from what is missing."""
+    """Return why the last start ended: the recorded reason, or a conclusion from missing files."""
     if record:
         again = "" if record.get("why") == "finished" else f", again: {'yes' if record.get('again') else 'no'}"
         step = "before a step" if record.get("step") is None else f"step {record['step']}"
@@ -133,32 +133,32 @@ def _check_end(
         advice = str(record.get("advice", ""))
         if record.get("status") == 0:
             return judge("stop", True, f"{result}; {advice}", "")
-        return judge("stop", False, result, advice or "look at the run's log", "wrong")
+        return judge("stop", False, result, advice or "read the run's log", "wrong")
     if (run_dir / STOP_RECORD).exists():
-        change = "look at the run's log; the same command replaces the file"
+        change = "read the run's log; the same command replaces the file"
         return judge("stop", False, f"{STOP_RECORD} cannot be read", change, "wrong")
     if is_alive or not (was_killed or has_begun):
-        return judge("stop", True, "it goes on" if is_alive else "nothing was trained yet", "")
+        return judge("stop", True, "still running" if is_alive else "nothing was trained yet", "")
     if was_killed:
-        result = f"no {STOP_RECORD}: the last start was killed, as by kill -9, for a lack of memory, or with its host"
-        change = "look into dmesg and the scheduler's record; the same command goes on from the newest checkpoint"
+        result = f"no {STOP_RECORD}: the last start was killed, by kill -9, out of memory, or with its host"
+        change = "check dmesg and the scheduler's log; the same command resumes from the newest checkpoint"
         return judge("stop", False, result, change, "wrong")
-    result = f"no {STOP_RECORD}, and nobody trains: why the last start ended is not known"
-    return judge("stop", False, result, "look at the run's log; the same command goes on from the newest checkpoint")
+    result = f"no {STOP_RECORD} and no running process: unknown why the last start ended"
+    return judge("stop", False, result, "read the run's log; the same command resumes from the newest checkpoint")
 
 
 def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, bool]:
-    """Return who trains into the directory, and whether that process is alive. Only renewals show it of another host:
-    one is awaited if the file looks old."""
+    """Return the process that trains into the directory, and whether it is alive. For another host only renewals show
+    it: wait for one if the file looks old."""
     path = run_dir / LEASE
     changed = _mtime(path)
     age = 0.0 if changed is None else time.time() - changed
-    takeover = "nothing: the next start takes the directory over"
+    takeover = "nothing: the next start takes over the directory"
     if not holder:
-        result = "nobody trains into the directory" if changed is None else f"{LEASE} cannot be read"
+        result = "no process trains into the directory" if changed is None else f"{LEASE} cannot be read"
         return judge("lease", changed is None, result, takeover), False
     name = f"process {holder.get('process')} on {holder.get('host')}, started {holder.get('started')}"
-    is_here = bool(holder.get("boot")) and holder["boot"] == boot_id()  # holder_of has checked that it is alive
+    is_here = bool(holder.get("boot")) and holder["boot"] == boot_id()  # lease_holder has checked that it is alive
     end = time.monotonic() + 2.5 * RENEWED_EACH
     while not holder.get("gone") and not is_here and abs(age) > GONE_AFTER and time.monotonic() < end:
         time.sleep(0.2)
@@ -166,15 +166,15 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
     if holder.get("gone") or not (is_here or abs(age) <= GONE_AFTER):
         return judge("lease", False, f"{name}, is gone", takeover), False
     if age > GONE_AFTER:
-        change = "see whether it is stopped (kill -CONT), and whether the storage answers"
+        change = "check whether it is stopped (kill -CONT), and whether the storage responds"
         return judge(
-            "lease", False, f"{name}, lives and has not renewed the lease for {_format_time(age)}", change
+            "lease", False, f"{name}, is alive but has not renewed the lease for {_format_time(age)}", change
         ), True
     return judge("lease", True, f"{name}, trains into the directory", ""), True
 
 
 def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
-    """Return the step of the last whole line of metrics.jsonl, and whether a live run is stalled."""
+    """Return the step of the last complete line of metrics.jsonl, and whether a live run is stalled."""
     path = run_dir / METRICS_FILE
     changed = _mtime(path)
     content = b""
@@ -197,13 +197,13 @@ def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
     step_seconds = seconds if isinstance(seconds, float | int) else 0.0
     is_stalled = is_alive and age > max(STALLED_AFTER_S, TIMES_THE_MEDIAN * step_seconds)
     result += ", and the run is alive" if is_stalled else ""
-    change = "see what it is at: its log, hangs/, and whether --logging.every is large"
+    change = "check its log, hangs/, and whether --logging.every is large"
     return last["step"], judge("metrics", not is_stalled, result, change)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Checkpoint:
-    """One checkpoint: `problem` is `None` if it is whole, `size` the bytes of its files."""
+    """One checkpoint. `problem` is `None` if it is intact; `size` is the bytes of its files."""
 
     step: int
     path: Path
@@ -213,7 +213,7 @@ class _Checkpoint:
 
 
 def _list_candidates(run_dir: Path) -> list[tuple[int, Path]]:
-    """Checkpoints that the next start sees, oldest first, with one that was about to be replaced."""
+    """Return the checkpoints that the next start sees, oldest first, including one that was being replaced."""
     named = checkpoints(run_dir)
     hidden = [
         (match, path) for path in (run_dir / CHECKPOINTS).glob(".step_*") if (match := _REPLACED.fullmatch(path.name))
@@ -228,15 +228,15 @@ def _examine_checkpoint(step: int, path: Path, *, quick: bool) -> _Checkpoint:
     except OSError as error:
         problem = f"{error.filename or path}: {error.strerror or error}"
     size = _count_bytes(path)
-    how = "all its files have their sizes" if quick else "every byte is as it was written"
+    how = "all files have their sizes" if quick else "all checksums match"
     result = problem or f"{CHECKPOINTS}/{path.name}: {how}, {_format_bytes(size)}"
-    change = "put it back from a copy, or remove the directory: --resume auto passes it over"
+    change = "restore it from a copy, or remove the directory: --resume auto skips it"
     finding = judge(f"step {step}", problem is None, result, change, "wrong")
     return _Checkpoint(step=step, path=path, problem=problem, size=size, finding=finding)
 
 
 def _find_damage(path: Path) -> str | None:
-    """Every problem of a checkpoint's files, by their checksums; `None` if it is whole."""
+    """Return all problems of a checkpoint's files, by their checksums; `None` if it is intact."""
     try:
         document = read_document(path)
     except CheckpointError as error:
@@ -246,33 +246,33 @@ def _find_damage(path: Path) -> str | None:
 
 
 def _check_resume(stored: list[_Checkpoint], reached: int) -> Finding:
-    """Name the checkpoint that `--resume auto` takes now, and count the steps that are made again."""
+    """Name the checkpoint that `--resume auto` selects, and count the steps to repeat."""
     newest = next((checkpoint for checkpoint in reversed(stored) if checkpoint.problem is None), None)
     if newest is None and stored:
-        result = f"--resume auto is refused: none of {len(stored)} checkpoint(s) is whole"
-        return judge("resume", False, result, "put back a whole one, or start again in another --run_dir", "wrong")
+        result = f"--resume auto is refused: none of {len(stored)} checkpoint(s) is intact"
+        return judge("resume", False, result, "restore an intact one, or start in another --run_dir", "wrong")
     lost = reached - (newest.step if newest else 0)
-    again = f"{lost} step(s) are made again" if lost else "no step is lost"
+    again = f"{lost} step(s) are repeated" if lost else "no step is lost"
     if newest is not None:
         return judge("resume", True, f"--resume auto takes {CHECKPOINTS}/{newest.path.name}; {again}", "")
-    change = "set --checkpoint.every, which may change: a run that is killed loses what it did since the last one"
+    change = "set --checkpoint.every, which may change: a killed run loses the steps since its last checkpoint"
     return judge("resume", not lost, f"there is no checkpoint: --resume auto starts from step 0; {again}", change)
 
 
 def _check_hangs(run_dir: Path) -> Iterator[Finding]:
-    """Show what the watchdog wrote at the last hangs."""
+    """Show what the watchdog recorded in the last hangs."""
     starts = [path for path in sorted((run_dir / HANGS).glob("*")) if path.is_dir()]
     if len(starts) > MAX_SHOWN or not starts:
         result = f"{len(starts)} starts have hung; the last {MAX_SHOWN} are shown" if starts else "none"
-        yield judge("hangs", not starts, result, f"look into {run_dir / HANGS}")
+        yield judge("hangs", not starts, result, f"read {run_dir / HANGS}")
     for path in starts[-MAX_SHOWN:]:
         try:
             summary = read_content(path / "summary.txt", RefusedError, largest=MAX_SUMMARY_BYTES)
             result = "; ".join(summary.decode("utf-8", "replace").splitlines()[:3])
         except RefusedError:
             ranks = sorted(int(file.stem[5:]) for file in path.glob("rank-*.txt") if file.stem[5:].isdecimal())
-            result = f"no summary; ranks that have written: {', '.join(map(str, ranks)) or 'none'}"
-        change = f"look at the late rank and its host; each rank's stacks are in {path}"
+            result = f"no summary; ranks with stacks: {', '.join(map(str, ranks)) or 'none'}"
+        change = f"check the late rank and its host; each rank's stacks are in {path}"
         yield judge(f"hang {path.name}", False, result, change)
 
 
@@ -292,13 +292,13 @@ def _describe_incident(incident: Mapping[str, Any]) -> str:
 
 
 def _check_room(run_dir: Path, size: int) -> Finding:
-    """Compare free space with the size of a checkpoint, which is written beside those that are kept."""
+    """Compare the free space with the size of a checkpoint, which is written before an older one is removed."""
     free = shutil.disk_usage(run_dir).free
     if not size:
-        return judge("room", True, f"{_format_bytes(free)} free; no whole checkpoint tells how much one takes", "")
+        return judge("room", True, f"{_format_bytes(free)} free; no intact checkpoint to estimate the size from", "")
     result = f"{_format_bytes(free)} free, a checkpoint takes {_format_bytes(size)}"
     result += ": the next does not fit" if free < size else ""
-    change = f"make room on the disk of {run_dir}: one is written before an older one is removed"
+    change = f"free space on the disk of {run_dir}: a checkpoint is written before an older one is removed"
     return judge("room", free >= 3 * size, result, change, "wrong" if free < size else "warning")
 
 

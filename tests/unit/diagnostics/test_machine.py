@@ -64,8 +64,8 @@ def test_gpus_that_idle_are_in_use_or_damaged_are_named(tmp_path: Path, monkeypa
         ("gpu memory", "warning"),
         ("gpu errors", "wrong"),
     ]
-    assert "for 4 ranks" in found[0].result and "start 8 ranks a host" in found[0].change
-    assert "GPU 0 has 60000 of 81559 MiB in use" in found[1].result and "end it, or take other GPUs" in found[1].change
+    assert "for 4 ranks" in found[0].result and "start 8 ranks per host" in found[0].change
+    assert "GPU 0 has 60000 of 81559 MiB in use" in found[1].result and "end it, or use other GPUs" in found[1].change
     assert "GPU 1 has 3 uncorrectable memory errors" in found[2].result
 
 
@@ -75,7 +75,7 @@ def test_gpus_that_torch_does_not_see_are_wrong(tmp_path: Path, monkeypatch: pyt
     hidden = only(doctor._check_gpus(RankInfo()), "gpus")
     assert hidden.state == "wrong" and hidden.change == "set CUDA_VISIBLE_DEVICES to the GPUs' numbers"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "install a driver that knows it" in only(doctor._check_gpus(RankInfo()), "gpus").change
+    assert "install a driver that supports it" in only(doctor._check_gpus(RankInfo()), "gpus").change
 
 
 def test_a_driver_that_does_not_answer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_storage_that_is_not_there_ends_with_status_1(tmp_path: Path, capsys: py
     assert cli.main(["doctor", "--storage", str(tmp_path / "none")]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "wrong storage" in printed and "No such file or directory" in printed
-    assert "to do: give a directory that all hosts share" in printed
+    assert "to do: give a writable directory that all hosts share" in printed
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--mebibytes", "0"), ("--timeout_minutes", "0")])

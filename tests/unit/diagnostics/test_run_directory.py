@@ -78,7 +78,7 @@ def test_a_finished_run_is_ok(run_dir: Path) -> None:
     assert "plain on 1 rank(s)" in found["run"] and found["run"].endswith("starts so far: 1")
     assert found["stop"].startswith("finished; step 8, status 0")
     assert [check for check in found if check.startswith("step")] == ["step 3", "step 6", "step 8"]
-    assert "every byte is as it was written" in found["step 8"]
+    assert "all checksums match" in found["step 8"]
     assert found["resume"] == "--resume auto takes checkpoints/step_00000008; no step is lost"
     assert found["metrics"].startswith("the last line is of step 8, loss ")
     assert re.search(r"free, a checkpoint takes \d+\.\d MB$", found["room"])
@@ -91,7 +91,7 @@ def test_files_that_are_too_large_to_be_a_runs_are_not_read(run_dir: Path) -> No
             file.truncate(1 << 40)  # more than there is memory, of a file with nothing in it
     found = {each.check: each.result for each in examine_run(run_dir)}
     assert found["run"].endswith("environment.json cannot be read")
-    assert found["hang 20260101-000000"] == "no summary; ranks that have written: none"
+    assert found["hang 20260101-000000"] == "no summary; ranks with stacks: none"
     assert not found["stop"].startswith("finished")
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run_dir: Path
     damage.act(checkpoint_path(run_dir, 8))
     bad = of(run_dir, "step 8")
     assert bad.state == "wrong" and damage.said in bad.result and "step_00000008" in bad.result
-    assert of(run_dir, "resume").result == "--resume auto takes checkpoints/step_00000006; 2 step(s) are made again"
+    assert of(run_dir, "resume").result == "--resume auto takes checkpoints/step_00000006; 2 step(s) are repeated"
     assert (of(run_dir, "step 8", quick=True).state == "wrong") == damage.sizes_tell
     assert states(examine_run(run_dir))["step 6"] == "ok"
 
@@ -148,10 +148,10 @@ def test_no_whole_checkpoint_is_wrong_and_none_at_all_is_not(run_dir: Path) -> N
     for step in (3, 6, 8):
         flip(checkpoint_path(run_dir, step) / "rank-00000.safetensors")
     found = of(run_dir, "resume")
-    assert found.state == "wrong" and "none of 3 checkpoint(s) is whole" in found.result
+    assert found.state == "wrong" and "none of 3 checkpoint(s) is intact" in found.result
     shutil.rmtree(run_dir / "checkpoints")
     found = of(run_dir, "resume")
-    assert found.state == "warning" and found.result.endswith("starts from step 0; 8 step(s) are made again")
+    assert found.state == "warning" and found.result.endswith("starts from step 0; 8 step(s) are repeated")
     assert "--checkpoint.every" in found.change
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_is_alive(run_dir: Path) -> None:
     (run_dir / "checkpoints" / ".step_00000009.tmp").mkdir()
     with Lease(run_dir):
         assert set(states(examine_run(run_dir)).values()) == {"ok"}
-        assert of(run_dir, "stop").result == "it goes on"
+        assert of(run_dir, "stop").result == "still running"
         assert f"process {os.getpid()} on " in of(run_dir, "lease").result
         aged(run_dir / "metrics.jsonl", doctor.STALLED_AFTER_S + 100)
         assert of(run_dir, "metrics").state == "warning" and "is alive" in of(run_dir, "metrics").result
@@ -232,7 +232,7 @@ def test_hangs_and_incidents(run_dir: Path) -> None:
     assert findings["hangs"].result == "7 starts have hung; the last 5 are shown"
     assert "hang 20260101-120001" not in findings
     assert findings["hang 20260101-120006"].result == "the run hangs: rank 3 did not answer;   rank 0"
-    assert findings["hang 20260101-120005"].result == "no summary; ranks that have written: 2"
+    assert findings["hang 20260101-120005"].result == "no summary; ranks with stacks: 2"
     found = findings["incidents"]
     assert found.state == "warning" and found.result.startswith("9 unreadable, 1 other; the last: step 5 unreadable ")
     assert found.result.endswith("step 8 unreadable block 8, checksum; step 9 other")
