@@ -156,7 +156,7 @@ def test_arrays_run_a_study_and_go_on_with_it(slurm: Slurm, text_dataset: Path, 
     others = {"runs/not_there/seed_0": "finished", "judged/held_out/runs/not_there/seed_0": "finished"}
     assert submitted() == first | others
     assert finished.stat().st_mtime_ns == written
-    assert "none: all has finished" in slurm.call(*words, **environment())
+    assert "none: everything has finished" in slurm.call(*words, **environment())
 
 
 @pytest.mark.exhaustive

@@ -190,7 +190,7 @@ def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, t
 
 def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
     outputs = {command.words[1]: output for command, (_, output) in results.items() if "data/books" in str(command)}
-    assert "are whole" in outputs["verify"]
+    assert "are intact" in outputs["verify"]
     assert "text-000000-00000 row 0" in outputs["inspect"]
     assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
 

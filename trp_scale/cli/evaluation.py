@@ -1,5 +1,4 @@
-"""Commands that look at trained runs (`report`, `watch`, `evaluate`, `probe`, `represent`, `compare`,
-`export`)."""
+"""Commands that read trained runs: `report`, `watch`, `evaluate`, `probe`, `represent`, `compare`, `export`."""
 
 from __future__ import annotations
 
@@ -17,30 +16,27 @@ from trp_scale.errors import RefusedError
 
 @dataclass(kw_only=True)
 class ReportArguments(ReadsRuns):
-    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight. Beside
-    it write RUN/report.html, one file that opens without a network (needs the extra `pictures`): curves of losses,
-    weights, adversary, masks and speed, incidents, settings, and what to do next."""
+    """Print a table of a running or finished run: loss of each task at the start and now, and its weight. Also write
+    RUN/report.html, a single offline file (needs the extra `pictures`): curves of losses, weights, adversary, masks and
+    speed, incidents, settings, and next steps."""
 
     run: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Run directory, with metrics.jsonl in it; left out: of those in runs/, the one that got on last."""
+    """Run directory with metrics.jsonl; default: the run in runs/ with the newest metrics."""
     pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
-    perturbation, as PNG files into this directory (needs the extra `pictures`), which the page shows, too."""
+    perturbation, as PNG files into this directory (needs the extra `pictures`); the page shows them."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
+    """For pictures: present directory of the run's data, if it was moved."""
     images: Annotated[list[Path], tyro.conf.arg(metavar="FILE [FILE ...]")] = field(default_factory=list)
-    """For pictures: files of your own to draw (JPEG, PNG or WebP; their central squares), in place of held-out images
-    of the run's data. Of several modalities the image alone is given."""
+    """For pictures: draw these files (JPEG, PNG or WebP; central squares) instead of held-out images of the run's data.
+    With several modalities only the image is used."""
 
 
 def report(argv: Sequence[str]) -> int:
     """`trp-scale report`."""
     arguments = read(ReportArguments, argv, prog="trp-scale report")
     if arguments.images and arguments.pictures is None:
-        raise RefusedError(
-            f"--images {arguments.images[0]}: they are drawn into the directory of --pictures, which is not given; "
-            "give --pictures DIR"
-        )
+        raise RefusedError(f"--images {arguments.images[0]} needs --pictures DIR, the directory to draw into")
     from trp_scale.reporting.record import read_run
     from trp_scale.reporting.run import write_page
     from trp_scale.training.metrics import newest_run
@@ -64,13 +60,13 @@ def report(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class WatchArguments(ReadsRuns):
-    """Serve the page of a run (see trp-scale report) to browsers of this machine while the run goes on: it is made anew
-    as the run gets on, and reloads itself. Ctrl-C ends it. Nothing is written."""
+    """Serve the page of a run (see trp-scale report) to browsers on this machine; it is updated while the run trains,
+    and reloads itself. Ctrl-C ends it. Nothing is written."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """Run directory."""
     port: int = 8123
-    """Of 127.0.0.1; 0 = one that is free. From another machine: ssh -L 8123:127.0.0.1:8123 HOST."""
+    """Port of 127.0.0.1; 0 = a free one. From another machine: ssh -L 8123:127.0.0.1:8123 HOST."""
 
 
 def watch(argv: Sequence[str]) -> int:
@@ -117,20 +113,20 @@ def represent(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class CompareArguments(ReadsRuns):
-    """Compare runs on their downstream tasks: mean and spread over seeds, the worst task of each run, and whether what
-    differs from the first run is more than the seeds do. Figures by another metric or on another split (dev, test) are
-    never compared. With --html also runs of pre-training."""
+    """Compare runs on downstream tasks: mean and spread over seeds, the worst task of each run, and whether differences
+    to the first run exceed those between seeds. Results of different metrics or splits (dev, test) are never compared.
+    With --html also pre-training runs."""
 
     runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
-    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline. With --html
+    """Directories with results.json of trp-scale finetune, evaluate or probe; the first is the baseline. With --html
     also run directories of pretrain."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write a page there that opens without a network (needs the extra `pictures`): results, end figures, curves over
-    each other, and settings that differ."""
+    """Write an offline page to this file (needs the extra `pictures`): results, final figures, overlaid curves, and
+    settings that differ."""
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the tables there as Markdown."""
+    """Write the tables to this file as Markdown."""
     csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the figures there as CSV, one line for each task of each run."""
+    """Write the figures to this file as CSV, one line per task and run."""
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -149,21 +145,21 @@ def compare(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class ExportArguments(ReadsRuns):
-    """Write a run's weights as a directory that other libraries load."""
+    """Write a run's weights to a directory that other libraries load."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
+    """Run directory (its newest complete checkpoint), or a checkpoint in it."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; it must not exist, or be empty."""
+    """Directory to write; it must be empty or not exist."""
     to: Literal["hf", "timm"] = "hf"
-    """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
-    encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
-    and does not say so. An encoder with relative positions, which timm has not, brings a module along, for
-    torch.hub.load("DIR", "encoder", source="local")."""
+    """hf: for transformers' from_pretrained (BertForPreTraining or ViTMAEForPreTraining). timm: encoder of an image
+    run, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm silently makes random
+    weights. timm has no relative positions; an encoder with them is exported with a module for torch.hub.load("DIR",
+    "encoder", source="local")."""
     weights: Weights = "last"
-    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
+    """For runs with the hook weight_average: average exports the average of the weights instead of the last weights."""
     image_size: int = 224
-    """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
+    """timm: side of the images in pixels; fixed positions are written for their grid."""
 
 
 def export(argv: Sequence[str]) -> int:
@@ -182,5 +178,5 @@ def export(argv: Sequence[str]) -> int:
     call = loading_call(arguments.output)
     print(f"{checkpoint} -> {arguments.output}\nloaded by: {call}")
     if call.startswith("timm."):
-        print("without pretrained=True timm makes random weights and does not say so")
+        print("without pretrained=True timm silently makes random weights")
     return 0

@@ -1,4 +1,4 @@
-"""The command `trp-scale`: a table of its commands, each imported only when it is chosen."""
+"""Command `trp-scale`: a table of subcommands, each imported only when it is called."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "make data": {
         "shard-text": ("sharding", "tag, tokenize and shard English text"),
         "shard-images": ("sharding", "shard images, or render small scenes"),
-        "pseudo-label": ("sharding", "give images the maps that depth and segmentation models see"),
-        "index": ("sharding", "write the one index of a data set that runs map into memory"),
-        "merge": ("sharding", "join a data set that several machines made in parts"),
+        "pseudo-label": ("sharding", "add maps predicted by depth and segmentation models to images"),
+        "index": ("sharding", "write the memory-mapped index of a data set"),
+        "merge": ("sharding", "merge the parts of a data set that several machines made"),
         "inspect": ("sharding", "show rows of a shard"),
         "verify": ("sharding", "check every byte of a data set"),
     },
@@ -34,37 +34,37 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "plan": ("training", "predict memory, time and the best layout of a run on a cluster"),
         "pretrain": ("training", "pre-train from a recipe, in one process or on many ranks"),
         "finetune": ("training", "fine-tune an encoder on downstream tasks, over seeds"),
-        "launch-files": ("training", "write out DeepSpeed's files, launch and SLURM scripts"),
+        "launch-files": ("training", "write DeepSpeed's files, launch and SLURM scripts"),
     },
-    "look at the machines": {
-        "doctor": ("training", "find what of the machines, or in a run's directory, stops or slows a run"),
+    "diagnose": {
+        "doctor": ("training", "find problems of the machines, or of a run directory"),
     },
-    "look at what was trained": {
-        "report": ("evaluation", "print what a run has reached, and draw it on a page"),
-        "watch": ("evaluation", "serve that page while the run goes on"),
-        "evaluate": ("evaluation", "measure runs again, also on other data and on unusual images"),
-        "probe": ("evaluation", "measure how far a frozen encoder tells classes apart"),
-        "represent": ("evaluation", "draw and measure what an image encoder has learned, on one page"),
-        "compare": ("evaluation", "put what several runs reached side by side, with p values"),
-        "export": ("evaluation", "write a run's weights as a directory that other libraries load"),
+    "evaluate": {
+        "report": ("evaluation", "print a run's results, and plot them on a page"),
+        "watch": ("evaluation", "serve that page while the run is training"),
+        "evaluate": ("evaluation", "measure runs again, also on other data and corrupted images"),
+        "probe": ("evaluation", "measure the features of a frozen encoder"),
+        "represent": ("evaluation", "visualize the representations of an image encoder on one page"),
+        "compare": ("evaluation", "compare the results of several runs, with p values"),
+        "export": ("evaluation", "write a run's weights to a directory that other libraries load"),
     },
     "compare methods": {
-        "study": ("study", "run a table of the papers, or your own, as one file: all runs, and a report"),
+        "study": ("study", "run all runs of a table of the papers, or of your own, and report"),
     },
 }
 """Module of trp_scale.cli and description of each command, in the groups of `trp-scale --help`. The module has a
-function of the command's name, which takes the arguments behind it and returns the status."""
+function of the command's name, which takes its arguments and returns the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (errors.py)."""
+    """Run a command; return the exit status (errors.py)."""
     words = sys.argv[1:] if argv is None else argv
     with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
         return run(lambda: _main(list(map(clean_text, words))))
 
 
 def _main(arguments: Sequence[str]) -> int:
-    with suppress(FileNotFoundError):  # it may be gone
+    with suppress(FileNotFoundError):  # the directory may have been removed
         clean_text(os.getcwd())  # noqa: PTH109 - paths are stored absolute, by its name
     if not arguments or arguments[0] in HELP:
         return _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED)
@@ -75,7 +75,7 @@ def _main(arguments: Sequence[str]) -> int:
     modules = {name: module for group in COMMANDS.values() for name, (module, _) in group.items()}
     if name not in modules:
         close = nearest(name, modules)
-        raise RefusedError(f"{name!r} is no command of trp-scale{close}; allowed: {', '.join(modules)}")
+        raise RefusedError(f"{name!r} is not a command of trp-scale{close}; allowed: {', '.join(modules)}")
     module = importlib.import_module(f"trp_scale.cli.{modules[name]}")
     status: int = getattr(module, name.replace("-", "_"))(rest)
     return status
@@ -87,7 +87,7 @@ def _usage(status: ExitStatus) -> int:
 
 
 def usage() -> Iterator[str]:
-    """The commands, a line each."""
+    """Yield the lines of the help: commands and exit statuses."""
     width = max(len(name) for group in COMMANDS.values() for name in group)
     yield "usage: trp-scale COMMAND ...      trp-scale --version"
     for title, group in COMMANDS.items():
@@ -95,20 +95,20 @@ def usage() -> Iterator[str]:
         yield from (f"  {name:<{width}}  {line}" for name, (_, line) in group.items())
     yield "\nexit status:"
     yield from (f"  {status.value:<{width}}  {status.meaning}" for status in ExitStatus)
-    yield "\ntrp-scale COMMAND --help explains what a command needs, --help-all all of its flags."
+    yield "\ntrp-scale COMMAND --help explains the main flags of a command, --help-all all of them."
 
 
 def run(command: Callable[[], int]) -> int:
-    """Run a command and show a refusal as one message without a traceback; of several ranks, rank 0 speaks."""
+    """Run a command; print a refusal as one message without a traceback, on rank 0 if there are several."""
     try:
         return command()
-    except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
-        if isinstance(error.__context__, BrokenPipeError):  # as below, by rich
+    except SystemExit as error:  # a wrong flag; the parser has printed the message on rank 0
+        if isinstance(error.__context__, BrokenPipeError):  # rich converts it
             return ExitStatus.DONE
         if error.code:
             _let_rank_0_speak_first()
         raise
-    except BrokenPipeError:  # `trp-scale recipes NAME | head`: nobody reads the rest
+    except BrokenPipeError:  # `trp-scale recipes NAME | head` has closed the pipe
         if _is_read():
             raise
         return ExitStatus.DONE
@@ -122,23 +122,24 @@ def run(command: Callable[[], int]) -> int:
 
 
 def _is_read() -> bool:
-    """Whether somebody still reads what this process prints."""
+    """Return whether standard output still has a reader."""
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # that a pipe has no reader is always told
+    output.register(sys.stdout.fileno(), 0)  # poll always reports a pipe without a reader
     return not output.poll(0)
 
 
 def _let_rank_0_speak_first() -> None:
-    """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
+    """Wait for rank 0: all ranks read the same command line, and after rank 0 stops with the same error the launcher
+    ends this rank."""
     if not is_rank_zero_env():
         time.sleep(FIRST_WORD_SECONDS)
 
 
 def _open_closed_streams() -> None:
-    """Lead standard streams that were closed (`>&-`) nowhere, before files take their descriptors."""
+    """Connect closed standard streams (`>&-`) to os.devnull, before files get their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if not _is_open(number):
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
@@ -151,7 +152,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def console(*command: str) -> NoReturn:
-    """The console command, and the scripts in launch/ and data_tools/, which name their command."""
+    """Run the console command, and the scripts in launch/ and data_tools/, which pass their command."""
     _open_closed_streams()
     if [*command, *sys.argv[1:]][:1] in (["pretrain"], ["finetune"]):
         listen_early()  # before the seconds of imports

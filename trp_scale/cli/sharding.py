@@ -50,7 +50,7 @@ def pseudo_label(argv: Sequence[str]) -> int:
 def _run_or_submit(
     command: str, argv: Sequence[str], settings: Any, directory: Path, work: Callable[[Any], object]
 ) -> int:
-    """Check the settings, then do the work here, or submit the command to SLURM."""
+    """Check the settings, then run the work here or submit the command to SLURM."""
     _log_progress()
     settings.check()
     if settings.executor == "slurm-array":
@@ -58,7 +58,7 @@ def _run_or_submit(
 
         submit_array(command, argv, settings, directory)
     elif settings.sbatch:
-        raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
+        raise RefusedError(f"--sbatch {settings.sbatch!r} needs --executor slurm-array")
     else:
         work(settings)
     return 0
@@ -76,7 +76,7 @@ def index(argv: Sequence[str]) -> int:
 
     dataset = Path(settings.tars)
     if settings.output is None and is_indexed(dataset):
-        settings.refuse_changes(f"{dataset} has its settings from when it was made; to change them give the tars")
+        settings.refuse_changes(f"{dataset} keeps the settings it was made with; to change them give the tars")
         settings = replace(settings, output=dataset, **index_settings(dataset))
     elif settings.output is None and (dataset / "dataset.json").exists():
         settings.refuse_changes(f"{dataset} is a data set that was sharded here")
@@ -84,19 +84,19 @@ def index(argv: Sequence[str]) -> int:
             print(f"{path}: {path.stat().st_size} bytes")
         return 0
     elif settings.output is None and not dataset.is_dir():
-        raise RefusedError(f"{dataset}: tars that are not a folder; give --output DIR for the data set")
+        raise RefusedError(f"{dataset}: not a folder of tars; give --output DIR for the data set")
     return _run_or_submit("index", argv, settings, settings.directory, index_tars)
 
 
 @dataclass(kw_only=True)
 class MergeArguments(TakesModules):
-    """Join the parts of a data set that were made with --shard_index and --num_shards: check that all are there, and
-    write dataset.json. The data set is then the same, byte for byte, as if one run had made it."""
+    """Merge the parts of a data set that were made with --shard_index and --num_shards: check that all exist, and write
+    dataset.json. The result is byte for byte the data set of a single run."""
 
     dataset: tyro.conf.Positional[Path]
     """Directory of the data set: --output of the parts, or --data of labels."""
     max_skipped: float | None = None
-    """Largest share of documents or images that may be skipped; None: as the parts were told."""
+    """Maximum share of skipped documents or images; default: the setting of the parts."""
 
 
 def merge(argv: Sequence[str]) -> int:
@@ -111,16 +111,16 @@ def merge(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class InspectArguments(TakesModules):
-    """Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
+    """Show rows of a shard: text with part-of-speech groups in colour, or images with their classes and maps."""
 
     shard: tyro.conf.Positional[Path]
-    """A tar of a data set, with its index beside it; or a data set's directory, for its first shard."""
+    """Tar of a data set, with its index in the same folder; or a data set's directory, for its first shard."""
     rows: int = 5
     """Rows to show."""
     block: str = ""
-    """Key of the block (text) or of the image to show them from; empty = from the first on."""
+    """Key of the first block (text) or image to show; empty = the first."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Images: PNG file for a contact sheet of them."""
+    """Images: PNG file for their contact sheet."""
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -139,11 +139,11 @@ def inspect(argv: Sequence[str]) -> int:
     if of_images or not blocks:
         refuse_unfinished(shard.parent.parent)
     if not blocks:
-        raise DataError(f"{shard}: nothing is stored in it")
+        raise DataError(f"{shard}: empty shard")
     if of_images:
         _show_images(shard, arguments.rows, block, arguments.output)
     elif arguments.output is not None:
-        raise RefusedError(f"--output {arguments.output}: goes with images, {shard} holds text")
+        raise RefusedError(f"--output {arguments.output} is for images, {shard} contains text; leave it out")
     else:
         _show_text(shard, arguments.rows, block)
     return 0
@@ -179,8 +179,8 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
 
 @dataclass(kw_only=True)
 class VerifyArguments(TakesModules):
-    """Check every index, size, checksum and array of a data set. The first bad byte range is named, with exit status
-    1; where there is no data set it is 2."""
+    """Check every index, size, checksum and array of a data set. Names the first damaged byte range and exits with
+    status 1; status 2 if there is no data set."""
 
     dataset: tyro.conf.Positional[Path]
     """Directory with dataset.json."""
@@ -201,7 +201,7 @@ def verify(argv: Sequence[str]) -> int:
         return 1
     print(
         f"{dataset}: {verified.shards} shards, {verified.blocks} blocks, {verified.rows} rows, {verified.bytes} bytes "
-        "are whole"
+        "are intact"
     )
     return 0
 

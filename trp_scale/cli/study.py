@@ -24,9 +24,9 @@ File = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
 
 
 def study(argv: Sequence[str]) -> int:
-    """`trp-scale study WHAT ...`."""
+    """`trp-scale study ACTION ...`."""
     if not argv:
-        raise RefusedError(f"study: what of it? allowed: {', '.join(ACTIONS)}")
+        raise RefusedError(f"study: the action is missing; allowed: {', '.join(ACTIONS)}")
     if argv[0] in (*HELP, HELP_ALL):
         print(f"usage: trp-scale study {{{','.join(ACTIONS)}}} ...")
         for name, action in ACTIONS.items():
@@ -38,12 +38,12 @@ def study(argv: Sequence[str]) -> int:
 
 
 def list_studies(argv: Sequence[str]) -> int:
-    """The studies with a line each."""
+    """List the studies, one per line."""
     if asks_for_help(argv):
         print(f"usage: trp-scale study list\n\n{list_studies.__doc__}")
         return 0
     if argv:
-        raise RefusedError(f"study list takes nothing more; found: {' '.join(argv)}")
+        raise RefusedError(f"study list has no arguments, found: {' '.join(argv)}; leave them out")
     from trp_scale.studies.study import known_studies, load_study
 
     names = known_studies()
@@ -56,14 +56,14 @@ def list_studies(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class ShowArguments:
-    """Show what a study compares, by what, and what it needs."""
+    """Show the comparison, the metrics and the inputs of a study."""
 
     file: File
     """A study of the package, or the path of a .yaml file."""
 
 
 def show(argv: Sequence[str]) -> int:
-    """Print the comparison, the judge and the inputs of a study."""
+    """Print the comparison, the judges and the inputs of a study."""
     arguments = read(ShowArguments, argv, prog="trp-scale study show")
     from trp_scale.studies.study import load_study, needed_inputs
 
@@ -80,7 +80,7 @@ def show(argv: Sequence[str]) -> int:
         if scale.outcome is not None:
             print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
         if (tuning := scale.tuning) is not None:
-            print(f"  each variant by itself has the best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
+            print(f"  each variant uses its best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
         for needed in needed_inputs(study, scale):
             print(f"  --input {needed}=PATH  {study.inputs[needed]}")
     return 0
@@ -88,20 +88,21 @@ def show(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class StudyPlanArguments:
-    """Predict the hours of a study, and what they cost, before any is spent."""
+    """Predict the hours and the costs of a study."""
 
     file: File
     """A study of the package, or the path of a .yaml file."""
     scale: str = "cpu"
     """cpu, gpu or paper."""
     price: float = 0.0
-    """Of an hour of one GPU (of one core, where the scale has none), in whatever currency; 0 = none is printed."""
+    """Price of an hour of one GPU (one core for a scale without GPUs), in any currency; 0 = print no costs."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the study has begun: what is left there, judging too, by the seconds of what has finished."""
+    """Directory of a started study: predict its remaining hours, evaluation included, from the durations of finished
+    runs."""
 
 
 def plan(argv: Sequence[str]) -> int:
-    """The hours of a study, and their price, before any is spent."""
+    """Predict the hours of a study, and their price."""
     arguments = read(StudyPlanArguments, argv, prog="trp-scale study plan")
     from trp_scale.studies.execute import Claim, claim, read_claim
     from trp_scale.studies.graph import Graph
@@ -120,8 +121,8 @@ def plan(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """Run a study. What has finished is not done again: the same command goes on after it was stopped or killed. A run
-    that fails does not stop the others."""
+    """Run a study. Finished runs are skipped, so the same command resumes after a stop or kill. A failed run does not
+    stop the others."""
 
     file: File
     """A study of the package, or the path of a .yaml file."""
@@ -130,20 +131,19 @@ class RunArguments:
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Directory of all runs of the study."""
     input: Inputs = field(default_factory=list)
-    """Where an input of the study is; once for each (`trp-scale study show`)."""
+    """Path of an input of the study, once per input (`trp-scale study show`)."""
     jobs: int = setting(0, at_least=0)
-    """Commands at a time, each with its share of the cores; 0 = one a core where the scale has no GPU, else one."""
+    """Number of parallel commands, which share the cores; 0 = one per core for a scale without GPUs, otherwise one."""
     executor: Literal["local", "slurm-array"] = "local"
-    """local: by processes of this machine. slurm-array: as arrays of jobs, one array after the other where runs need
-    others first."""
+    """local: processes on this machine. slurm-array: job arrays, several in sequence if runs depend on others."""
     sbatch: str = ""
-    """slurm-array: further flags of sbatch, such as "--partition=gpu --gres=gpu:8 --time=24:00:00"."""
+    """slurm-array: additional flags of sbatch, such as "--partition=gpu --gres=gpu:8 --time=24:00:00"."""
     only: int | None = None
-    """Of the study's commands the one with this number, from 0; for jobs of an array."""
+    """Run only the command with this number, from 0; for jobs of an array."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a study, or go on with it."""
+    """Run a study, or resume it."""
     arguments = read(RunArguments, argv, prog="trp-scale study run")
     import os
 
@@ -160,8 +160,8 @@ def run(argv: Sequence[str]) -> int:
     if arguments.executor == "slurm-array" and arguments.only is None:
         words = [sys.executable, "-m", "trp_scale", "study", "run", *argv, "--executor", "local"]
         jobs = submit(graph, words, arguments.sbatch)
-        print(f"{graph.directory}: array jobs {', '.join(jobs) or 'none: all has finished'}")
-        print(f"afterwards: trp-scale study report {shlex.quote(str(graph.directory))}")
+        print(f"{graph.directory}: array jobs {', '.join(jobs) or 'none: everything has finished'}")
+        print(f"then run: trp-scale study report {shlex.quote(str(graph.directory))}")
         return 0
     cores = len(os.sched_getaffinity(0))
     executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), tell=_say)
@@ -172,7 +172,7 @@ def run(argv: Sequence[str]) -> int:
     if failed:
         _say(
             f"not finished: {', '.join(failed[:5])}{f' and {len(failed) - 5} more' * (len(failed) > 5)}; the same "
-            "command tries again"
+            "command retries them"
         )
     return 1 if failed else 0
 
@@ -182,7 +182,7 @@ def _say(line: str) -> None:
 
 
 def _state(file: str) -> str:
-    """A study as study.json names it: its name, or the whole path."""
+    """Return the study for study.json: its name, or its absolute path."""
     return str(Path(file).resolve()) if file.endswith((".yaml", ".yml")) else file
 
 
@@ -195,18 +195,18 @@ def _graph(study: Study, scale: Scale, directory: Path, flags: list[str]) -> Gra
 
 @dataclass(kw_only=True)
 class StudyReportArguments:
-    """Write what a study found so far: README.md, report.tex, report.html, figures.json and a picture."""
+    """Write the present results of a study: README.md, report.tex, report.html, figures.json and a picture."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The --run_dir of a study."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the files go; None = DIR/report, or DIR/report_against_BASELINE."""
+    """Output directory; default DIR/report, or DIR/report_against_BASELINE."""
     baseline: str = ""
-    """Take differences from this variant, at equal steps, in place of the one that the study names."""
+    """Compare with this variant at equal steps, instead of the study's baseline."""
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the results of a study so far as Markdown, LaTeX and HTML."""
+    """Write the present results of a study as Markdown, LaTeX and HTML."""
     arguments = read(StudyReportArguments, argv, prog="trp-scale study report")
     from trp_scale.studies.execute import read_claim
     from trp_scale.studies.graph import Graph

@@ -1,5 +1,5 @@
-"""Commands that train, `pretrain` and `finetune`, and those before them: `recipes` lists what can be trained, `plan`
-predicts what that takes, `launch-files` copies the scripts of launchers, `doctor` examines machines or a run directory.
+"""Training commands `pretrain` and `finetune`, and commands that prepare training: `recipes` lists recipes, `plan`
+predicts memory and time, `launch-files` copies the scripts of launchers, `doctor` checks machines or a run directory.
 Under a launcher each rank runs the same command line."""
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RecipesArguments(TakesModules):
-    """List the recipes with a line each; or, given one, print all its settings as YAML, each with the recipe that it
-    comes from."""
+    """List the recipes, one per line; or print all settings of one as YAML, each with the recipe that sets it."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|PATH")] = ""
-    """A recipe, or the path of a .yaml file; empty = list them."""
+    """A recipe, or the path of a .yaml file; empty = list all."""
     module: Modules = field(default_factory=list)
-    """A module of your own, by its file or its dotted name, that registers recipes or what they name."""
+    """File or dotted name of a module of yours that registers recipes or their components."""
 
 
 def recipes(argv: Sequence[str]) -> int:
@@ -105,7 +104,7 @@ def _print_config(arguments: Arguments) -> int:
 
 
 def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
-    """Train, and again after a fault, as often as --reliability.restarts says.
+    """Train, and restart in place after a fault, at most --reliability.restarts times.
 
     Args:
         load: imports the upstream or the task.
@@ -115,7 +114,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
         return train()
     if run_dir is None:
         raise RefusedError(
-            f"--reliability.restarts {restarts} needs --run_dir DIR: a run goes on in the directory that it began in"
+            f"--reliability.restarts {restarts} needs --run_dir DIR: a restart resumes in the same directory"
         )
     from trp_scale.checkpoint.run_directory import checkpoints
     from trp_scale.config.registry import find
@@ -126,7 +125,7 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
 
     def imports() -> None:
         load()
-        with suppress(ImportError):  # the run says what is not installed
+        with suppress(ImportError):  # the run reports missing packages
             find("engine", arguments.choose_engine(info.world)).load()
 
     def attempt(number: int) -> int:
@@ -138,25 +137,22 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
 
 
 FILES = Path(__file__).parents[1] / "launch_files"
-"""Links to `ds_configs/` and `launch/`, which a wheel stores as files."""
+"""Links to `ds_configs/` and `launch/`; a wheel contains them as files."""
 
 
 @dataclass(kw_only=True)
 class LaunchFilesArguments:
     """Write DeepSpeed's JSON files (ds_configs/), the scripts for launchers (launch/), the SLURM batch script
-    (launch/slurm/) and the Kubernetes Job (launch/kubernetes/) into a directory, to be started from there or changed. A
-    file that is there already stays, and is refused if it differs."""
+    (launch/slurm/) and the Kubernetes Job (launch/kubernetes/) into a directory, to use or to change. Existing files
+    are kept; they are refused if they differ."""
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """Directory to write them into; made if it is not there."""
+    """Output directory; created if it does not exist."""
 
 
 def launch_files(argv: Sequence[str]) -> int:
-    """`trp-scale launch-files`.
-
-    Raises:
-        RefusedError: the directory cannot be written, or holds other files of these names.
-    """
+    """`trp-scale launch-files`. Refuse a directory that cannot be written, or that contains other files of these
+    names."""
     directory = read(LaunchFilesArguments, argv, prog="trp-scale launch-files").directory
     folders = (Path(folder) for folder, _, _ in os.walk(FILES, followlinks=True) if Path(folder).name != "__pycache__")
     files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
@@ -166,7 +162,7 @@ def launch_files(argv: Sequence[str]) -> int:
     ]
     if changed:
         raise RefusedError(
-            f"{', '.join(map(str, changed))}: there already, with other content; allowed: a directory without them"
+            f"{', '.join(map(str, changed))}: files with other content exist; allowed: a directory without them"
         )
     try:
         for source, target in targets.items():
@@ -180,26 +176,26 @@ def launch_files(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class DoctorArguments:
-    """Examine the machines before a run: GPUs and driver, versions, limits, shared memory, ports and network, speed of
-    each rank, all-reduce and storage. Under torchrun, deepspeed or srun it examines all hosts of the job. With RUN_DIR
-    it examines a run instead: which checkpoints are whole, where it would continue, why it ended, whether it is alive,
-    what went wrong, room on the disk. Ends with status 1 where something is wrong, 0 otherwise."""
+    """Check the machines before a run: GPUs and driver, versions, limits, shared memory, ports and network, speed of
+    each rank, all-reduce and storage. Under torchrun, deepspeed or srun it checks all hosts of the job. With RUN_DIR it
+    checks a run instead: intact checkpoints, resume point, why it ended, whether it is alive, incidents, disk space.
+    Exits with status 1 if something is wrong, otherwise 0."""
 
     run_dir: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")] = None
-    """A run's directory, whether the run goes on or not: nothing in it is changed."""
+    """Directory of a running or ended run; nothing in it is changed."""
     quick: bool = False
-    """With RUN_DIR: compare files of checkpoints by their sizes, not by the checksums of every byte."""
+    """With RUN_DIR: verify files of checkpoints by their sizes only, not by checksums."""
     storage: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory on the storage that the hosts share: each rank writes a file there, reads another's and removes its
-    own. Not given: storage is not measured."""
+    """Shared directory in which each rank writes a file, reads another's and removes its own. Default: storage is not
+    measured."""
     hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Of deepspeed's launcher: its lines, and whether ssh reaches each host without a password."""
+    """Hostfile of deepspeed's launcher: check its lines, and whether ssh reaches each host without a password."""
     mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = setting(64, at_least=1)
-    """Size of each of those files, and of what is all-reduced."""
+    """Size of these files, and of the all-reduce."""
     timeout_minutes: float = setting(2.0, above=0)
-    """How long ranks that have not come are awaited."""
+    """Time to wait for ranks that have not started."""
     json: bool = False
-    """Print one JSON object in place of lines."""
+    """Print one JSON object instead of lines."""
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -222,14 +218,14 @@ def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
             findings += examine_hostfile(arguments.hostfile) if arguments.hostfile else ()
             job = {"ranks": info.world, "launcher": info.launcher, "device": environment.device.type}
             _print(job, findings, as_json=arguments.json)
-        environment.world.barrier()  # no rank ends, and with it the job, before it is printed
+        environment.world.barrier()  # no rank exits, which would end the job, before rank 0 has printed
     return findings
 
 
 def _examine_run(run_dir: Path, arguments: DoctorArguments) -> list[Finding]:
     for name in ("storage", "hostfile"):
         if getattr(arguments, name) is not None:
-            raise RefusedError(f"--{name} is for the machines, and {run_dir} for a run; give one of them")
+            raise RefusedError(f"--{name} is for machines, and {run_dir} for a run; give only one of them")
     from trp_scale.diagnostics.run_directory import examine_run
 
     findings = examine_run(run_dir, quick=arguments.quick)
@@ -243,7 +239,7 @@ def _print(subject: Mapping[str, object], findings: Sequence[Finding], *, as_jso
 
 
 def _format_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line or more for each finding, and the count of each state."""
+    """Yield lines for each finding, and the count of each state."""
     width = min(120, shutil.get_terminal_size().columns)
     names = max(len(finding.check) for finding in findings)
     indent = " " * (8 + names + 2)

@@ -51,7 +51,7 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert max(map(len, listed.splitlines())) <= 100
     assert cli.main(["pretrian"]) == 2
     said = capsys.readouterr().err
-    assert "'pretrian' is no command of trp-scale; did you mean pretrain?; allowed: shard-text, shard-images" in said
+    assert "'pretrian' is not a command of trp-scale; did you mean pretrain?; allowed: shard-text, shard-images" in said
 
 
 def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def test_a_job_for_each_part_and_one_that_merges(sbatch: Path, capsys: pytest.Ca
         (("--num_shards", "4", "--shard_index", "1"), "--shard_index 1 found; .* no --shard_index"),
         (("--num_shards", "4", "--sbatch=--partition=none"), "sbatch: error: invalid partition"),
         (("--num_shards", "4", "--length", "4"), "--length is 4"),
-        (("--executor", "local", "--sbatch=--partition=cpu"), "--sbatch '--partition=cpu': goes with --executor slurm"),
+        (("--executor", "local", "--sbatch=--partition=cpu"), "--sbatch '--partition=cpu' needs --executor slurm"),
     ],
 )
 def test_refusals(sbatch: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
