@@ -1,9 +1,9 @@
-"""Pre-training of encoders under minimax task weights, adversarial positions and learned masks.
+"""Pre-training of encoders with minimax task weights, adversarial positions and learned masks.
 
     import trp_scale as trp
 
-What stands in `__all__` is stable; docs/extending.md shows how it is used. A name is imported when it is first used, so
-that `import trp_scale` takes no time.
+Names in `__all__` are stable; docs/extending.md shows their use. A name is imported when it is first used, so that
+`import trp_scale` is fast.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ _HOME = {
     "shard_images": "trp_scale.api",
     "shard_text": "trp_scale.api",
 }
-"""Module that each name is in."""
+"""Module of each name."""
 
-if not TYPE_CHECKING:  # a name that there is not stays an error to a type checker
+if not TYPE_CHECKING:  # type checkers still report unknown names
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

@@ -1,7 +1,7 @@
-"""Runs and data sets from Python: what the commands of the same names do, by the same code.
+"""Python interface to runs and data sets, with the behaviour of the commands of the same names.
 
-A mistake of the user's is a `RefusedError` here; its message names the command's flags, `--section.field` for the
-setting `section={"field": ...}`. Heavy libraries are imported when a function is called.
+User errors raise `RefusedError`; messages name the command's flags: `--section.field` for the setting
+`section={"field": ...}`. Large libraries are imported when a function is called.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """A run that ended. It stands for its directory wherever a path is asked for.
+    """A run that has ended, usable as the path of its directory.
 
     Attributes:
         path: the run directory.
         reason: "finished", or why it stopped before its last step: a signal, --training.max_hours, a file STOP, or too
-            many steps whose gradient was not finite.
+            many skipped steps.
     """
 
     path: Path
@@ -62,26 +62,26 @@ def pretrain(
 ) -> Run:
     """Pre-train an encoder, as `trp-scale pretrain` does.
 
-    It runs in this process. Under torchrun, deepspeed or srun every rank makes the same call; a process group that is
-    there already is used and left as it is, one that is made here is ended at the end. An error on one of several ranks
-    ends its process, so that the launcher ends the others. A script puts its calls under `if __name__ == "__main__":`,
-    since loader workers import it again.
+    The run uses this process. Under torchrun, deepspeed or srun every rank makes the same call. An existing process
+    group is used and kept; otherwise one is created and destroyed at the end. An error on one of several ranks ends its
+    process, so that the launcher ends the others. A script must call this under `if __name__ == "__main__":`, since
+    loader workers import the script again.
 
     Args:
-        recipe: name of a recipe, or the path of a .yaml file.
-        hooks: in their order: names, registered classes, or their settings such as `Lookahead.Settings(every=10)`;
-            None = those of the recipe.
+        recipe: name of a recipe, or path of a .yaml file.
+        hooks: names, registered classes, or their settings such as `Lookahead.Settings(every=10)`, in order; `None` =
+            those of the recipe.
         run_dir, engine, ds_config, resume: as the command's flags.
-        module: files or dotted names of modules that register components; those that are imported already, and the
-            script itself, need not be named.
-        settings: what differs from the recipe, a mapping for each section: `training={"steps": 100},
-            balancer={"kind": "gradnorm"}`. A registered component's settings may stand for its section.
+        module: files or dotted names of modules that register components; imported modules and the script itself can be
+            left out.
+        settings: differences from the recipe, a mapping per section: `training={"steps": 100}, balancer={"kind":
+            "gradnorm"}`. The settings object of a registered component may replace its section.
 
     Returns:
-        the run; on every rank the same.
+        the run; the same on every rank.
 
     Raises:
-        RefusedError: whatever the command refuses.
+        RefusedError: everything that the command refuses.
     """
     _refuse_in_worker("pretrain")
     sections = {name: _section(value) for name, value in settings.items()}
@@ -103,9 +103,9 @@ def pretrain(
     arguments = make_arguments(parsed, names, sections)
     if MAIN[0] in arguments.module and arguments.config.data.workers:
         raise RefusedError(
-            f"data.workers is {arguments.config.data.workers}, but a component is registered by no file (a notebook, "
-            'say), which loader workers cannot import; allowed: data={"workers": 0}, or write it into a file and give '
-            "module=[FILE]"
+            f"data.workers is {arguments.config.data.workers}, but a component is not registered in a file (for "
+            'example in a notebook), so loader workers cannot import it; allowed: data={"workers": 0}, or move it into '
+            "a file and give module=[FILE]"
         )
     from trp_scale.training.pretrain import pretrain as train
 
@@ -116,17 +116,17 @@ def pretrain(
 def load(
     run: StrPath, *, weights: Weights = "last", image_size: int = 0, module: StrPath | Sequence[StrPath] = ()
 ) -> Encoder:
-    """The encoder of a run as a torch module, on the CPU, in evaluation mode.
+    """Load the encoder of a run as a torch module, on the CPU, in evaluation mode.
 
     Args:
-        run: what `pretrain` returned, a run directory or a checkpoint in it; also an export, or a directory of
-            transformers (BERT, ViTMAE) or timm (ViT).
+        run: result of `pretrain`, a run directory or a checkpoint in it, an export, or a directory of transformers
+            (BERT, ViTMAE) or timm (ViT).
         weights: last, or the average that the hook weight_average kept.
-        image_size: images: side in pixels, a multiple of the patches'; 0 = that of the pre-training.
-        module: modules that the run was made with, if they are not imported.
+        image_size: images: side in pixels, a multiple of the patch size; 0 = that of pre-training.
+        module: modules of the run that are not imported yet.
 
     Raises:
-        RefusedError: nothing that can be read is there, or a module is missing.
+        RefusedError: nothing to read, or a missing module.
     """
     for name in _paths(module):
         load_module(name)
@@ -136,8 +136,8 @@ def load(
 
 
 def shard_text(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **settings: Any) -> Path:
-    """Tag, tokenize and shard English text, as `trp-scale shard-text` does, and return the data set's directory. A
-    finished one of the same settings and input is left as it is.
+    """Tag, tokenize and shard English text, as `trp-scale shard-text` does; return the data set's directory. A finished
+    data set of the same settings and input is kept.
 
     Args:
         output: directory of the data set.
@@ -145,7 +145,7 @@ def shard_text(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **sett
         settings: the command's other flags, such as `embedded=True, length=128, vocab_size=8192`.
 
     Raises:
-        RefusedError: settings, input or directory that cannot be used, or a tagger whose data is missing.
+        RefusedError: invalid settings, input or directory, or missing data of the tagger.
     """
     _refuse_in_worker("shard_text")
     from trp_scale.sharding.text.shard import ShardTextConfig
@@ -155,8 +155,8 @@ def shard_text(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **sett
 
 
 def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **settings: Any) -> Path:
-    """Shard images, or render small scenes, as `trp-scale shard-images` does, and return the data set's directory. A
-    finished one of the same settings and input is left as it is.
+    """Shard images, or render small scenes, as `trp-scale shard-images` does; return the data set's directory. A
+    finished data set of the same settings and input is kept.
 
     Args:
         output: directory of the data set.
@@ -165,7 +165,7 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
             depth={"scale": 0.001}`.
 
     Raises:
-        RefusedError: settings, input or directory that cannot be used.
+        RefusedError: invalid settings, input or directory.
     """
     _refuse_in_worker("shard_images")
     from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -179,7 +179,7 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
 
 
 def known_recipes() -> Mapping[str, str]:
-    """Names of all recipes, with a line that says what each is."""
+    """Return {name: description} of all recipes."""
     return summaries()
 
 
@@ -188,7 +188,7 @@ def _sharding(output: StrPath, inputs: StrPath | Sequence[StrPath], settings: Ma
 
 
 def _section(value: Any) -> Any:
-    """A section as a recipe has it."""
+    """Return a section as in a recipe."""
     if isinstance(value, Settings):
         find_registration(value)
         value = {setting_name(name): field for name, field in asdict(value).items()}
@@ -196,7 +196,7 @@ def _section(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text and tuples as lists: what a recipe could hold."""
+    """Convert paths to text and tuples to lists, as in a recipe."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -205,14 +205,13 @@ def _plain(value: Any) -> Any:
 
 
 def _paths(paths: StrPath | Sequence[StrPath]) -> list[str]:
-    """One path, or several."""
     return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
 
 
 def _refuse_in_worker(function: str) -> None:
-    """A process that multiprocessing starts imports the script again; a call there would start it all anew."""
+    """Refuse calls while a process of multiprocessing imports the script, which would start everything again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RefusedError(
-            f"trp_scale.{function} is called while a worker process imports the script; put what the script does under "
+            f"trp_scale.{function} is called while a worker process imports the script; move the call under "
             '`if __name__ == "__main__":`'
         )

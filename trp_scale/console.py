@@ -1,4 +1,4 @@
-"""Output of commands: tables, rendered to the console (rich), Markdown and LaTeX (booktabs); and standard output.
+"""Output of commands: tables for the console (rich), Markdown and LaTeX (booktabs), and standard output.
 
 reporting/page.html renders tables to HTML.
 """
@@ -29,8 +29,12 @@ LATEX = {
 
 @dataclass(frozen=True, kw_only=True)
 class Colour:
-    """Colour of a line in plots, and of its patch in tables. Attributes: light, dark: CSS colours on a light and on a
-    dark page; dash: as plotly names it."""
+    """Colour of a line in plots and of its patch in tables.
+
+    Attributes:
+        light, dark: CSS colours on a light and on a dark page.
+        dash: plotly's name of the line style.
+    """
 
     light: str
     dark: str
@@ -39,14 +43,13 @@ class Colour:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Table cell; a plain string stands for one without attributes.
+    """Table cell; a plain string is a cell without attributes.
 
     Attributes:
-        text: as it is read.
-        order: sort key of the HTML column; None: the text.
+        order: sort key of the HTML column; `None` = the text.
         colour: of a patch before the text, in HTML.
-        strong: printed bold.
-        code: a path, a flag or a value as one types it.
+        strong: print bold.
+        code: format as a path, flag or value.
     """
 
     text: str
@@ -58,15 +61,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings.
+    """Rows with headings.
 
     Attributes:
         head: headings.
-        rows: as long as the head.
-        title: above it; empty: none.
-        words: number of first columns that are words, the rest are figures.
-        marked: numbers of the rows that are emphasised.
-        notes: below it, a line each.
+        rows: each as long as the head.
+        title: title above the table; empty = none.
+        words: number of first columns with text; the others have figures.
+        marked: indices of emphasised rows.
+        notes: lines below the table.
     """
 
     head: Sequence[str | Cell]
@@ -82,7 +85,7 @@ class Table:
             yield [Cell(text=cell) if isinstance(cell, str) else cell for cell in row]
 
     def to_rich(self) -> RichTable:
-        """Return what a rich console prints; texts are no markup."""
+        """Return a table for a rich console; texts are not markup."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -101,7 +104,7 @@ class Table:
         """Render with the title as a heading of level two.
 
         Args:
-            padded: for a terminal: columns have one width, and texts are not escaped.
+            padded: for a terminal: align the columns and do not escape texts.
         """
         lines = [[cell.text if padded else _markdown_cell(cell) for cell in row] for row in self.cells()]
         widths = [max(len(line[column]) for line in lines) if padded else 0 for column in range(len(self.head))]
@@ -135,7 +138,7 @@ class Table:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape the characters that Markdown reads as markup."""
+    """Escape Markdown's markup characters."""
     for character in ("\\", "|", "*", "_", "<", "[", "]"):
         text = text.replace(character, f"\\{character}")
     return text
@@ -156,7 +159,8 @@ def _escape_latex(text: str) -> str:
 
 
 def figure_text(value: float | None, digits: int = 4, *, sign: bool = False, unit: str = "") -> str:
-    """A number with `digits` digits that matter, a whole one with all; "-" where there is none; share: in per cent."""
+    """Format a number with `digits` significant digits, an integer with all; "-" for `None` and non-finite values. Unit
+    "share": in per cent."""
     if value is None or not math.isfinite(value):
         return "-"
     if unit == "share":
@@ -172,7 +176,7 @@ def figure_text(value: float | None, digits: int = 4, *, sign: bool = False, uni
 
 
 def number_cell(value: float | None, digits: int = 4, *, sign: bool = False, unit: str = "") -> Cell:
-    """Return the cell of a number, "-" where there is none."""
+    """Return the cell of a number, "-" without one."""
     known = value if value is not None and math.isfinite(value) else None
     return Cell(text=figure_text(value, digits, sign=sign, unit=unit), order=known)
 
@@ -185,11 +189,12 @@ _CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]"
 
 
 class EscapedStream:
-    """Standard output or error of a command. Control characters are escaped: texts of files and names of paths may hold
-    sequences that change the terminal's title, clipboard or lines. So are bytes of a name that are not UTF-8.
+    """Standard output or error of a command with escaped control characters: texts of files and names of paths may
+    contain sequences that change the terminal's title, clipboard or lines. Bytes of names that are not UTF-8 are
+    escaped too.
 
     Args:
-        stream: that is written to; styles of our own pass if it is a terminal.
+        stream: output stream; rich's styles pass if it is a terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -207,22 +212,22 @@ class EscapedStream:
 
 
 class Outlet:
-    """Standard output for as long as it can be written to; then silence.
+    """Standard output that becomes silent when it can no longer be written.
 
-    Its reader (head, tee, a terminal) may go, or its disk fill up, in the middle of the work. The work goes on: nobody
-    has asked it to stop, and all that it would say is in its directory. (rich would end the process.)
+    Its reader (head, tee, a terminal) may exit, or its disk may fill up, during the work. The work continues, since
+    nobody has stopped it and its directory has all results. (rich would end the process.)
 
     Args:
-        stream: standard output; its file descriptor leads to nothing from then on, so that no line of a library ends
-            the work either.
-        notice: what goes on, and where to see it; for the log.
+        stream: standard output; after an error its file descriptor leads to os.devnull, so that output of libraries
+            does not end the work either.
+        notice: what continues and where to see it; for the log.
     """
 
     def __init__(self, stream: TextIO, notice: str) -> None:
         self._stream, self._notice = stream, notice
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)  # what rich asks of a file: isatty, encoding, fileno
+        return getattr(self._stream, name)  # rich reads isatty, encoding, fileno
 
     def write(self, text: str) -> int:
         try:

@@ -1,5 +1,4 @@
-"""Errors that a user sees, how messages quote values and name the nearest known one, and exit statuses, which batch
-scripts and schedulers read."""
+"""User-visible errors, quoting in messages, nearest names, and exit statuses for batch scripts and schedulers."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """How a command ended.
+    """Exit status of a command.
 
     Attributes:
-        meaning: in a line.
-        advice: what a person does; of a run it stands in its stop.json.
+        meaning: description in one line.
+        advice: what to do next; a run writes it to stop.json.
     """
 
     meaning: str
@@ -31,61 +30,60 @@ class ExitStatus(IntEnum):
         status.meaning, status.advice = meaning, advice
         return status
 
-    DONE = 0, "done, or stopped when it was asked to, with a checkpoint", "the same command goes on from here"
+    DONE = 0, "done, or stopped on request with a checkpoint", "the same command resumes from here"
     FAILED = (
         1,
-        "an error ended it; of verify, doctor and study: what they looked at is not in order",
-        "read the error; the same command goes on from the newest checkpoint",
+        "an error; for verify, doctor and study: they found problems",
+        "read the error; the same command resumes from the newest checkpoint",
     )
     REFUSED = (
         2,
-        "refused: the command, the settings, the data or the directory; told in one line",
-        "change what the message says; nothing was trained since the newest checkpoint",
+        "refused command, settings, data or directory; the message says why",
+        "change what the message names; nothing was trained since the newest checkpoint",
     )
     DIVERGED = (
         3,
-        "the numbers went wrong: steps skipped, spikes gone back from, or a run that diverged",
-        "look at the loss and the data before it is started again: --optimizer.lr, --optimizer.clipping, or an earlier "
-        "checkpoint (--resume)",
+        "diverged: too many skipped steps, or too many rollbacks after spikes",
+        "check the loss and the data before a restart: --optimizer.lr, --optimizer.clipping, or an earlier checkpoint "
+        "(--resume)",
     )
     HUNG = (
         4,
-        "it hung, and the watchdog ended it",
-        "look at hangs/ for the rank that is late, and at its host; the same command goes on from the newest "
-        "checkpoint",
+        "hung; the watchdog ended it",
+        "hangs/ names the late rank: check its host; the same command resumes from the newest checkpoint",
     )
     STORAGE = (
         5,
-        "what it makes could not be written: no room, or the storage refuses",
-        "make room on the disk of the run directory, or look whether it can be written to; the same command goes on "
-        "from the newest checkpoint",
+        "storage: the disk is full or refuses to write",
+        "free space on the disk of the run directory, or check that it can be written; the same command resumes from "
+        "the newest checkpoint",
     )
-    INTERRUPTED = 130, "Ctrl-C; of a run the second one", "the same command goes on from the newest checkpoint"
+    INTERRUPTED = 130, "Ctrl-C; for a run the second one", "the same command resumes from the newest checkpoint"
 
     @property
     def is_fault(self) -> bool:
-        """Whether another start of the same command may end better, with nothing changed."""
+        """Whether a restart of the same command may succeed without changes."""
         return self in (ExitStatus.FAILED, ExitStatus.HUNG)
 
 
 class RefusedError(ValueError):
-    """A setting, file or environment that a run cannot start with.
+    """A setting, file or environment with which a run cannot start.
 
     The message is for the user: where, what was found, what is allowed. The command line shows it without a traceback.
 
     Attributes:
-        status: that the command ends with.
+        status: exit status of the command.
     """
 
     status: ExitStatus = ExitStatus.REFUSED
 
 
 class DataError(RefusedError):
-    """Stored data is missing, damaged or of another format; the message names the file and the place."""
+    """Stored data is missing, damaged or of another format; the message names the file and the position."""
 
 
 class UnreadableError(DataError):
-    """More rows of a job that is under way cannot be read than it allows: its storage or machine is at fault."""
+    """More rows cannot be read than a running job allows: its storage or machine is at fault."""
 
     status = ExitStatus.FAILED
 
@@ -95,22 +93,22 @@ class CheckpointError(RefusedError):
 
 
 LONGEST_QUOTE = 200
-"""Characters of a value that a message quotes; a file may hold one of any size."""
+"""Maximum characters of a quoted value; a file may contain one of any size."""
 
 MOST_PROBLEMS = 40
-"""Wrong settings, lines or fields that one message lists."""
+"""Maximum number of wrong settings, lines or fields that one message lists."""
 
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-"""What every library says of a full disk, and another rank's message too."""
+"""Texts of a full disk in messages of all libraries and of other ranks."""
 
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
-"""Why a path cannot be used, whatever is done there."""
+"""Permanent reasons why a path cannot be used."""
 
 FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
-"""Errors of storage that may be gone at the next start."""
+"""Storage errors that may disappear until the next start."""
 
 EXTRA_OF = {"deepspeed": "deepspeed", "timm": "vision", "torchvision": "vision"}
-"""The extra that installs a package which whole modules are built on: of which no place asks whether it is there."""
+"""Extra that installs a package which whole modules need, without an own check of its presence."""
 
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 4
@@ -119,13 +117,13 @@ _QUOTE.maxstring = _QUOTE.maxlong = _QUOTE.maxother = LONGEST_QUOTE
 
 
 def quote(value: object) -> str:
-    """Return the repr of a value for a message, shortened without building the whole repr: aliases of YAML make a value
-    of any size out of a few bytes."""
+    """Return the repr of a value for a message, shortened without building the whole repr: YAML aliases can expand a
+    few bytes to a value of any size."""
     return shorten(_QUOTE.repr(value))
 
 
 def shorten(text: str, most: int = LONGEST_QUOTE) -> str:
-    """Return text of at most `most` characters; a longer one ends in "..."."""
+    """Return text of at most `most` characters; longer text ends in "..."."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -135,13 +133,13 @@ def escape_name(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the first line of another library's message, shortened, or the error's name."""
+    """Return the first line of another library's message, shortened, or the error's type."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()
     return shorten(lines[0] if lines else type(error).__name__)
 
 
 FULL_BYTES = 64 << 20
-"""A disk with less free space counts as full: what did not fit has been removed again, perhaps."""
+"""Free space below which a disk counts as full: a failed write may have been removed already."""
 
 
 def scarcest_space() -> str:
@@ -163,7 +161,7 @@ def scarcest_space() -> str:
 
 
 def exit_status_and_message(error: BaseException) -> tuple[ExitStatus, str]:
-    """Return the exit status of an error, and its message; "" if the traceback is needed."""
+    """Return the exit status and message of an error; the message is "" if the traceback is needed."""
     if any(words in str(error) for words in NO_ROOM):
         text = next((line for line in str(error).splitlines() if any(word in line for word in NO_ROOM)), "")
         where = "there" if text.endswith("'") else scarcest_space()  # a path in quotes, or none
@@ -173,7 +171,7 @@ def exit_status_and_message(error: BaseException) -> tuple[ExitStatus, str]:
         return ExitStatus.FAILED if failing else error.status, str(error)
     if isinstance(error, OSError) and error.errno in (*DENIED, *FAILING) and isinstance(error.filename, str):
         reason = f"{shorten(error.filename)}: {error.strerror}"
-        return ExitStatus.STORAGE, f"{reason}; give another path, or see to it that this one can be used"
+        return ExitStatus.STORAGE, f"{reason}; give another path, or make this one usable"
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if (extra := EXTRA_OF.get(package)) is not None:
         return ExitStatus.REFUSED, f"this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"
@@ -183,12 +181,12 @@ def exit_status_and_message(error: BaseException) -> tuple[ExitStatus, str]:
 
 
 def finding(error: RefusedError) -> str:
-    """Return a refusal without the advice behind its first semicolon, which may name flags of another command."""
+    """Return a refusal without the advice after its first semicolon, which may name flags of another command."""
     return str(error).partition("; ")[0]
 
 
 def listed_problems(problems: list[str]) -> str:
-    """Return the first MOST_PROBLEMS problems, one a line."""
+    """Return the first MOST_PROBLEMS problems, one per line."""
     lines = [f"  {problem}" for problem in problems[:MOST_PROBLEMS]]
     if len(problems) > MOST_PROBLEMS:
         lines.append(f"  and {len(problems) - MOST_PROBLEMS} more")
@@ -196,6 +194,6 @@ def listed_problems(problems: list[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the known name most like `name`, or "" if none is like it."""
+    """Return "; did you mean X?" for the known name most similar to `name`, or "" if none is similar."""
     matches = difflib.get_close_matches(name[:LONGEST_QUOTE], sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""
