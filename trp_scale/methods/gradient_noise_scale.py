@@ -1,19 +1,19 @@
-"""The gradient noise scale: the batch size beyond which larger batches bring little (McCandlish et al. 2018).
+"""Gradient noise scale: the batch size beyond which larger batches help little (McCandlish et al. 2018).
 
     B_simple = tr(Sigma) / |G|^2
 
-G is the true gradient, Sigma the covariance of one row's gradient. Both are estimated without bias from the squared
-norm of the gradient at two batch sizes (Appendix A.1), here a micro-batch of b rows and the global batch of B:
+G is the true gradient, Sigma the covariance of the gradient of one row. The squared norms of the gradient at two batch
+sizes give unbiased estimates of both (Appendix A.1): a micro-batch of b rows and the global batch of B rows.
 
     |G|^2      ~  (B |G_B|^2 - b |G_b|^2) / (B - b)
     tr(Sigma)  ~  (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
-|G_b|^2 is the mean over the global batch's micro-batches, whose gradients every engine sees under the one backward pass
-(core/engine.py: micro_batch_squares). The estimates are noisy and their ratio is biased, so that each is averaged over
-steps before they are divided, as the paper does. All stays on the device; one number is summed over the ranks.
+|G_b|^2 is the mean over the micro-batches of the global batch. Engines measure it in the normal backward pass
+(core/engine.py: micro_batch_squares). The estimates are noisy and their ratio is biased, so each is averaged over steps
+before the division, as in the paper. Everything stays on the device; one number is summed over the ranks.
 
-A micro-batch's loss is its share of the global one. Its gradient is that of a batch of b rows as far as the rows'
-numbers of elements, which the global counts divide by, are alike over micro-batches.
+The loss of a micro-batch is divided by the element counts of the global batch. The estimates therefore assume that
+micro-batches have similar numbers of elements.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ from trp_scale.methods.settings import GradientNoiseScaleSettings
 
 
 def estimates(small: Tensor, big: float | Tensor, *, rows: int, count: int) -> Tensor:
-    """[2] unbiased estimates of tr(Sigma) and |G|^2.
+    """Return the unbiased estimates of tr(Sigma) and |G|^2, [2].
 
     Args:
         small: mean squared norm of the gradient of a batch of `rows` rows.
-        big: squared norm of the gradient of `count` of them together.
+        big: squared norm of the mean gradient of `count` such batches.
     """
     excess = small - big
     return torch.stack([excess * (rows * count / (count - 1)), big - excess / (count - 1)])
 
 
 class GradientNoiseScale(Hook):
-    """Measures the noise scale in every step; see the head of this file.
+    """Measures the noise scale in every step.
 
-    Args:
-        settings: of the measurement.
-        run: of the run.
     Attributes:
-        averages: [2] float64 on the device, of tr(Sigma) and |G|^2, weighted by 1 - smoothing^steps in all.
-        steps: that they are of, on the device.
+        averages: moving averages of tr(Sigma) and |G|^2, [2] float64 on the device. Divide by 1 - smoothing^steps to
+            correct the bias of the zero start.
+        steps: number of averaged steps, on the device.
     """
 
     name = "gradient_noise_scale"
@@ -77,7 +75,7 @@ class GradientNoiseScale(Hook):
         self.steps = ctx.commit(self.steps + 1, self.steps)
 
     def metrics(self) -> Mapping[str, Any]:
-        """noise_scale: B_simple, in rows; trace: tr(Sigma), squared_norm: |G|^2, both averaged."""
+        """Return `noise_scale` (B_simple, in rows) and the averages `trace` (tr(Sigma)) and `squared_norm` (|G|^2)."""
         if not (steps := int(self.steps)):
             return {}
         trace, squared_norm = (self.averages / (1.0 - self.settings.smoothing**steps)).tolist()

@@ -1,14 +1,13 @@
-"""An exponential moving average of the weights, as a hook on any engine (Polyak and Juditsky 1992; "mean teacher",
+"""Exponential moving average of the weights, as a hook on any engine (Polyak and Juditsky 1992; "mean teacher",
 Tarvainen and Valpola 2017).
 
 After the t-th applied step since `start_step`, t = 0, 1, 2, ...,
 
     average <- d_t average + (1 - d_t) weights,     d_t = min(decay, (1 + t) / (10 + t)) with warm-up, else decay.
 
-The average lies in pieces as the weights do, on the ranks that own them, and is updated there: no rank sends anything,
-and none waits for its device. The checkpoint holds it beside the weights (core/hooks.py: sharded_state), under the same
-names, so that it can stand in for them: `--weights average` of export,
-finetune, evaluate, probe and represent.
+The average is sharded like the weights. Each rank updates its shards without communication or device synchronisation.
+The checkpoint stores the average under the weights' names (core/hooks.py: sharded_state). The commands export,
+finetune, evaluate, probe and represent read it with `--weights average`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from trp_scale.methods.settings import WeightAverageSettings
 
 
 class WeightAverage(Hook):
-    """Keeps the average; see the head of this file.
+    """Exponential moving average of the weights.
 
-    Args:
-        settings: of the average.
-        run: of the run.
     Attributes:
-        average: the average, laid out like the weights.
+        average: sharded like the weights.
         updates: t, on the device.
     """
 
@@ -54,10 +50,10 @@ class WeightAverage(Hook):
     def after_step(self, ctx: StepContext) -> None:
         weights = [piece.tensors["weight"] for piece in self.engine.pieces()]
         if ctx.step < self.settings.start_step:
-            torch._foreach_copy_(self.average.parts, weights)  # a skipped step has left the weights as they were
+            torch._foreach_copy_(self.average.parts, weights)  # correct for a skipped step too: it kept the weights
             return
         share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
-        for average, present in foreach_chunks(self.average.parts, weights):  # one chunk's difference is held at a time
+        for average, present in foreach_chunks(self.average.parts, weights):  # bounds the memory of the differences
             way = torch._foreach_sub(present, average)
             torch._foreach_mul_(way, share.to(way[0]))
             torch._foreach_add_(average, way)
@@ -67,7 +63,7 @@ class WeightAverage(Hook):
         return self.engine.exchange_weights(self.average) if self.settings.validate else nullcontext()
 
     def metrics(self) -> Mapping[str, Any]:
-        """decay: of the next update; updates: made so far."""
+        """Return `decay` of the next update and the number of `updates`."""
         return {"decay": float(self.decay()), "updates": int(self.updates)}
 
     def state_dict(self) -> dict[str, Any]:

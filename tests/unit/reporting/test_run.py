@@ -116,7 +116,7 @@ def test_a_run_on_images(tmp_path: Path) -> None:
     check_plots(text)
     read, titles = Read(text), titles_of(text)
     assert read.sections == ["losses", "optimizer", "hook-adversary", "hook-probes", "speed", "settings", "next"]
-    assert {"Share of its ball", "Norm", "Saturation", "Accuracy", "RankMe"} <= set(titles)
+    assert {"Share of the ball", "Norm", "Saturation", "Accuracy", "RankMe"} <= set(titles)
     assert "eps 1" in read.words and "worst" not in read.words.replace("worst task ends lowest", "")
     accuracy = figures_of(text)[titles.index("Accuracy")]
     assert curve_traces(accuracy)[0]["x"] == [5, 11, 17]  # the steps that the probes name

@@ -1,2 +1,2 @@
-"""The adversary: perturbations that ascend on the loss while the weights descend (AdPE). settings.py has what a recipe
-says of each kind; positions.py and pixels.py are the hooks."""
+"""Adversary: perturbations that ascend on the loss while the weights descend (AdPE). The hooks are in positions.py and
+pixels.py."""

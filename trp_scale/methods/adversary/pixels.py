@@ -1,4 +1,4 @@
-"""FGSM: each image's own one-step perturbation of its pixels (AdPE, Appendix B; Goodfellow et al.)."""
+"""FGSM: a one-step perturbation of the pixels of each image (AdPE, Appendix B; Goodfellow et al.)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from trp_scale.models.positions import PIXEL_SHIFT
 
 
 class PixelAdversary(Hook):
-    """Adds eps sign(g) (linf) or eps g / ||g|| (l2, per crop) to the input, g the gradient at the clean pixels.
+    """Adds eps sign(g) (linf) or eps g / ||g|| (l2, per crop) to the input; g is the gradient at the clean pixels.
 
-    A batch's images are [R, k, C, S, S], or [R, C, S, S] where there is one crop of each.
-
-    It takes a pass of its own over the window, and holds the window's shifts in fp32 until the step ends. The target
-    stays the clean image. Nothing is remembered from step to step.
-
-    Args:
-        settings: of the adversary.
-        run: on whose device batches are.
+    Images are [R, k, C, S, S], or [R, C, S, S] with one crop per image. A separate pass over the window computes g. The
+    shifts are kept in fp32 until the step ends. The target stays the clean image. No state passes between steps.
     """
 
     name = "adversary"
@@ -47,7 +41,7 @@ class PixelAdversary(Hook):
         }
         self.shifts = leaves
         run_own_pass(ctx)
-        gradients = {start: read_gradient(leaf) for start, leaf in leaves.items()}  # as the images each
+        gradients = {start: read_gradient(leaf) for start, leaf in leaves.items()}
         self.shifts = {start: self.shift(gradient) for start, gradient in gradients.items()}
         self._sizes = torch.cat(
             [size(shift.flatten(-3), self.settings.norm).flatten() for shift in self.shifts.values()]
@@ -55,7 +49,7 @@ class PixelAdversary(Hook):
         self._sensitivity = norm_over_ranks(ctx, gradients.values())
 
     def shift(self, gradients: Tensor) -> Tensor:
-        """[..., C, S, S] -> the same: the one-step rule for each crop; zero where its gradient is not finite."""
+        """Return the one-step perturbation of each crop, [..., C, S, S]; zero if its gradient is not finite."""
         flat = gradients.flatten(-3)  # [..., C * S * S]
         finite = flat.isfinite().all(-1, keepdim=True)
         shifts = steepest(torch.where(finite, flat, 0.0), self.settings.norm, self.settings.eps)
@@ -71,8 +65,7 @@ class PixelAdversary(Hook):
         self.effect.note(ctx, self._sensitivity > 0)
 
     def metrics(self) -> Mapping[str, Any]:
-        """norm: of the crops' perturbations on this rank, mean and largest; sensitivity: |dL/d pixels| of the global
-        batch."""
+        """Return the values of `log_line`. `norm` is of this rank's crops, `sensitivity` of the global batch."""
         return log_line(self.settings, self.effect, sizes=self._sizes, sensitivity=self._sensitivity)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,15 +76,15 @@ class PixelAdversary(Hook):
 
 
 def read_gradient(leaf: Tensor) -> Tensor:
-    """Return `.grad` of a leaf; zero where no loss depends on the leaf."""
+    """Return `.grad` of a leaf; zeros if no loss depends on the leaf."""
     gradient = leaf.grad
     return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
 
 
 def norm_over_ranks(ctx: StepContext, gradients: Iterable[Tensor]) -> Tensor:
-    """0-dimensional: l2 norm of a gradient whose parts lie on different ranks, without the engine's loss factor."""
+    """Return the l2 norm of a gradient whose parts are on different ranks, without the engine's loss factor."""
     group = ctx.data_group
     norms = torch.zeros(group.size, dtype=torch.float64, device=ctx.engine.device)
     norms[group.rank] = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
-    # Each rank speaks in a place of its own: the engine's reduction then divides every place by what it is to be.
+    # One element per rank, so that the engine's reduction only removes its loss factor.
     return ctx.engine.reduce_hook_gradient(norms).norm()  # type: ignore[no-any-return]

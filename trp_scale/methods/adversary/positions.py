@@ -1,4 +1,4 @@
-"""The adversary on positions: one vector, shared by all images, that ascends while the weights descend (AdPE 4)."""
+"""Adversary on positions: one vector, shared by all images, that ascends while the weights descend (AdPE 4)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,8 @@ NAME = "adversary"
 class PositionAdversary(Hook):
     """Updates in parallel: the backward pass that trains the weights also gives the adversary's gradient.
 
-    The vector is a leaf of its own, outside the engine: never decayed, never clipped, in no norm of the weights. Its
-    gradient is of the global batch's loss, so that all ranks climb alike.
-
-    Args:
-        settings: of the adversary.
-        run: whose optimizer's betas and eps are read; the vector lives on its device, in fp32.
-        shape: what the model expects.
+    The vector is an fp32 leaf outside the engine: weight decay, clipping and the gradient norm exclude it. Its gradient
+    is that of the global batch's loss, so all ranks make the same update.
     """
 
     name = NAME
@@ -61,11 +56,11 @@ class PositionAdversary(Hook):
 
     @property
     def seen(self) -> Tensor:
-        """[numel] what the model sees now."""
+        """Return the perturbation [numel] that the model sees now."""
         return self.vector
 
     def before_step(self, ctx: StepContext) -> None:
-        self.vector.grad = None  # passes that other hooks have made between steps leave theirs here
+        self.vector.grad = None  # drops gradients of passes by other hooks between steps
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         return micro.adding({PERTURBATION: self.seen})
@@ -81,13 +76,13 @@ class PositionAdversary(Hook):
 
     @torch.no_grad()
     def ascend(self, lr: float, applied: Tensor | None = None) -> None:
-        """Climb along the last gradient and project; where anything is not finite, or the step was not applied,
-        nothing changes at all."""
+        """Ascend along the last gradient and project. Nothing changes if a value is not finite or the step was not
+        applied."""
         candidate, state = self.ascent.step(self.vector, self.gradient, self.state, lr)
         candidate = self.balls.project(candidate)
         if self.saturation is not None and self.resets:
             candidate, state = self.saturation.restart(candidate, state)
-        # Decided on the device: the host would have to wait to know.
+        # Decided on the device, so that the host does not wait.
         finite = torch.stack([tensor.isfinite().all() for tensor in (self.gradient, candidate, *state.values())]).all()
         finite = finite if applied is None else finite & applied
         self._moved = finite & (candidate != self.vector).any()
@@ -96,7 +91,8 @@ class PositionAdversary(Hook):
 
     @torch.no_grad()
     def note_effect(self, ctx: StepContext) -> None:
-        """Whether this step's gradient could change the loss, and the vector moved or stands at its ball's edge."""
+        """Count the step as effective if the gradient can change the loss and the vector moved or is at the edge of its
+        ball."""
         reach = self.balls.reach(self.gradient)
         at_edge = self.balls.sizes(self.vector).max() >= self.settings.eps * (1 - 1e-6)
         assert ctx.loss is not None, "decided before the hooks' after_step"
@@ -106,9 +102,8 @@ class PositionAdversary(Hook):
 
     @torch.no_grad()
     def metrics(self) -> Mapping[str, Any]:
-        """norm: of each ball, mean and largest; share_of_eps: the mean over eps; sensitivity: |dL/da|, l2 over all
-        balls; effect: share of the loss that the perturbation makes, to first order at the last gradient; saturated:
-        share of offsets beyond the relative table (relative_coordinate only)."""
+        """Return the values of `log_line`; `effect`: relative change of the loss, to first order at the last gradient;
+        `saturated`: share of offsets beyond the relative table (relative_coordinate only)."""
         shares = {"effect": (self.gradient.double() @ self.vector.double()) / self._loss.abs()}
         if self.saturation is not None:
             shares["saturated"] = self.saturation.share(self.vector)
@@ -116,7 +111,7 @@ class PositionAdversary(Hook):
         return log_line(self.settings, self.effect, sizes=sizes, sensitivity=sensitivity, **shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the tensors on the host, and what must be equal for them to be reused."""
+        """Return copies of the tensors on the host, and the settings that must match when they are loaded."""
         tensors = {"vector": self.vector, "idle": self.effect.idle, **self.state}
         return {
             "kind": self.settings.kind,
@@ -135,7 +130,7 @@ class PositionAdversary(Hook):
 
 
 class SequentialPositionAdversary(PositionAdversary):
-    """Updates in sequence: a pass of its own gives the gradient, then the weights see the new perturbation."""
+    """Updates in sequence: a separate pass gives the gradient, then the weights see the new perturbation."""
 
     def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
         super().__init__(settings, run, shape)
@@ -152,7 +147,7 @@ class SequentialPositionAdversary(PositionAdversary):
         origin = self.ascent.origin(self.vector.detach()).clone().requires_grad_()
         self._seen = origin
         run_own_pass(ctx)
-        self._seen = self.vector.detach()  # the weights' pass asks for no gradient of it
+        self._seen = self.vector.detach()  # needs no gradient in the pass that trains the weights
         self.gradient = ctx.reduced_gradient(origin)
         self.ascend(ctx.lr)
 
@@ -171,10 +166,10 @@ class SequentialPositionAdversary(PositionAdversary):
 def position_adversary(
     settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape | None = None
 ) -> PositionAdversary:
-    """The hook for these settings.
+    """Return the hook for these settings.
 
     Args:
-        shape: what the model expects; None = that of a masked autoencoder of the run's sizes.
+        shape: perturbation that the model expects; `None` = that of a masked autoencoder of the run's sizes.
     """
     if shape is None:
         assert isinstance(run.config, ImagePretrainConfig)
@@ -185,7 +180,7 @@ def position_adversary(
 
 
 def no_adversary(settings: NoAdversarySettings, run: RunContext) -> None:
-    """A method that is off leaves no hook at all."""
+    """Return no hook."""
 
 
 DECIDING_SETTINGS = {
@@ -194,18 +189,17 @@ DECIDING_SETTINGS = {
     "encoder": "the encoder's part of the perturbation (--adversary.scope, --model.layers, --model.hidden_size)",
     "decoder": "the decoder's part of the perturbation (--adversary.where, --vision.decoder_layers)",
 }
-"""What decides each part of a checkpoint's state that must be equal."""
+"""Settings that determine each part of the checkpoint's state that must match."""
 
 
 def load_tensors(state: Mapping[str, Any], expected: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """The stored tensors, on the device.
+    """Return the tensors of the checkpoint's `state`, on the device.
 
     Args:
-        state: of the checkpoint.
-        expected: of this run.
+        expected: state of this run.
 
     Raises:
-        RefusedError: the checkpoint's adversary is another one; names each setting that differs.
+        RefusedError: the checkpoint has a different adversary; names each setting that differs.
     """
     differing = [
         f"{setting}: checkpoint {state.get(name)}, now {expected[name]}"
@@ -215,32 +209,31 @@ def load_tensors(state: Mapping[str, Any], expected: Mapping[str, Any], device: 
     if differing:
         listed = "; ".join(differing)
         raise RefusedError(
-            f"the checkpoint's adversary does not fit: {listed}. Set these back, or start a new run (--run_dir)"
+            f"the checkpoint's adversary differs from this run's: {listed}. Restore these, or start a new run "
+            "(--run_dir)"
         )
     return {name: torch.clone(state["tensors"][name]).to(device) for name in expected["tensors"]}
 
 
 FINGERPRINT_BITS = 62
-"""So that a fingerprint and its negative are both int64."""
+"""Keeps a fingerprint and its negative within int64."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """0-dimensional int64 >= 0 from the bits of fp32 or int64 tensors and their places; integers only, so exact."""
+    """Return a hash of the bits of fp32 or int64 tensors and their positions, 0-dimensional int64 >= 0. It uses only
+    integers, so it is exact."""
     bits = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors]).long()
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    # Multiplications by odd numbers and shifts (Vigna's splitmix64 mixes in this way); int64 wraps around.
+    # Multiplications by odd numbers and shifts, as in Vigna's splitmix64; int64 wraps around.
     mixed = (bits ^ (places * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
     return (mixed ^ (mixed >> 31)).sum() & (2**FINGERPRINT_BITS - 1)  # type: ignore[no-any-return]
 
 
 class AgreementCheck:
-    """Compares the ranks each `every` steps with one all-reduce of two numbers.
+    """Compares the adversaries of all ranks every `every` steps (0 = never) with one all-reduce of two numbers.
 
-    It is started before the update and read after; on the steps that are due the host waits for it.
-
-    Args:
-        every: steps between checks; 0 = never.
+    The reduction starts before the update and is read after it. The host waits for it in these steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -249,17 +242,17 @@ class AgreementCheck:
         self._largest: Tensor | None = None
 
     def start(self, ctx: StepContext, tensors: Iterable[Tensor]) -> None:
-        """Reduce the fingerprint, on the steps that are due."""
+        """Reduce the fingerprint if a check is due."""
         if ctx.data_group.size == 1 or self.every == 0 or (ctx.step + 1) % self.every:
             return
         self._mine = fingerprint(tensors)
         self._largest = ctx.data_group.max(torch.stack([self._mine, -self._mine]))
 
     def finish(self, ctx: StepContext) -> None:
-        """Read what `start` reduced, if it did.
+        """Read the result of `start`, if any.
 
         Raises:
-            RuntimeError: on all ranks together, with every rank's fingerprint.
+            RuntimeError: the ranks differ; raised on all ranks, with the fingerprint of each.
         """
         if self._largest is None or self._mine is None:
             return
@@ -269,8 +262,8 @@ class AgreementCheck:
             held = ctx.data_group.gather_objects(int(mine))
             listed = ", ".join(f"rank {rank}: {value:016x}" for rank, value in enumerate(held))
             raise RuntimeError(
-                f"step {ctx.step + 1}: the ranks hold different adversaries (fingerprints {listed}). They follow from "
-                "one reduced gradient, so a rank has computed or received something else: check that machine, and "
+                f"step {ctx.step + 1}: the ranks hold different adversaries (fingerprints {listed}). All ranks should "
+                "compute the same update from one reduced gradient: check the machine of the rank that differs, and "
                 "resume from the last checkpoint (--resume auto)"
             )
 
@@ -281,13 +274,13 @@ class Saturation:
     Args:
         balls: views [L, 2] (row, column) of the perturbation.
         grid: patches along a side.
-        device: where the perturbation lives.
+        device: device of the perturbation.
     """
 
     def __init__(self, balls: Balls, grid: int, device: torch.device) -> None:
         self.balls = balls
         self.offsets = torch.arange(1 - grid, grid, device=device)  # [2G - 1]
-        # Each offset of an axis is that of G - |offset| of the G x G pairs of places on it.
+        # Of the G x G pairs of positions on an axis, G - |offset| have this offset.
         self.weights = (grid - self.offsets.abs()).double() / grid**2  # [2G - 1], sums to 1
 
     def _clamp(self, view: Tensor) -> Tensor:
@@ -295,18 +288,17 @@ class Saturation:
         return relaxed_index(view.unsqueeze(-1) + self.offsets).abs() > REACH
 
     def share(self, flat: Tensor) -> Tensor:
-        """0-dimensional float64: share of (pair, axis) offsets, over all pairs of patches and blocks, that are
-        clamped."""
+        """Return the share of clamped (pair, axis) offsets over all pairs of patches and all blocks, 0-dimensional
+        float64."""
         parts = [(self._clamp(view).double() * self.weights).sum(-1).flatten() for view in self.balls.views(flat)]
         return torch.cat(parts).mean()
 
     def lost(self, flat: Tensor) -> Tensor:
-        """[numel] bool: elements whose axis has all its offsets clamped: no gradient comes back to them, wherever the
-        block's other axis stands."""
+        """Return the elements whose axis has only clamped offsets, [numel] bool. They receive no gradient."""
         return torch.cat([self._clamp(view).all(-1).flatten() for view in self.balls.views(flat)])
 
     def restart(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
-        """The perturbation and what its ascent remembers, with zeros for the elements that are lost."""
+        """Return the perturbation and its ascent state with lost elements set to zero."""
         lost = self.lost(flat)
 
         def kept(value: Tensor) -> Tensor:

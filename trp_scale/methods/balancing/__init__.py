@@ -1,1 +1,1 @@
-"""Balancers: task losses -> weights. settings.py has what a recipe says of each, and one file holds each method."""
+"""Balancers: task losses -> task weights."""

@@ -1,5 +1,5 @@
-"""Bases of all balancers and of those that read losses, and the balancers that read none: equal weights (TRP eq. 4),
-weights by number of elements, random ones."""
+"""Base classes of balancers, and the balancers that read no losses: equal weights (TRP eq. 4), weights by number of
+elements, random weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from trp_scale.methods.balancing.settings import FixedSumSettings, LossReadingSe
 
 
 class TaskBalancer(Balancer):
-    """Total loss sum_t w_t S_t / n_t: w from a subclass for the balanced tasks, from the objective for the others.
-
-    Args:
-        settings: of this kind of balancer.
-        run: whose objective says which tasks are balanced, and what the others weigh.
-    """
+    """Total loss sum_t w_t S_t / n_t. The subclass weighs the balanced tasks, the objective the others."""
 
     name = "balancer"
 
@@ -38,31 +33,30 @@ class TaskBalancer(Balancer):
         self._last: StepContext | None = None
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        """[T] float64: weights of the balanced tasks, 0 elsewhere.
+        """Return the weights of the balanced tasks, 0 elsewhere, [T] float64.
 
         Args:
-            ctx: the step.
-            losses: [T] float64 mean losses of the global batch, or None where the balancer needs none.
+            losses: mean losses of the global batch, [T] float64; `None` if the balancer reads none.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it weighs tasks")
+        raise NotImplementedError(f"{type(self).__name__} must implement balanced_weights")
 
     def present(self, counts: Tensor) -> Tensor:
-        """[T] bool: the balanced tasks that have elements."""
+        """Return which balanced tasks have elements, [T] bool."""
         return self.balanced & (counts > 0)
 
     def scale_total(self, weights: Tensor, counts: Tensor) -> Tensor:
-        """[T] the present tasks' weights, 0 elsewhere: with `total: 1` divided by their sum, with `paper` as they are.
+        """Return the weights of the present tasks, 0 elsewhere, [T]; with `total: 1` divided by their sum.
 
         Args:
-            weights: [T] the method's own, for all balanced tasks.
-            counts: [T] elements.
+            weights: the method's weights of all balanced tasks, [T].
+            counts: elements per task, [T].
         """
         present = torch.where(self.present(counts), weights, 0.0)
-        assert isinstance(self.settings, FixedSumSettings), "of methods whose weights have a fixed sum"
+        assert isinstance(self.settings, FixedSumSettings), "the method has weights of a fixed sum"
         return present if self.settings.total == "paper" else normalise(present)
 
     def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
-        """Fix the weights of this step; no gradient flows through them."""
+        """Set the weights of this step, without a gradient."""
         with torch.no_grad():
             ctx.weigh(self.balanced_weights(ctx, losses) + self.objective.outside_weights(ctx.counts))
 
@@ -71,12 +65,12 @@ class TaskBalancer(Balancer):
         self.set_weights(ctx, None)
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        assert ctx.weights is not None, "weights are set before the total is asked for"
+        assert ctx.weights is not None, "weights are set before the total is computed"
         return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
 
     def metrics(self) -> Mapping[str, Any]:
-        """kind, and effective_elements: (sum_t w_t)^2 / sum_t (w_t^2 / n_t) over the balanced tasks, the number of
-        equally weighted elements whose mean would be as noisy as this step's balanced loss."""
+        """Return `kind` and `effective_elements`: (sum_t w_t)^2 / sum_t (w_t^2 / n_t) over the balanced tasks, the
+        number of equally weighted elements whose mean is as noisy as the balanced loss of this step."""
         return {"kind": self.settings.kind, "effective_elements": self.effective_elements()}
 
     def effective_elements(self) -> float | None:
@@ -88,28 +82,26 @@ class TaskBalancer(Balancer):
         return float(weights.sum().square() / noise) if float(noise) > 0 else None
 
     def by_task(self, values: Tensor) -> dict[str, float]:
-        """[T] -> the balanced tasks' values by name, for the metrics."""
+        """Return the values [T] of the balanced tasks by name, for the metrics."""
         listed = values.tolist()
         return {self.objective.tasks[position]: listed[position] for position in self.objective.balanced}
 
 
 def normalise(values: Tensor) -> Tensor:
-    """Values divided by their sum; zeros stay zeros when nothing is there."""
+    """Divide values by their sum; all zeros stay zeros."""
     total = values.sum()
     return torch.where(total > 0, values / total.clamp(min=torch.finfo(values.dtype).tiny), values)
 
 
 SMALLEST_EXCESS = 1e-3
-"""Least that is left of a loss above its reference, for methods that divide by it or take its logarithm."""
+"""Lower bound of a loss minus its reference, for methods that divide by it or take its logarithm."""
 SMALLEST_LOSS = 1e-12
-"""The same for losses that no reference is subtracted from: only a loss of exactly 0 is kept from being divided by."""
+"""Lower bound of a loss without a reference; avoids a division by 0."""
 
 
 class LossReadingBalancer(TaskBalancer):
-    """Reads losses as they are, over their first value, or minus a reference (`balancer.scale`). Eq. 7 of TRP compares
-    pixels with nats as they are.
-
-    The total is of the losses as they are; `scale` decides what the weights are made of.
+    """Reads losses unscaled, divided by their first value, or minus a reference (`balancer.scale`). TRP eq. 7 compares
+    unscaled pixels with nats. Only the weights depend on `scale`; the total loss uses unscaled losses.
     """
 
     settings: LossReadingSettings
@@ -118,25 +110,25 @@ class LossReadingBalancer(TaskBalancer):
         super().__init__(settings, run)
         tasks = self.objective.tasks
         if unknown := sorted(set(settings.reference) - set(tasks)):
-            raise RefusedError(f"balancer.reference names {unknown}; the tasks are {list(tasks)}")
+            raise RefusedError(f"balancer.reference names unknown tasks {unknown}; allowed: {list(tasks)}")
         reference = [settings.reference.get(task, 0.0) for task in tasks]
         self.reference = torch.tensor(reference, dtype=torch.float64).to(self.device)
-        # NaN marks a task that was never seen.
+        # NaN marks a task not seen so far.
         self.first_losses = self.vector(torch.nan)
 
     def vector(self, value: float) -> Tensor:
-        """[T] float64 of one value."""
+        """Return [T] float64 filled with `value`."""
         return torch.full((len(self.objective.tasks),), value, dtype=torch.float64, device=self.device)
 
     def scale_losses(self, losses: Tensor) -> Tensor:
-        """[T] losses as the balancer reads them."""
+        """Return the losses [T] scaled by `balancer.scale`."""
         if self.settings.scale == "initial":
             first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
-            return losses / first.clamp(min=SMALLEST_LOSS)  # segmentation into a single class begins at 0
+            return losses / first.clamp(min=SMALLEST_LOSS)  # segmentation with a single class starts at 0
         return losses - self.reference if self.settings.scale == "reference" else losses
 
     def remaining_losses(self, losses: Tensor) -> Tensor:
-        """[T] the same, kept above 0: a loss at its reference or below counts as SMALLEST_EXCESS above it."""
+        """Return the scaled losses [T], clamped above 0; at most the reference counts as SMALLEST_EXCESS above it."""
         smallest = SMALLEST_EXCESS if self.settings.scale == "reference" else SMALLEST_LOSS
         return self.scale_losses(losses).clamp(min=smallest)
 
@@ -145,13 +137,14 @@ class LossReadingBalancer(TaskBalancer):
         self.first_losses = ctx.commit(first, self.first_losses)
 
     def losses_read(self) -> Tensor | None:
-        """[T] losses that the last weights or state were made of, NaN where there are none; None before any step."""
+        """Return the losses [T] that the last weights or state were computed from, NaN for absent tasks; `None` before
+        the first step."""
         if self._last is None or self._last.sums is None:
             return None
         return torch.where(self._last.counts > 0, self._last.means(self._last.sums), torch.nan)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of all balancers, and `scaled`: the scaled losses, if scaling is on."""
+        """Return the metrics of all balancers, and the `scaled` losses if `balancer.scale` is set."""
         values = dict(super().metrics())
         losses = self.losses_read()
         if self.settings.scale != "none" and losses is not None:
@@ -170,15 +163,14 @@ EPS = 1e-8
 
 
 class TaskAdam:
-    """Adam (Kingma & Ba, Algorithm 1) for a balancer's own numbers: that of torch.optim.Adam with one 0-dimensional
+    """Adam (Kingma & Ba, Algorithm 1) for one value per task; equal to torch.optim.Adam with one 0-dimensional
     parameter per task, without decay.
 
-    torch's own leaves a parameter alone only if the host knows that it has no gradient; which tasks are absent is known
-    on the device, and the host would have to wait for it. An absent task's moments and step count stay as they are.
+    torch.optim.Adam skips a parameter only if the host sees that its gradient is `None`. Here only the device knows
+    which tasks are absent; the moments and step counts of these do not change.
 
     Args:
-        like: [T] float64 zeros on the device.
-        lr: learning rate.
+        like: zeros on the device, [T] float64.
     """
 
     def __init__(self, like: Tensor, lr: float) -> None:
@@ -186,7 +178,7 @@ class TaskAdam:
         self.steps, self.first_moments, self.second_moments = (torch.zeros_like(like) for _ in range(3))
 
     def step(self, values: Tensor, gradient: Tensor, moving: Tensor) -> Tensor:
-        """[T] values a step down their gradient [T] where `moving` [T] bool; the others as they are."""
+        """Return the values [T] after a step down their gradient [T]; only those in `moving`, [T] bool, change."""
         beta1, beta2 = BETAS
         self.steps = self.steps + moving
         mean = torch.lerp(self.first_moments, gradient, 1 - beta1)
@@ -211,8 +203,8 @@ class TaskAdam:
 
 
 class Uniform(TaskBalancer):
-    """Equal weight for every balanced task: with `total: 1` they sum to 1 over the tasks present in the global
-    batch; with `paper` each has 1/T, or 1 with `form: sum`, whoever is absent."""
+    """Equal weights of all balanced tasks. With `total: 1` those of the tasks in the global batch sum to 1; with
+    `paper` each weight is 1/T, or 1 with `form: sum`, even if tasks are absent."""
 
     settings: UniformSettings
 
@@ -223,15 +215,15 @@ class Uniform(TaskBalancer):
 
 
 class Proportional(TaskBalancer):
-    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements (plain BERT's loss)."""
+    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements (loss of plain BERT)."""
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         return normalise(torch.where(self.balanced, ctx.counts, 0.0))
 
 
 class RandomWeights(TaskBalancer):
-    """softmax(z / temperature) over the present tasks, z standard normal (Lin et al. 2022, RLW): drawn from (seed,
-    step) on the host, so that all ranks, engines and resumed runs have the same."""
+    """softmax(z / temperature) over the present tasks, z standard normal (Lin et al. 2022, RLW). The host draws z from
+    (seed, step), so all ranks, engines and resumed runs have the same z."""
 
     settings: RandomSettings
 

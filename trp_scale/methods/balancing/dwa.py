@@ -1,4 +1,4 @@
-"""Dynamic weight average: weights by how fast each task's loss falls (Liu et al., section 3.2)."""
+"""Dynamic weight average: weights from the rate at which each task's loss falls (Liu et al., section 3.2)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class IntervalMeans:
     """Mean losses of intervals of steps, [T] float64 each.
 
     Attributes:
-        interval: number of the interval that `sums` and `steps` are of, from 0.
-        sums: losses of its applied steps, added.
-        steps: how many of them each task was present in.
-        last: means over the interval before; NaN for a task not yet seen.
-        earlier: means over the one before that.
+        interval: number of the current interval, from 0.
+        sums: sums of the losses of its applied steps.
+        steps: number of these steps in which each task was present.
+        last: means of the previous interval; NaN for a task not seen so far.
+        earlier: means of the interval before that.
     """
 
     interval: int
@@ -35,8 +35,7 @@ class IntervalMeans:
     earlier: Tensor
 
     def interval_means(self, interval: int) -> IntervalMeans:
-        """Return the means at the start of, or within, a later interval. One in which a task was never seen does not
-        count for that task: its means stay."""
+        """Return the means in this or a later interval. An interval without a task keeps the task's means."""
         if interval == self.interval:
             return self
         seen = self.steps > 0
@@ -52,11 +51,11 @@ class IntervalMeans:
 class Dwa(LossReadingBalancer):
     """T softmax((L[e-1] / L[e-2]) / temperature) over the balanced tasks; 1 each in the first two intervals.
 
-    An interval is an epoch (paper) or `interval_steps`; its L are means over applied steps in which the task was
-    present. A task with fewer than two means has the mean of the others' ratios.
+    An interval is an epoch (paper) or `interval_steps`. L are means over the applied steps in which the task was
+    present. A task with fewer than two means gets the mean of the other ratios.
 
     Raises:
-        RefusedError: an interval of one epoch, whose length is not known.
+        RefusedError: the interval is one epoch, and its length is not known.
     """
 
     settings: DwaSettings
@@ -66,18 +65,18 @@ class Dwa(LossReadingBalancer):
         self.interval_steps = settings.interval_steps or run.steps_per_epoch
         if self.interval_steps < 1:
             raise RefusedError(
-                "--balancer.interval_steps is 0, one epoch, and nothing says how many steps an epoch has; "
-                "allowed here: 1 or more"
+                "--balancer.interval_steps is 0 (one epoch), but the number of steps per epoch is not known; "
+                "allowed: 1 or more"
             )
         nothing, unseen = self.vector(0.0), self.vector(torch.nan)
         self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
 
     def known_means(self, step: int) -> IntervalMeans:
-        """Return the means known at a step."""
+        """Return the means that are known at a step."""
         return self.means.interval_means(step // self.interval_steps)
 
     def ratios(self, step: int) -> Tensor:
-        """[T] L[e-1] / L[e-2]; the mean of the others' where it is not known, 1 where none is."""
+        """Return L[e-1] / L[e-2], [T]; the mean of the known ratios for other tasks, 1 if none is known."""
         means = self.known_means(step)
         known = self.balanced & ~means.earlier.isnan()
         ratios = torch.where(known, self.remaining_losses(means.last) / self.remaining_losses(means.earlier), 0.0)
@@ -98,7 +97,7 @@ class Dwa(LossReadingBalancer):
         )
 
     def metrics(self) -> Mapping[str, Any]:
-        """interval: its number, from 0; interval_steps; ratios: of the losses of the two before."""
+        """Return the number of the `interval` from 0, `interval_steps`, and the `ratios` of the losses."""
         step = 0 if self._last is None else self._last.step
         return {
             **super().metrics(),

@@ -1,5 +1,5 @@
-"""Balancers whose weights follow from the losses of the global batch they weigh: how those losses are estimated,
-minimax (TRP Algorithm 1, eq. 7) and group DRO (Sagawa et al.)."""
+"""Balancers whose weights depend on the losses of the global batch: estimates of these losses, minimax (TRP Algorithm
+1, eq. 7) and group DRO (Sagawa et al.)."""
 
 from __future__ import annotations
 
@@ -20,50 +20,49 @@ from trp_scale.methods.balancing.settings import GlobalLossSettings, GroupDroSet
 logger = logging.getLogger(__name__)
 
 FEW_ELEMENTS = 16
-"""Fewer effective elements than this, and a step follows the noise of a handful of words: warned about."""
+"""Warn below this number of effective elements: the step then depends on the noise of a few words."""
 
 
 class GlobalLossBalancer(LossReadingBalancer):
-    """Weights of the global batch's losses.
+    """Weights from the losses of the global batch.
 
-    Estimates: `exact` uses the losses of this very batch (with one micro-batch from the same forward pass, otherwise
-    from a pass without gradients that sees the same masks and dropout); `lagged` what was known before the step,
-    uniform at the first one; `micro` the losses of each micro-batch alone, which is not the algorithm.
+    Estimates: `exact` uses the losses of this batch, from the same forward pass if there is one micro-batch, else from
+    an extra pass without gradients and with the same masks and dropout. `lagged` uses the losses of earlier steps,
+    uniform weights in the first. `micro` uses the losses of each micro-batch alone, which is not the algorithm.
     """
 
     settings: GlobalLossSettings
 
     steadier: ClassVar[str]
-    """Flags that make the method lean less on few elements."""
+    """Flags that reduce the noise of the weights."""
 
     def __init__(self, settings: GlobalLossSettings, run: RunContext) -> None:
         super().__init__(settings, run)
-        self.last_losses = self.vector(torch.nan)  # NaN marks a task that was never seen
+        self.last_losses = self.vector(torch.nan)  # NaN marks a task not seen so far
         self._warned_at = -(10**9)
         self._micro_weights = self.vector(0.0)
 
     def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
-        """[T] weights of the eligible tasks, which sum to 1, 0 elsewhere.
+        """Return the weights of the eligible tasks, which sum to 1, 0 elsewhere, [T].
 
         Args:
-            ctx: the step.
-            losses: [T] mean losses, smoothed but not scaled; those of tasks that are not eligible mean nothing.
-            counts: [T] elements that the losses are means of.
-            eligible: [T] bool; with none, all weights are 0.
+            losses: mean losses, smoothed but not scaled, [T]; undefined for other tasks.
+            counts: elements per task, [T].
+            eligible: [T] bool; if empty, all weights are 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it weighs losses")
+        raise NotImplementedError(f"{type(self).__name__} must implement task_weights")
 
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
-        """[T] weights of the eligible tasks from what was known before this step."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it weighs without losses")
+        """Return the weights of the eligible tasks from the state before this step, [T]."""
+        raise NotImplementedError(f"{type(self).__name__} must implement lagged_weights")
 
     def smooth(self, losses: Tensor) -> Tensor:
-        """[T] loss_ema x last + (1 - loss_ema) x losses; a task's first loss stands for itself."""
+        """Return loss_ema x last + (1 - loss_ema) x losses, [T]; the first loss of a task is not smoothed."""
         keep = self.settings.loss_ema
         return torch.where(self.last_losses.isnan(), losses, keep * self.last_losses + (1 - keep) * losses)
 
     def eligible(self, counts: Tensor) -> Tensor:
-        """[T] bool: balanced, present, with min_count elements; when min_count leaves none, all that are present."""
+        """Return the present tasks with at least min_count elements, [T] bool; if none has, all present tasks."""
         present = self.present(counts)
         enough = present & (counts >= self.settings.min_count)
         return torch.where(enough.any(), enough, present)
@@ -85,22 +84,22 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     @staticmethod
     def prepass(ctx: StepContext) -> Tensor:
-        """[T] loss sums of the global batch, without gradients; the weighted pass repeats it bit for bit."""
+        """Return the loss sums [T] of the global batch, without gradients. The weighted pass repeats it bit for bit."""
         with torch.no_grad():
             return ctx.gather_sums(torch.stack([ctx.compute_losses(micro).sums for micro in ctx.window]).sum(0))
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         if self.settings.estimate == "micro":
             return self._micro_total(ctx, losses)
-        if ctx.weights is None:  # exact with one micro-batch: the weights come out of the pass that is weighted
+        if ctx.weights is None:  # exact with one micro-batch: the weighted pass itself gives the losses
             self.set_weights(ctx, ctx.means(ctx.gather_sums(losses.sums)))
         return super().total(ctx, losses)
 
     def _micro_total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        """The mean over micro-batches and ranks of each one's mean losses, weighted by those losses themselves."""
+        """Return the mean over micro-batches and ranks of their balanced losses, each weighted by its own losses."""
         with torch.no_grad():
             means = losses.sums / losses.counts.clamp(min=1)
-            eligible = self.eligible(ctx.counts) & (losses.counts > 0)  # min_count is of the global batch
+            eligible = self.eligible(ctx.counts) & (losses.counts > 0)  # min_count applies to the global batch
             weights = self.task_weights(ctx, means, losses.counts, eligible)
             weights = weights + self.objective.outside_weights(losses.counts)
             parts = len(ctx.window) * ctx.data_group.size
@@ -109,7 +108,7 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     def gradients(self, ctx: StepContext) -> None:
         if self.settings.estimate == "micro":
-            ctx.weigh(ctx.data_group.sum(self._micro_weights))  # what each task's loss counted on average
+            ctx.weigh(ctx.data_group.sum(self._micro_weights))  # mean weight of each task's loss
 
     def after_step(self, ctx: StepContext) -> None:
         super().after_step(ctx)
@@ -120,7 +119,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         return self.last_losses
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of all balancers, and `estimate`."""
+        """Return the metrics of all balancers and `estimate`; warn about few effective elements."""
         ctx = self._last
         if ctx is None or ctx.weights is None:
             return {"kind": self.settings.kind}
@@ -129,8 +128,8 @@ class GlobalLossBalancer(LossReadingBalancer):
         if effective is not None and effective < FEW_ELEMENTS and ctx.step >= self._warned_at + 1000:
             self._warned_at = ctx.step
             logger.warning(
-                "step %d: the balanced loss rests on %.1f effective elements; a larger --batch.global_size, %s "
-                "steadies it",
+                "step %d: the balanced loss has only %.1f effective elements, so its weights are noisy; to reduce the "
+                "noise use a larger --batch.global_size, %s",
                 ctx.step + 1,
                 effective,
                 self.steadier,
@@ -152,10 +151,10 @@ def theorem_alpha(step: int, *, tasks: int, radius: float, lipschitz: float, bou
 
 
 def spread_alpha(losses: Tensor, sharpness: float, eligible: Tensor) -> Tensor:
-    """Scalar: sharpness over the standard deviation of the eligible losses; 0 where all are the same.
+    """Return sharpness / standard deviation of the eligible losses, 0-dimensional; 0 if all are equal.
 
     Args:
-        losses: [T]; entries that are not eligible are not read.
+        losses: [T]; only eligible entries are read.
         eligible: [T] bool.
     """
     count = eligible.sum().clamp(min=1)
@@ -165,24 +164,24 @@ def spread_alpha(losses: Tensor, sharpness: float, eligible: Tensor) -> Tensor:
 
 
 def softmax_weights(losses: Tensor, alpha: float | Tensor, eligible: Tensor) -> Tensor:
-    """[T] weights of TRP eq. 7 over the eligible tasks, 0 elsewhere; alpha = inf gives the worst task alone, or equal
-    shares where several are the worst, as the softmax does in the limit.
+    """Return the weights of TRP eq. 7 over the eligible tasks, 0 elsewhere, [T]. alpha = inf is the limit of the
+    softmax: equal weights of the tasks with the largest loss.
 
     Args:
-        losses: [T] mean losses; entries that are not eligible are not read.
-        alpha: sharpness, >= 0; a scalar tensor is finite.
-        eligible: [T] bool; with none, all weights are 0.
+        losses: mean losses, [T]; only eligible entries are read.
+        alpha: sharpness >= 0; finite if a tensor.
+        eligible: [T] bool; if empty, all weights are 0.
     """
     if not isinstance(alpha, Tensor) and math.isinf(alpha):
         worst = eligible & (losses == torch.where(eligible, losses, -torch.inf).max())
         return worst.to(losses.dtype) / worst.sum().clamp(min=1)
     scores = torch.where(eligible, alpha * losses, -torch.inf)
     weights = torch.softmax(scores, dim=0)
-    return torch.where(eligible, weights, 0.0)  # no eligible task: softmax of all -inf is NaN, replaced here
+    return torch.where(eligible, weights, 0.0)  # also replaces NaN, the softmax if no task is eligible
 
 
 class Minimax(GlobalLossBalancer):
-    """Eq. 7 on the global batch's losses; `lagged` takes those of the last step that each task was seen in."""
+    """TRP eq. 7 on the losses of the global batch. `lagged` uses those of the last step in which a task was present."""
 
     settings: MinimaxSettings
 
@@ -193,7 +192,7 @@ class Minimax(GlobalLossBalancer):
         self._alpha: float | Tensor = 0.0  # of the last weights
 
     def alpha(self, step: int) -> float:
-        """Sharpness at a step, before the spread of its losses divides it."""
+        """Return the sharpness at a step, before the division by the spread of the losses."""
         if self.settings.alpha_schedule == "hard":
             return math.inf
         if self.settings.alpha_schedule == "theorem":
@@ -216,8 +215,8 @@ class Minimax(GlobalLossBalancer):
         return softmax_weights(scores, self._alpha, eligible)
 
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
-        """A task that comes for the first time enters with the mean of the others' scores, neither pushed nor held
-        back. Before any is known all scores are 0, and the step is uniform."""
+        """Return softmax weights. A task not seen so far gets the mean score of the others. Before the first step all
+        scores are 0 and the weights uniform."""
         scores = self.scale_losses(self.last_losses)
         known = self.balanced & ~self.last_losses.isnan()
         mean = torch.where(known, scores, 0.0).sum() / known.sum().clamp(min=1)
@@ -231,13 +230,12 @@ class Minimax(GlobalLossBalancer):
 
 
 class GroupDro(GlobalLossBalancer):
-    """Sagawa et al., Algorithm 1: q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; then the batch is weighed by
-    q.
+    """Sagawa et al., Algorithm 1: q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; q weighs the batch.
 
-    A task that is absent, or below min_count, keeps its q and gets no weight: the others share what they had among
-    themselves, and the step's weights are theirs, normalised. (Taking it as a loss of 0, as a product over all tasks
-    would, sinks whoever is rare.) With `lagged` the batch is weighed by q as it was before; with `micro` each
-    micro-batch by q raised with its own losses. q itself always moves by the losses of the global batch.
+    An absent task, or one below min_count, keeps its q and gets no weight. The update redistributes only the sum of the
+    other q, which are normalised to give the weights. (A loss of 0 for absent tasks would drive the q of rare tasks
+    down.) `lagged` weighs the batch by q before the update; `micro` weighs each micro-batch by q updated with its own
+    losses. The losses of the global batch always update q.
     """
 
     settings: GroupDroSettings
@@ -246,7 +244,7 @@ class GroupDro(GlobalLossBalancer):
 
     def __init__(self, settings: GroupDroSettings, run: RunContext) -> None:
         super().__init__(settings, run)
-        # Logarithms: a share of e^-1000 comes back, one that was rounded to 0 would not.
+        # Logarithms: a share of e^-1000 can recover, a share rounded to 0 cannot.
         start = -math.log(max(1, len(self.objective.balanced)))
         self.log_shares = torch.where(self.balanced, start, self.vector(-torch.inf))
         self.group_sizes = None
@@ -256,7 +254,7 @@ class GroupDro(GlobalLossBalancer):
             self.group_sizes = self.objective.count(batch) * (train.rows / batch.rows)  # [T]
 
     def raise_weights(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """[T] log q + rate (scaled loss + C / sqrt(n)), not normalised."""
+        """Return log q + rate (scaled loss + C / sqrt(n)), not normalised, [T]."""
         sizes = counts if self.group_sizes is None else self.group_sizes
         adjustment = self.settings.adjustment / sizes.clamp(min=1).sqrt()
         return self.log_shares + self.settings.rate * (self.scale_losses(losses) + adjustment)
@@ -274,10 +272,10 @@ class GroupDro(GlobalLossBalancer):
         total = torch.where(eligible, raised, -torch.inf).logsumexp(0)
         shares = torch.where(eligible, raised - total + held, self.log_shares)
         self.log_shares = ctx.commit(shares, self.log_shares)
-        super().after_step(ctx)  # now: what was read above is smoothed with, and scaled by, what came before
+        super().after_step(ctx)  # last, because the losses above are smoothed and scaled with the earlier state
 
     def metrics(self) -> Mapping[str, Any]:
-        """shares: q, whose present entries, normalised, are the weights."""
+        """Return the metrics and `shares` (q). The weights are the normalised shares of present tasks."""
         return {**super().metrics(), "shares": self.by_task(self.log_shares.exp())}
 
     def state_dict(self) -> dict[str, Any]:

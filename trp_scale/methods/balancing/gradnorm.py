@@ -1,6 +1,6 @@
-"""GradNorm: weights that bring the tasks' gradients to norms of equal training rates (Chen et al., Algorithm 1).
+"""GradNorm: weights that give all tasks equal training rates (Chen et al., Algorithm 1).
 
-How large each task's gradient is where the tasks branch is found under the one backward pass (core/objective.py: Tap).
+Taps measure the gradient of each task where the tasks branch, in the normal backward pass (core/objective.py: Tap).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trp_scale.methods.balancing.settings import GradNormSettings
 
 @dataclass
 class _Tapped:
-    """A micro-batch whose backward pass has not been read yet."""
+    """Micro-batch with a tap that has not been read."""
 
     batch: Batch
     tap: Tensor
@@ -32,17 +32,15 @@ class _Tapped:
 
 
 class TaskGradients:
-    """Collects the tasks' gradients over a window, one micro-batch at a time.
+    """Collects the gradient of each task over a window, one micro-batch at a time.
 
-    A micro-batch's tap is read when the next one asks for its own, so that only one is held. At `weights` the tasks'
-    gradients of the shared layer's weights add up over micro-batches and ranks, and the norm is taken of the sum; at
-    `representation` every row belongs to one micro-batch, and squares add up.
+    A tap is read when the next micro-batch gets its tap, so only one is in memory. At `weights`, the gradients by the
+    weights of the shared layer are summed over micro-batches and ranks before the norm. At `representation`, each row
+    is in one micro-batch, so the squares are summed.
 
     Args:
-        objective: gives the taps.
-        tasks: positions of the tasks asked about.
-        at: where.
-        device: where gradients are.
+        tasks: positions of the measured tasks.
+        at: place of the taps.
     """
 
     def __init__(self, objective: TappedObjective, tasks: Sequence[int], at: TapPlace, device: torch.device) -> None:
@@ -55,11 +53,11 @@ class TaskGradients:
         self._sums: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget what was collected; a tap that no backward pass reached is dropped."""
+        """Drop the collected sums and an unread tap."""
         self._pending = self._sums = None
 
     def attach_tap(self, batch: Batch) -> Batch:
-        """The batch with a fresh tap in its extras; the one before it is read."""
+        """Return the batch with a new tap in its extras, and read the previous tap."""
         self._fold()
         key, shape = self.objective.tap(batch, self.at)
         tap = torch.zeros(shape, dtype=torch.float32, device=self.device, requires_grad=True)
@@ -67,13 +65,13 @@ class TaskGradients:
         return batch.adding({key: tap})
 
     def note(self, losses: TaskLosses) -> None:
-        """Keep what a tap's gradient will be multiplied with."""
+        """Store the inputs of the shared layer, by which the gradient of the tap is multiplied."""
         if self._pending is not None:
             self._pending.shared_inputs = losses.shared_inputs
 
     def norms(self, engine: Trains) -> Tensor:
-        """[T] float64: norm of each task's gradient of the global batch, 0 where it was not asked for. Call once, after
-        the last backward pass."""
+        """Return the norm of each task's gradient over the global batch, 0 for tasks not measured, [T] float64. Call it
+        once, after the last backward pass."""
         self._fold()
         assert self._sums is not None, "no micro-batch of this step was tapped"
         sums, self._sums = self._sums, None
@@ -85,8 +83,8 @@ class TaskGradients:
         return every.index_copy(0, self._places, norms)
 
     def _by_rank(self, norms: Tensor, engine: Trains) -> Tensor:
-        """[tasks] norms of this rank's rows -> [tasks, ranks], 0 in the others' places: the engine's reduction then
-        divides norms, as it does gradients; squares would need its factor's square."""
+        """Return this rank's norms [tasks] in its column of [tasks, ranks], 0 elsewhere. The engine's reduction divides
+        gradients by its factor, hence norms and not squares."""
         group = engine.data_group
         return torch.nn.functional.pad(norms[:, None], (group.rank, group.size - group.rank - 1))
 
@@ -96,7 +94,7 @@ class TaskGradients:
         if pending is None:
             return
         gradient = torch.zeros_like(pending.tap) if pending.tap.grad is None else pending.tap.grad
-        pending.tap.grad = None  # the caller's losses may keep the tap itself for a while
+        pending.tap.grad = None  # frees it: the caller's losses may keep the tap longer
         parts = self.objective.task_gradients(pending.batch, self.at, gradient)
         if self.at == "representation":
             norms = torch.stack(
@@ -107,8 +105,8 @@ class TaskGradients:
             self._add_products(parts, pending.shared_inputs)
 
     def _add_products(self, parts: Mapping[int, Tensor], inputs: Tensor | None) -> None:
-        """Add each task's gradient of the shared layer's weights: products in the layer's precision, sums in fp32."""
-        assert inputs is not None, "an objective that was given a tap at weights gives shared_inputs"
+        """Add each task's gradient by the shared weights: products in the precision of the layer, sums in fp32."""
+        assert inputs is not None, "an objective with a tap at weights returns shared_inputs"
         if self._sums is None:
             size = (len(self.tasks), parts[self.tasks[0]].shape[1], inputs.shape[1])
             self._sums = torch.zeros(size, dtype=torch.float32, device=self.device)  # [tasks, D, K]
@@ -117,21 +115,20 @@ class TaskGradients:
 
 
 SMALLEST_WEIGHT = 1e-3
-"""Least weight, where their mean is 1. A step of Adam must not bring one to 0 or below: no norm brings it back."""
+"""Lower bound of a weight; their mean is 1. A weight of 0 has no gradient norm and could not recover."""
 
 
 class GradNorm(LossReadingBalancer):
-    """Descends on sum_t |G_t - mean(G) r_t^alpha| by the weights w, the target held constant.
+    """Gradient descent on L_grad = sum_t |G_t - mean(G) r_t^alpha| by the weights w, with constant targets.
 
-    G_t = w_t |grad L_t| is the norm of the task's gradient of the last shared layer's weights, or of the shared
-    representation; r_t = (L_t / L_t(0)) over its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start
-    at 1 and always sum to T; `total` decides by what they are multiplied in the step, and does not enter G. An absent
-    task takes no part, and keeps its w and its moments.
+    G_t = w_t |grad L_t| is the norm of the task's gradient by the last shared weights, or by the shared representation.
+    r_t is L_t / L_t(0) divided by its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start at 1 and
+    always sum to T. `total` scales the weights of the step, not G. An absent task keeps its w and its moments.
 
-    No task needs a backward pass of its own: the gradients come from taps (TaskGradients).
+    Taps give the gradients, without a backward pass per task (TaskGradients).
 
     Raises:
-        RefusedError: a single balanced task; an objective without taps; a balanced task that passes no tap.
+        RefusedError: a single balanced task, an objective without taps, or a balanced task that passes no tap.
     """
 
     settings: GradNormSettings
@@ -162,7 +159,7 @@ class GradNorm(LossReadingBalancer):
 
     @torch.no_grad()
     def gradients(self, ctx: StepContext) -> None:
-        assert ctx.weights is not None and ctx.sums is not None, "set before the gradients are asked for"
+        assert ctx.weights is not None and ctx.sums is not None, "set before the hooks' gradients"
         present = self.present(ctx.counts)
         measured = self.gradients_of_tasks.norms(ctx.engine)  # of the weighted losses, [T]
         self._sizes = torch.where(present, measured / torch.where(present, ctx.weights, 1.0), 0.0)  # |grad L_t|
@@ -172,8 +169,7 @@ class GradNorm(LossReadingBalancer):
         self._targets = torch.where(present, mean * self._rates**self.settings.alpha, 0.0)
 
     def training_rates(self, losses: Tensor, present: Tensor) -> Tensor:
-        """[T] r_t: what is left of each loss, as a share of its first value, over the mean of that share; 0 where
-        absent."""
+        """Return r_t, [T]: each loss divided by its first value, over the mean of these ratios; 0 for absent tasks."""
         first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
         shares = torch.where(present, self.remaining_losses(losses) / self.remaining_losses(first), 0.0)
         mean = shares.sum() / present.sum().clamp(min=1)
@@ -186,16 +182,17 @@ class GradNorm(LossReadingBalancer):
         self._descend(self.present(ctx.counts) & ctx.applied)
 
     def _descend(self, present: Tensor) -> None:
-        """A step of Adam, then the moved weights back to the sum that they had: T over all."""
+        """Make a step of Adam, and rescale the moved weights to their previous sum."""
         slope = torch.sign(self._norms - self._targets) * self._sizes
-        # A norm may overflow where the whole gradient does not, in half precision; decided on the device.
+        # In half precision a norm may overflow though the gradient does not. Decided on the device.
         moving = present & slope.isfinite().all()
         stepped = self.adam.step(self.task_weights, slope, moving).clamp(min=SMALLEST_WEIGHT)
         held, reached = (torch.where(moving, weights, 0.0).sum() for weights in (self.task_weights, stepped))
         self.task_weights = torch.where(moving, stepped * (held / reached), self.task_weights)
 
     def metrics(self) -> Mapping[str, Any]:
-        """task_weights: w after this step, sum T; gradient_norms: G_t; targets; training_rates: r_t; loss: L_grad."""
+        """Return `task_weights` (w after this step), `gradient_norms` (G_t), `targets`, `training_rates` (r_t) and
+        `loss` (L_grad)."""
         return {
             **super().metrics(),
             "at": self.settings.at,
@@ -216,27 +213,27 @@ class GradNorm(LossReadingBalancer):
 
 
 def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
-    """Return the objective if its balanced tasks can all be told apart at this place.
+    """Return the objective if it can measure the gradients of all balanced tasks at this place.
 
     Raises:
-        RefusedError: they cannot, or there is nothing to tell apart; names the flag to change.
+        RefusedError: it cannot, or fewer than two tasks are balanced; names the flag to change.
     """
     names = [objective.tasks[position] for position in objective.balanced]
     if len(names) < 2:
         raise RefusedError(
-            f"--balancer.kind gradnorm compares the gradients of tasks, and the balanced ones are {names}; "
-            "allowed with fewer than two: --balancer.kind uniform"
+            f"--balancer.kind gradnorm compares the gradients of at least two tasks, but {names} are balanced; "
+            "allowed: --balancer.kind uniform"
         )
     if not isinstance(objective, TappedObjective):
         raise RefusedError(
-            f"--balancer.kind gradnorm needs each task's gradient, and the objective {type(objective).__name__} does "
-            "not tell them apart; allowed: any other --balancer.kind"
+            f"--balancer.kind gradnorm needs the gradient of each task, but the objective {type(objective).__name__} "
+            "does not measure it; allowed: any other --balancer.kind"
         )
     passing = objective.tapped_tasks(at)
     if aside := [objective.tasks[position] for position in objective.balanced if position not in passing]:
         raise RefusedError(
             f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
-            "others share; allowed: --balancer.at representation, a setting that takes them out of the "
-            "balance (such as --objective.next_sentence outside), or another --balancer.kind"
+            "others share; allowed: --balancer.at representation, a setting that excludes them from balancing "
+            "(such as --objective.next_sentence outside), or another --balancer.kind"
         )
     return objective

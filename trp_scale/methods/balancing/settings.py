@@ -1,4 +1,4 @@
-"""Settings of the balancers: how the losses of the tasks become one loss (TRP 3, 6; docs/algorithms.md)."""
+"""Settings of the balancers, which combine the task losses into one loss (TRP 3, 6; docs/algorithms.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trp_scale.config.settings import Settings, setting
 
 @dataclass(kw_only=True)
 class FixedSumSettings(Settings):
-    """Settings of balancers with weights of a fixed sum."""
+    """Settings of balancers whose weights have a fixed sum."""
 
     total: Literal["1", "paper"] = "1"
-    """Sum of the balanced weights: 1, so that methods are comparable, or the method's own (uniform with form = sum,
+    """Sum of the balanced weights: 1, so that methods are comparable, or that of the paper (uniform with form = sum,
     gradnorm, dwa: T)."""
 
 
@@ -24,10 +24,10 @@ class LossReadingSettings(Settings):
     """Settings of balancers that compute weights from losses."""
 
     scale: Literal["none", "initial", "reference"] = "none"
-    """How the balancer reads losses. none: as they are (paper). initial: over the loss at the first step. reference:
-    minus a reference."""
+    """Scaling of the losses that the balancer reads. none: unscaled (paper). initial: divided by the loss of the first
+    step. reference: minus a reference."""
     reference: dict[str, float] = setting(dict)
-    """Loss subtracted from each task's for scale = reference, by task name."""
+    """Reference loss by task name, for scale = reference."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.scale == "reference" and not self.reference:
@@ -42,21 +42,21 @@ class LossReadingSettings(Settings):
 
 @dataclass(kw_only=True)
 class GlobalLossSettings(LossReadingSettings):
-    """Settings of balancers that weigh a batch by its own losses."""
+    """Settings of balancers that compute the weights of a batch from its losses."""
 
     estimate: Literal["exact", "lagged", "micro"] = "exact"
-    """exact: losses of this global batch, at one more forward pass if there is accumulation. lagged: losses of the last
-    step, free. micro: losses of each micro-batch alone; this is not the algorithm, and stays as a labelled baseline."""
+    """exact: losses of this global batch; costs an extra forward pass with gradient accumulation. lagged: losses of the
+    previous step, without cost. micro: losses of each micro-batch alone; a baseline, not the algorithm."""
     loss_ema: float = setting(0.0, at_least=0, below=1)
-    """Smoothing of the losses that the weights are made of; 0 = none (paper)."""
+    """Decay of the moving average of losses that the weights are computed from; 0 = none (paper)."""
     min_count: int = setting(0, at_least=0)
-    """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
+    """Tasks with fewer elements than this in the global batch get no weight in this step."""
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
         if self.estimate == "micro" and config.batch.micro_size == "auto":
             yield (
-                "--batch.micro_size is auto, but with --balancer.estimate micro the result depends on it; allowed: a "
+                "--batch.micro_size is auto, but the result of --balancer.estimate micro depends on it; allowed: a "
                 "number, or --balancer.estimate exact or lagged"
             )
 
@@ -64,26 +64,26 @@ class GlobalLossSettings(LossReadingSettings):
         yield from super().cautions(config, steps_per_epoch)
         if self.estimate == "micro":
             yield (
-                "--balancer.estimate micro weighs each micro-batch by its own losses alone: a wrong estimate of the "
-                "method, kept as a baseline; exact and lagged use the losses of the global batch"
+                "--balancer.estimate micro weighs each micro-batch by its own losses alone: a biased baseline, not the "
+                "method; exact and lagged use the losses of the global batch"
             )
 
 
 @dataclass(kw_only=True)
 class RatioSettings(LossReadingSettings):
-    """Settings of balancers that divide by losses or take their logarithm."""
+    """Settings of balancers that use ratios or logarithms of losses."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.scale == "initial" and self.kind != "uncertainty":
             yield (
-                f"--balancer.scale initial has no effect with --balancer.kind {self.kind}, which reads only how many "
-                "times smaller a loss has become"
+                f"--balancer.scale initial has no effect with --balancer.kind {self.kind}, which reads only ratios of "
+                "losses of one task"
             )
         if self.scale == "reference":
             yield (
-                f"--balancer.scale reference with --balancer.kind {self.kind}: a loss at its reference or below counts "
-                "as 0.001 above it, and its weight follows that floor from there on"
+                f"--balancer.scale reference with --balancer.kind {self.kind}: a loss at or below its reference counts "
+                "as 0.001 above it, so its weight depends on this bound"
             )
 
 
@@ -97,13 +97,13 @@ class UniformSettings(FixedSumSettings):
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.form == "sum" and self.total == "1":
-            yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
+            yield "--balancer.form sum has no effect with --balancer.total 1; use --balancer.total paper"
 
 
 @component("balancer", "proportional", "trp_scale.methods.balancing.base:Proportional")
 @dataclass(kw_only=True)
 class ProportionalSettings(Settings):
-    """Weights by the number of elements (plain BERT)."""
+    """Weights proportional to the number of elements (plain BERT)."""
 
 
 @component("balancer", "random", "trp_scale.methods.balancing.base:RandomWeights")
@@ -112,7 +112,7 @@ class RandomSettings(Settings):
     """New random weights in every step: softmax of normal draws (Lin et al. 2022, RLW)."""
 
     temperature: float = setting(1.0, above=0)
-    """The draws are divided by it: small ones leave each step to one task, large ones weigh all alike."""
+    """Temperature of the softmax: small values select one task per step, large values give equal weights."""
 
 
 @component("balancer", "minimax", "trp_scale.methods.balancing.global_losses:Minimax")
@@ -123,11 +123,11 @@ class MinimaxSettings(GlobalLossSettings):
     alpha: float = setting(1.0, at_least=0)
     """Sharpness of the softmax over task losses."""
     alpha_schedule: Literal["constant", "spread", "theorem", "hard"] = "constant"
-    """constant: alpha. spread: alpha over the standard deviation of the losses that are weighed, at each step; their
-    unit then means nothing, and alpha = 1 gives a task that is one deviation worse 2.7 times the weight. theorem: the
-    growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound). hard: the worst alone."""
+    """constant: alpha. spread: alpha divided by the standard deviation of the losses in each step, which removes their
+    unit; with alpha = 1, a loss one deviation larger has 2.7 times the weight. theorem: growing alpha of TRP Theorem
+    3.1 (radius, lipschitz, bound). hard: only the task with the largest loss."""
     radius: float = setting(1.0, above=0)
-    """R0 of Theorem 3.1: distance from the start to the optimum."""
+    """R0 of Theorem 3.1: distance from the initial weights to the optimum."""
     lipschitz: float = setting(1.0, above=0)
     """L' of Theorem 3.1: Lipschitz constant of the task losses."""
     bound: float = setting(1.0, above=0)
@@ -137,8 +137,8 @@ class MinimaxSettings(GlobalLossSettings):
         yield from super().cautions(config, steps_per_epoch)
         if self.estimate == "micro" and self.loss_ema > 0:
             yield (
-                f"--balancer.loss_ema {self.loss_ema:g} has no effect with --balancer.estimate micro, which takes each "
-                "micro-batch's losses as they are; exact and lagged smooth them"
+                f"--balancer.loss_ema {self.loss_ema:g} has no effect with --balancer.estimate micro, which does not "
+                "smooth losses; exact and lagged do"
             )
 
 
@@ -148,49 +148,49 @@ class GroupDroSettings(GlobalLossSettings):
     """Exponentiated gradient ascent on the weights (Sagawa et al. 2020, Algorithm 1)."""
 
     rate: float = setting(0.01, above=0)
-    """Step size of the weights' ascent, eta_q of Sagawa et al."""
+    """Step size of the ascent on the weights, eta_q of Sagawa et al."""
     adjustment: float = setting(0.0, at_least=0)
     """C of the adjustment C / sqrt(n_t) that is added to each loss; n_t: size of the group."""
     group_sizes: Literal["data_set", "batch"] = "data_set"
-    """n_t of the adjustment. data_set: elements of the task in the training rows, as Sagawa et al. have it; of more
-    than 2,048 rows, the first are counted and scaled. batch: elements in the global batch, as before 2026-11-27."""
+    """n_t of the adjustment. data_set: elements of the task in the training rows (Sagawa et al.), extrapolated from the
+    first 2,048 rows. batch: elements in the global batch, as before 2026-11-27."""
 
 
 @component("balancer", "uncertainty", "trp_scale.methods.balancing.uncertainty:Uncertainty")
 @dataclass(kw_only=True)
 class UncertaintySettings(RatioSettings):
-    """A learned variance for each task (Kendall et al. 2018). The weights have no fixed sum."""
+    """A learned variance per task (Kendall et al. 2018). The weights have no fixed sum."""
 
     form: Literal["multimae", "kendall"] = setting("multimae")
     """multimae: sum of exp(-s) L + s. kendall: L / (2 sigma^2) for regression, L / sigma^2 for classification, plus
     log sigma, where s = log sigma^2."""
     lr: float = setting(1e-3, above=0)
-    """Learning rate of the s, by Adam without decay."""
+    """Learning rate of s (Adam without decay)."""
 
 
 @component("balancer", "gradnorm", "trp_scale.methods.balancing.gradnorm:GradNorm")
 @dataclass(kw_only=True)
 class GradNormSettings(FixedSumSettings, RatioSettings):
-    """Gradients of equal training rates (Chen et al. 2018, Algorithm 1)."""
+    """Weights for equal training rates (Chen et al. 2018, Algorithm 1)."""
 
     at: Literal["weights", "representation"] = setting("weights")
-    """weights: norm of each task's gradient of the last shared layer's weights (Chen et al.). representation: of its
-    gradient of the shared representation itself."""
+    """Measure the norm of each task's gradient by the weights of the last shared layer (Chen et al.), or by the shared
+    representation."""
     alpha: float = setting(1.5, at_least=0)
-    """Strength of the pull towards equal training rates (Chen et al.)."""
+    """Strength of the force towards equal training rates (Chen et al.)."""
     lr: float = setting(0.025, above=0)
-    """Learning rate of the weights, by Adam without decay."""
+    """Learning rate of the task weights (Adam without decay)."""
 
 
 @component("balancer", "dwa", "trp_scale.methods.balancing.dwa:Dwa")
 @dataclass(kw_only=True)
 class DwaSettings(FixedSumSettings, RatioSettings):
-    """Dynamic weight average: weights by how fast losses fall (Liu et al. 2019, section 3.2)."""
+    """Dynamic weight average: weights from the rate at which losses fall (Liu et al. 2019, section 3.2)."""
 
     temperature: float = setting(2.0, above=0)
-    """Temperature of the softmax over the ratios of losses (Liu et al.)."""
+    """Temperature of the softmax over the loss ratios (Liu et al.)."""
     interval_steps: int = setting(0, at_least=0)
-    """Steps over which losses are averaged; 0 = one epoch (paper)."""
+    """Number of steps over which losses are averaged; 0 = one epoch (paper)."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
@@ -207,14 +207,14 @@ describe_metrics(
     "balancer",
     title="Balancer",
     look_for=(
-        "Where the weight goes: under minimax to the worst task, until another is worse. Weights that jump from step "
-        "to step rest on few elements; a larger batch or a larger balancer.min_count steadies them."
+        "The weights: minimax gives most weight to the task with the largest loss. Weights that jump from step to step "
+        "depend on few elements; a larger batch or balancer.min_count makes them smoother."
     ),
     plots=[
         MetricPlot(
             title="Effective elements",
             names=("effective_elements",),
-            note="Equally weighted elements whose mean would be as noisy as the balanced loss of the step.",
+            note="Number of equally weighted elements whose mean is as noisy as the balanced loss of the step.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Uncertainty weights: a learned variance for each task (Kendall et al.; in MultiMAE's form by default)."""
+"""Uncertainty weights: a learned variance per task (Kendall et al.; by default in the form of MultiMAE)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trp_scale.methods.balancing.settings import UncertaintySettings
 
 
 class Uncertainty(LossReadingBalancer):
-    """Minimises sum_t c_t exp(-s_t) L_t + b s_t over the weights and the s together; s starts at 0.
+    """Minimises sum_t c_t exp(-s_t) L_t + b s_t over the model's weights and s. s starts at 0.
 
     multimae: c = b = 1. kendall, with s = log sigma^2: b = 1/2, and c = 1/2 for regression, 1 for classification.
-    The gradient of s is b - c exp(-s) L on the global batch, in closed form: exact however the batch is split. An
-    absent task's s stands still. Weights c exp(-s) have no fixed sum: `total` does not touch them.
+    The gradient of s on the global batch is b - c exp(-s) L in closed form, so it does not depend on the split of the
+    batch. An absent task keeps its s. The weights c exp(-s) have no fixed sum, so there is no `total`.
     """
 
     settings: UncertaintySettings
@@ -35,7 +35,7 @@ class Uncertainty(LossReadingBalancer):
         self.adam = TaskAdam(self.log_variances, settings.lr)
 
     def task_weights(self) -> Tensor:
-        """[T] c exp(-s)."""
+        """Return c exp(-s), [T]."""
         return self.factors * torch.exp(-self.log_variances)
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ class Uncertainty(LossReadingBalancer):
         super().after_step(ctx)
 
     def metrics(self) -> Mapping[str, Any]:
-        """log_variances: the s after this step; regulariser: the sum of b s, which is no part of the logged loss."""
+        """Return the metrics, `log_variances` (s after this step) and `regulariser` (sum of b s, not in the loss)."""
         logs = torch.where(self.balanced, self.log_variances, 0.0)
         return {
             **super().metrics(),

@@ -1,13 +1,13 @@
-"""dE' / dT by a central difference of two losses (MLO-MAE eq. 10, 12; A.2), and its comparison with the exact one.
+"""dE' / dT by a central difference of two losses (MLO-MAE eq. 10, 12; A.2), and its comparison with the exact value.
 
-The masking network T enters the reconstruction loss through the masks' weights alone, so that for a direction v in the
+The masking network T enters the reconstruction loss only through the weights of the masks. So for a direction v in the
 encoder's weights
 
-    d/dT <v, grad_E L_rec(E, T)> = sum_j (d weight_j / dT) d/ds (dL_rec / d weight_j)(E + s v),
+    d/dT <v, grad_E L_rec(E, T)> = sum_j (d weight_j / dT) d/ds (dL_rec / d weight_j)(E + s v).
 
-and dL_rec / d weight_j is linear in the patches' errors: it needs no backward pass. Two forward passes, at E + s v and
-at E - s v, give the sum. (The paper takes the difference of two gradients by T.) A selection with a derivative of its
-own also has gates, and their derivative needs a backward pass.
+dL_rec / d weight_j is linear in the errors of the patches, so two forward passes, at E + s v and at E - s v, give the
+sum without a backward pass. (The paper computes the difference of two gradients by T.) A selection that is not hard
+also has gates, whose derivative needs a backward pass.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
 from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskFactors, masked_config
 
 SMALLEST = 1e-30
-"""A direction shorter than this counts as one of this length: the difference is then next to nothing, not NaN."""
+"""Lower bound of the length of a direction; avoids NaN for a direction of 0."""
 
 
 class MaskDerivative:
-    """dL_rec / d (weights, gates): the inner objective's derivative by a window's masks, at the encoder's weights that
-    forwards read now.
+    """dL_rec / d (weights, gates): derivative of the inner objective by the masks of a window, at the encoder weights
+    that forwards read now.
 
     Args:
-        objective: gives the patches' errors and their sums.
-        hard: the selection has no derivative of its own, hence no gates.
+        hard: the selection is hard, without gates.
     """
 
     def __init__(self, objective: PatchObjective, *, hard: bool) -> None:
         self.objective, self.hard = objective, hard
 
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[MaskFactors]:
-        """Differentiate at each micro-batch's masks. Of a hard selection that is one forward pass without a graph; else
-        a forward and a backward pass, whose gradient of the encoder is dropped."""
+        """Return the derivative for each micro-batch. A hard selection needs one forward pass without a graph, others a
+        forward and a backward pass, which discards the gradient of the encoder."""
         engine, leaves = ctx.engine, self.leaves(window)
         if self.hard:
             return [self._hard_gradient(ctx, window, index, leaf) for index, leaf in enumerate(leaves)]
@@ -60,7 +59,7 @@ class MaskDerivative:
                 return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
 
         engine.compute_gradient([partial(loss, index) for index in range(len(leaves))])
-        # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
+        # Inverse of the engine's loss factor. The gradients themselves are not reduced: their rows belong to one rank.
         unit = torch.ones((), dtype=torch.float64, device=engine.device)
         factor = engine.reduce_hook_gradient(unit) / engine.data_group.size
         return [MaskFactors.from_parts(part.grad * factor for part in leaf.parts()) for leaf in leaves]  # type: ignore[operator]
@@ -73,7 +72,7 @@ class MaskDerivative:
         return MaskFactors(weights=slope)
 
     def leaves(self, window: MaskedWindow) -> list[MaskFactors]:
-        """Return each micro-batch's factors as the start of a graph, float64."""
+        """Return the factors of each micro-batch as float64 leaves of a graph."""
         leaves = []
         for selection in window.selections:
             weights = (selection.weights().double() * window.factor).detach().requires_grad_()
@@ -82,14 +81,14 @@ class MaskDerivative:
         return leaves
 
     def inner_loss(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        """The step's loss at the weights of its tasks, which are held."""
-        assert ctx.weights is not None, "the balancer has set the weights of this step"
+        """Return the loss of the step with constant task weights."""
+        assert ctx.weights is not None, "the balancer sets the weights of this step"
         return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
 
     def batch(self, ctx: StepContext, window: MaskedWindow, index: int, factors: MaskFactors) -> Batch:
-        """A micro-batch as the model saw it, what other hooks have added included, with these factors."""
+        """Return a micro-batch as the model saw it, including the extras of other hooks, with these factors."""
         masked = window.with_factors(index, factors)
-        # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
+        # Detached: the gradient of an adversary comes only from the pass that trains the weights.
         added = {name: value.detach() for name, value in ctx.apply_hooks(window.micros[index]).extras.items()}
         return replace(masked, extras={**added, **masked.extras})
 
@@ -103,12 +102,12 @@ def finite_difference(
     length: float,
     base: Shards | None,
 ) -> list[MaskFactors]:
-    """d/ds of a derivative at base + s direction, by one central difference (A.2).
+    """Return d/ds of a derivative at base + s direction by one central difference (A.2).
 
     Args:
         direction: v, over all ranks.
-        length: of the move to each side; s is length / ||v||.
-        base: weights around which it is taken; None = the present ones.
+        length: length of the move in each direction; s is length / ||v||.
+        base: centre of the difference; `None` = the current weights.
     """
     epsilon = length / direction.norm().clamp(min=SMALLEST)
     with ctx.engine.perturb_weights(direction, epsilon, base=base) as move_to:
@@ -123,8 +122,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadUpdate:
-    """Inputs of a hypergradient. Attributes: head: the head's step; train, validation: this rank's micro-batches of
-    D_tr and D_val."""
+    """Step of the head, and this rank's micro-batches of D_tr and D_val that a hypergradient was computed from."""
 
     head: HeadStep
     train: Sequence[Batch]
@@ -133,13 +131,12 @@ class HeadUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """An inner step and the head's step after it.
+    """An inner step and the head step after it.
 
     Attributes:
-        before, after: E and E', whole and in float64.
-        response: derivative of E - E' by the gradient, element by element.
-        update: the head's step, and what it and L_val were computed from.
-        number: of the run's step.
+        before, after: E and E', unsharded, float64.
+        response: elementwise derivative of E - E' by the gradient.
+        number: number of the run's step.
     """
 
     before: Weights
@@ -150,17 +147,15 @@ class WholeStep:
 
 
 class ExactComparison:
-    """Compares each `multilevel.exact_every`-th hypergradient with the exact one: automatic differentiation in float64
-    on whole weights.
+    """Compares every `multilevel.exact_every`-th hypergradient with the exact one, from automatic differentiation in
+    float64 on unsharded weights.
 
-    It is for small models: every rank gathers all weights and differentiates twice. It compares dL_val / d (weights,
-    gates) of the window's masks; the masking network's gradient is a linear function of that.
+    For small models only: every rank gathers all weights and differentiates twice. It compares dL_val / d (weights,
+    gates) of the window's masks; the gradient of the masking network is a linear function of these.
 
-    Args:
-        run: whose model is differentiated.
     Attributes:
-        number: hypergradients so far.
-        cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
+        number: number of hypergradients.
+        cosine, norm_ratio: between the approximate and the exact one in the last comparison; `None` before it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -172,7 +167,7 @@ class ExactComparison:
         self._module: nn.Module | None = None
 
     def due(self) -> bool:
-        """Whether this hypergradient is to be compared; call it once for each."""
+        """Return whether to compare this hypergradient; call it once per hypergradient."""
         self.number += self.every > 0
         return self.every > 0 and self.number % self.every == 0
 
@@ -185,14 +180,14 @@ class ExactComparison:
         approximate: Sequence[MaskFactors],
         step: WholeStep,
     ) -> None:
-        """Record how well a hypergradient agrees with the exact one; all ranks call it together.
+        """Compare a hypergradient with the exact one; collective over all ranks.
 
         Args:
-            approximate: the hypergradient, by micro-batch of this rank.
-            step: the step that it is the hypergradient of.
+            approximate: the hypergradient for each micro-batch of this rank.
+            step: the step that it differentiates.
         """
         if self._module is None:
-            assert self.make_model is not None, "hypergradients are compared in a run that can make a second model"
+            assert self.make_model is not None, "the run can make a second model"
             self._module = self.make_model().double().to(ctx.engine.device)
         forward = partial(_forward, self._module)
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
@@ -211,7 +206,7 @@ def _forward(module: nn.Module, weights: Weights) -> Callable[..., Any]:
 def _encoder_gradient(
     ctx: StepContext, level: HeadLevel, forward: Callable[[Weights], Callable[..., Any]], step: WholeStep
 ) -> Weights:
-    """dL_val / dE' by both paths (eq. 9), over all ranks."""
+    """Return dL_val / dE' by both paths (eq. 9), summed over all ranks."""
     weights = {name: value.clone().requires_grad_() for name, value in step.after.items()}
     engine: Any = forward(weights)
 
@@ -242,7 +237,7 @@ def _hypergradient(
     step: WholeStep,
     direction: Weights,
 ) -> list[MaskFactors]:
-    """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
+    """Return - d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
     weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
     leaves = derivative.leaves(window)
     losses = [
@@ -270,6 +265,6 @@ def _gradients(loss: Tensor, weights: Weights) -> Weights:
 
 
 def whole(engine: Engine, shards: Shards) -> Weights:
-    """Every parameter's part of a vector, whole and in float64, on every rank."""
+    """Return an unsharded float64 copy of a vector by parameter name, on every rank."""
     tensors = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
     return {name: value.to(engine.device) for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step with learned masks (MLO-MAE; docs/algorithms.md)."""
+"""FLOPs of a training step with learned masks (MLO-MAE; docs/algorithms.md)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Passes(NamedTuple):
     """FLOPs of forward passes over a global batch.
 
     Attributes:
-        masked: F, encoder and decoder over the masked images.
-        whole: W, the encoder over the whole images of D_tr, or of D_val; 0 without labels.
-        choice: T, the masking network, and the patch embedding that it reads.
-        outer: the masking network forward and backward; the gradient of its first layer's input is not needed. Then
-            twice forward, learned and untrained, to compare their masks.
+        masked: F, encoder and decoder on the masked images.
+        whole: W, the encoder on the whole images of D_tr, or of D_val; 0 without labels.
+        choice: T, the masking network and the patch embedding that it reads.
+        outer: the masking network forward and backward, without the gradient of its input; then twice forward, learned
+            and untrained, to compare their masks.
     """
 
     masked: float
@@ -50,29 +50,28 @@ class Cycle(NamedTuple):
 def masks_step_flops(
     config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module], *, masked: float, ranks: int
 ) -> float:
-    """Return the model FLOPs of one inner step, averaged over the inner steps from one outer step to the next.
+    """Return the model FLOPs of one inner step, averaged over the inner steps between two outer steps.
 
     With F, W and T as in `Passes`:
-        every inner step: 3 F, and T for its masks;
-        after multilevel.unroll of them, a head step: W;
-        after multilevel.every of those, an outer step: 3 W on D_tr, in which the head step is done, 3 W on D_val (both
-            give dL_val / dE'), 2 F without a backward pass (the finite difference), and T's own passes. Where one pass
-            does not hold a rank's share of both batches, W for the head comes before them.
-    kind reconstruction: the outer step is F, and there is no head.
-    kind joint: 3 W on D_tr are part of every inner step, in which the head learns.
-    kind fine_tuning: the head step is 3 W of the second encoder, whose 3 W on D_val give dL_val / dF'.
-    mode look_ahead: the head step is its own, W; the outer step begins with unroll x (3 F + T), and with derivative
-        full it has (unroll - 1) x (6 F + 2 F) more, and T's own passes for each of the steps.
-    A selection with a derivative of its own: each F of a difference is 3 F.
+        inner step: 3 F, and T for its masks;
+        head step after multilevel.unroll inner steps: W;
+        outer step after multilevel.every head steps: 3 W on D_tr, which includes the head step, 3 W on D_val (both give
+            dL_val / dE'), 2 F without a backward pass (the finite difference), and the outer passes of T; another W for
+            the head if one pass does not hold a rank's share of both batches.
+    kind reconstruction: the outer step is F, without a head.
+    kind joint: each inner step includes 3 W on D_tr, in which the head learns.
+    kind fine_tuning: the head step is 3 W of the second encoder; its 3 W on D_val give dL_val / dF'.
+    mode look_ahead: a separate head step, W; the outer step adds unroll x (3 F + T), and with derivative full
+        (unroll - 1) x (6 F + 2 F) and the outer passes of T for each of these steps.
+    selection other than hard: each F of a difference is 3 F.
 
-    The backward pass counts twice the forward. The head (2 D K for an image), norms, optimizers and vectors over
-    weights are left out, and so is what an adversary or U-MAE adds.
+    A backward pass counts as two forward passes. The head (2 D K per image), norms, optimizers, vectors over weights,
+    the adversary and U-MAE are not counted.
 
     Args:
-        config: settings of the run.
         make_model: makes the masked autoencoder.
         masked: F.
-        ranks: that split the batches.
+        ranks: number of ranks that split the batches.
     """
     settings: LearnedMasksSettings = config.multilevel
     cycle = _cycle(settings, config, _count_passes(config, make_model, masked), ranks)
@@ -81,7 +80,7 @@ def masks_step_flops(
 
 @singledispatch
 def _cycle(settings: LearnedMasksSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    raise NotImplementedError(f"nobody has said what a cycle of multilevel.kind {settings.kind} costs")
+    raise NotImplementedError(f"multilevel.kind {settings.kind} must register its FLOPs with _cycle")
 
 
 @_cycle.register
@@ -109,7 +108,7 @@ def _(settings: HeadSettings, config: MaskedAutoencoderConfig, passes: Passes, r
     if settings.mode == "look_ahead":
         outer += _unrolled_flops(settings, passes)
     else:
-        outer -= passes.whole  # the head's step, with which finding dL_val / dE' began
+        outer -= passes.whole  # the outer step includes this head step
     return Cycle(inner=_inner(passes), head=passes.whole, outer=outer)
 
 
@@ -118,7 +117,7 @@ def _inner(passes: Passes) -> float:
 
 
 def _unrolled_flops(settings: HeadSettings, passes: Passes) -> float:
-    """FLOPs that unrolled steps add to an outer step."""
+    """Return the FLOPs that unrolled steps add to an outer step."""
     flops = settings.unroll * _inner(passes)
     if settings.derivative == "full":
         gradients = 2 * TRAINING_OVER_FORWARD * passes.masked
@@ -131,7 +130,7 @@ def _by_difference(settings: LabelledSettings, passes: Passes) -> float:
 
 
 def _mask_derivative(settings: LearnedMasksSettings, passes: Passes) -> float:
-    """dL_rec / d masks at one place in the weights."""
+    """Return the FLOPs of dL_rec / d masks at one set of weights."""
     return passes.masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)
 
 

@@ -1,9 +1,9 @@
 """Stages II and III: the classification head C learns on D_tr (MLO-MAE eq. 2, 7), and the loss on D_val is
 differentiated by the encoder (eq. 3, 9, 11).
 
-C is one linear layer, the same on every rank, so that everything about it is in closed form on the encoder's features.
-One backward pass through the encoder then carries both paths of eq. 9: the validation loss's own, and the one by which
-the encoder changes the head's step.
+C is one linear layer, replicated on all ranks, and its derivatives by the features are in closed form. One backward
+pass through the encoder computes both paths of eq. 9: the gradient of the validation loss, and the change of the head's
+step by the encoder.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from trp_scale.methods.learned_masks.settings import LabelledSettings
 from trp_scale.models.initialise import initial_tensor
 
 HEAD_DEVIATION = 0.01
-"""Standard deviation of the head's first matrix, as of a linear probe's (He et al., A.1)."""
+"""Standard deviation of the head's initial matrix, as for a linear probe (He et al., A.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadParameters:
-    """The layer. Attributes: weight: [K, D]; bias: [K]."""
+    """Weight [K, D] and bias [K] of the head."""
 
     weight: Tensor
     bias: Tensor
 
     def flat(self) -> Tensor:
-        """[K D + K]."""
+        """Return the parameters as one vector, [K D + K]."""
         return torch.cat([self.weight.reshape(-1), self.bias])
 
     def like(self, flat: Tensor) -> HeadParameters:
-        """The layer with these values."""
+        """Return parameters with these values, [K D + K]."""
         size = self.weight.numel()
         weight, bias = flat[:size], flat[size:]
         return HeadParameters(weight=weight.view_as(self.weight), bias=bias)
@@ -56,7 +56,7 @@ class HeadStep:
 
     Attributes:
         before, parameters: C and C'.
-        response: [K D + K] derivative of C - C' by the gradient, element by element; eta_C for gradient descent.
+        response: elementwise derivative of C - C' by the gradient, [K D + K]; eta_C for gradient descent.
     """
 
     before: HeadParameters
@@ -65,12 +65,10 @@ class HeadStep:
 
 
 class Head:
-    """Features [B, D] -> logits [B, K], learned by AdamW with decay of the matrix alone.
+    """Features [B, D] -> logits [B, K], trained by AdamW with decay of the matrix only.
 
     Args:
-        config: settings of the run.
         classes: K.
-        device: where it lives.
         dtype: fp32, or float64 for checks.
     """
 
@@ -101,11 +99,11 @@ class Head:
 
     @property
     def parameters(self) -> HeadParameters:
-        """A copy that stays as it is when the head steps; takes part in no graph."""
+        """Return a detached copy, which later steps do not change."""
         return HeadParameters(weight=self.own.weight.detach().clone(), bias=self.own.bias.detach().clone())
 
     def prepare(self, features: Tensor, dropout_seed: int | None) -> Tensor:
-        """[B, D] -> [B, D] what the layer sees. A seed means that the head learns: the same seed drops the same."""
+        """Normalise features [B, D], and apply dropout if a seed is passed; equal seeds drop equal elements."""
         if self.settings.head_norm == "layer":
             features = F.layer_norm(features, features.shape[-1:])
         if dropout_seed is not None and self.settings.head_dropout > 0:
@@ -116,24 +114,26 @@ class Head:
     def loss(
         self, features: Tensor, labels: Tensor, weights: Tensor, parameters: HeadParameters, dropout_seed: int | None
     ) -> Tensor:
-        """0-dimensional: sum of the rows' cross-entropies, each times its weight.
+        """Return the weighted sum of the cross-entropies, 0-dimensional.
 
         Args:
-            features: [B, D]; labels: [B] int64; weights: [B], 0 for rows that are not there.
+            features: [B, D].
+            labels: [B] int64.
+            weights: [B], 0 for padding rows.
         """
         logits = F.linear(self.prepare(features, dropout_seed), parameters.weight, parameters.bias)
-        known = torch.where(weights > 0, labels, torch.zeros_like(labels))  # rows that are not there have label -1
+        known = torch.where(weights > 0, labels, torch.zeros_like(labels))  # padding rows have label -1
         return (F.cross_entropy(logits, known, reduction="none") * weights).sum()
 
     def adamw_step(self, gradient: Tensor, scale: float) -> HeadStep:
-        """Commit a step of AdamW. A gradient that is not finite moves nothing but the count of the bias correction.
+        """Make a step of AdamW. If the gradient is not finite, only the step count of the bias correction changes.
 
         Args:
-            gradient: [K D + K] of the global batch's mean loss.
+            gradient: gradient of the mean loss of the global batch, [K D + K].
             scale: share of the peak learning rate.
         """
         lr, before = self.settings.head_lr * scale, self.parameters
-        # Decided on the device: the host would have to wait to know.
+        # Decided on the device, so that the host does not wait.
         finite = gradient.isfinite().all()
         kept = [tensor.clone() for tensor in self._tensors()]
         parts = self.own.like(gradient)
@@ -146,20 +146,20 @@ class Head:
                 tensor.copy_(torch.where(finite, tensor, value))
         states = [self.optimizer.state[parameter] for _, parameter in self._names()]
         beta1, beta2 = self.betas
-        steps = float(states[0]["step"])  # on the host, also where the head is on a GPU
+        steps = float(states[0]["step"])  # always on the host
         square = torch.cat([state["exp_avg_sq"].reshape(-1) for state in states]) / (1 - beta2**steps)
         response = lr * (1 - beta1) / (1 - beta1**steps) / (square.sqrt() + self.eps)
         return HeadStep(before=before, parameters=self.parameters, response=response)
 
     def gradient_step(self, gradient: Tensor, scale: float) -> HeadStep:
-        """A step of gradient descent (eq. 7), which is not kept."""
+        """Return a step of gradient descent (eq. 7) without changing the head."""
         lr = self.settings.head_lr * scale
         present = self.parameters
         moved = present.like(present.flat() - lr * gradient)
         return HeadStep(before=present, parameters=moved, response=torch.full_like(gradient, lr))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the layer and its moments, by name."""
+        """Return the parameters and their moments, by name."""
         state: dict[str, Any] = {}
         for name, parameter in self._names():
             moments = {key: value.cpu().clone() for key, value in self.optimizer.state.get(parameter, {}).items()}
@@ -168,7 +168,7 @@ class Head:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave."""
+        """Load the result of `state_dict`."""
         for name, parameter in self._names():
             stored = dict(state[name])
             parameter.copy_(stored.pop("value"))
@@ -178,18 +178,18 @@ class Head:
 
 
 HeadRule = Callable[[Tensor], HeadStep]
-"""How the head steps, given the gradient of the global batch."""
+"""Update rule of the head: gradient of the global batch -> step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInput:
-    """Features of one micro-batch and what is known of its rows.
+    """Features, labels and weights of one micro-batch.
 
     Attributes:
-        features: [B, D], B = R k, fp32 at least.
+        features: [B, D], B = R k, at least fp32.
         labels: [B] int64.
-        weights: [B], 0 for rows that are not there.
-        dropout_seed: of D_tr, where the head learns; None for D_val, which has no dropout.
+        weights: [B], 0 for padding rows.
+        dropout_seed: set for D_tr; `None` for D_val, which has no dropout.
     """
 
     features: Tensor
@@ -200,7 +200,7 @@ class HeadInput:
 
 @dataclass(frozen=True, kw_only=True)
 class LossGradients:
-    """Gradients of a sum of losses. Attributes: by_features: [B, D]; by_head: [K D + K]; loss: 0-dimensional."""
+    """A sum of losses (0-dimensional) and its gradients by the features [B, D] and by the head [K D + K]."""
 
     by_features: Tensor
     by_head: Tensor
@@ -208,14 +208,10 @@ class LossGradients:
 
 
 class HeadLevel:
-    """The head, and the passes of the encoder that it needs.
+    """The head and its passes through the encoder.
 
-    Args:
-        config: settings of the run.
-        objective: cuts images into patches.
-        head: the head.
     Attributes:
-        train_loss, validation_loss: mean cross-entropies of the last head step, 0-dimensional; None before it.
+        train_loss, validation_loss: mean cross-entropies of the last head step, 0-dimensional; `None` before it.
     """
 
     def __init__(self, config: MaskedAutoencoderConfig, objective: PatchObjective, head: Head) -> None:
@@ -224,7 +220,7 @@ class HeadLevel:
         self.validation_loss: Tensor | None = None
 
     def features(self, engine: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
-        """[B, D] of each micro-batch, of whole images, in one forward pass over all of them."""
+        """Return the features [B, D] of the whole images of each micro-batch, in one forward pass over all of them."""
         patches = [self.objective.patches(batch) for batch in batches]  # [B, N, P] each
         joined = torch.cat(patches)
         every = torch.arange(joined.shape[1], device=joined.device).expand(len(joined), -1)
@@ -234,7 +230,7 @@ class HeadLevel:
         return list(wide.split([len(part) for part in patches]))
 
     def head_input(self, features: Tensor, batch: Batch, *, learning: bool, step: int) -> HeadInput:
-        """The features beside what is known of their rows."""
+        """Return the features with labels, weights and dropout seed of their rows."""
         crops = batch["images"].shape[1]
         return HeadInput(
             features=features,
@@ -244,19 +240,19 @@ class HeadLevel:
         )
 
     def loss(self, part: HeadInput, parameters: HeadParameters) -> Tensor:
-        """0-dimensional: sum over the rows."""
+        """Return the sum over the rows, 0-dimensional."""
         return self.head.loss(part.features, part.labels, part.weights, parameters, part.dropout_seed)
 
     @torch.no_grad()
     def frozen_step(self, engine: Engine, window: Sequence[Batch], step: int, rule: HeadRule) -> HeadStep:
-        """Stage II: a step of the head on D_tr, the encoder frozen (eq. 2, 7)."""
+        """Make a head step on D_tr with the frozen encoder: Stage II (eq. 2, 7)."""
         parts = [
             self.head_input(self.features(engine, [micro])[0], micro, learning=True, step=step) for micro in window
         ]
         return self.head_step(engine, parts, rule)
 
     def head_step(self, engine: Engine, parts: Sequence[HeadInput], rule: HeadRule) -> HeadStep:
-        """The head's step on these features, over all ranks."""
+        """Make a head step on these features of all ranks."""
         gradients = [self.gradients(part, self.head.parameters) for part in parts]
         by_head = torch.stack([gradient.by_head for gradient in gradients]).sum(0)
         loss = torch.stack([gradient.loss for gradient in gradients]).sum()
@@ -267,21 +263,19 @@ class HeadLevel:
     def encoder_gradient(
         self, engine: Engine, train: Sequence[Batch], validation: Sequence[Batch], step: int, rule: HeadRule
     ) -> Shards:
-        """The head's step C', and dL_val / dE' at the weights that forwards read now: the last two terms of eq. 9
-        without their common factor dE' / dT.
+        """Make the head step C' and return dL_val / dE' at the weights that forwards read now: the bracket of eq. 9.
 
         Args:
             train: this rank's micro-batches of D_tr.
-            validation: of D_val, as many.
+            validation: the same number of micro-batches of D_val.
             step: number of the run's step.
-            rule: how the head steps.
         """
         if len(train) == len(validation) == 1:
             return engine.compute_gradient([partial(self._loss_of_both, engine, train[0], validation[0], step, rule)])
         return engine.compute_gradient(self._losses_of_several(engine, train, validation, step, rule))
 
     def _loss_of_both(self, engine: Engine, train: Batch, validation: Batch, step: int, rule: HeadRule) -> Tensor:
-        """0-dimensional, with the wanted gradient: one micro-batch of each, in one pass of the encoder."""
+        """Return a scalar with the gradient of `encoder_gradient`: one micro-batch each, in one encoder pass."""
         features = self.features(engine, [train, validation])
         learned = self.head_input(features[0], train, learning=True, step=step)
         measured = self.head_input(features[1], validation, learning=False, step=step)
@@ -296,10 +290,10 @@ class HeadLevel:
     def _losses_of_several(
         self, engine: Engine, train: Sequence[Batch], validation: Sequence[Batch], step: int, rule: HeadRule
     ) -> list[Callable[[], Tensor]]:
-        """Losses with the wanted gradient, a pass of the encoder each.
+        """Return scalars with the gradient of `encoder_gradient`, one encoder pass each.
 
-        The head's step needs all features of D_tr before D_val has a gradient, and the path through the head needs all
-        of D_val: the encoder passes over D_tr once without a gradient, and once more at the end.
+        The gradient on D_val needs the head step, which needs all features of D_tr. The path through the head needs all
+        of D_val. So the encoder runs on D_tr first without a gradient, and again at the end.
         """
         head_step = self.frozen_step(engine, train, step, rule)
         rows_train, rows = global_rows(engine, train), global_rows(engine, validation)
@@ -312,7 +306,7 @@ class HeadLevel:
 
         @cache
         def sum_validation() -> Tensor:
-            """[K D + K] dL_val / dC over all ranks, when all of D_val has gone through."""
+            """Return dL_val / dC over all ranks, [K D + K]; call it after the passes on D_val."""
             by_head = torch.stack([part.by_head for part in measured]).sum(0)
             loss = torch.stack([part.loss for part in measured]).sum()
             by_head, loss = global_sum(engine.data_group, [by_head, loss])
@@ -329,10 +323,9 @@ class HeadLevel:
         ]
 
     def direct_gradient(self, engine: Engine, window: Sequence[Batch], step: int) -> Shards:
-        """dL_val / dE at the weights that forwards read now, the head held: the second term of eq. 9 alone.
+        """Return dL_val / dE at the weights that forwards read now, with a constant head: the first term of eq. 9.
 
         Args:
-            engine: holds the encoder.
             window: this rank's micro-batches of D_val.
             step: number of the run's step.
         """
@@ -351,7 +344,7 @@ class HeadLevel:
 
     @torch.enable_grad()
     def gradients(self, part: HeadInput, parameters: HeadParameters) -> LossGradients:
-        """Gradients of the sum of the rows' losses."""
+        """Return the sum of the rows' losses and its gradients."""
         features, flat = leaf(part.features), leaf(parameters.flat())
         loss = self.loss(replace(part, features=features), parameters.like(flat))
         by_features, by_head = torch.autograd.grad(loss, (features, flat))
@@ -359,11 +352,11 @@ class HeadLevel:
 
     @torch.enable_grad()
     def through_head(self, part: HeadInput, step: HeadStep, by_head: Tensor) -> Tensor:
-        """[B, D]: how the features of D_tr change L_val through the head's step, - d <response x by_head, dL / dC> / df
-        for the sum of the rows' losses: dL_val / dC' dC' / df of eq. 9 and 11 (eq. 11 lacks the minus sign).
+        """Return dL_val / dC' dC' / df for the features f of D_tr, [B, D] (eq. 9, 11; eq. 11 lacks the minus sign):
+        - d <response x by_head, dL / dC> / df for the sum of the rows' losses.
 
         Args:
-            by_head: [K D + K] dL_val / dC after the step.
+            by_head: dL_val / dC after the step, [K D + K].
         """
         features, flat = leaf(part.features), leaf(step.before.flat())
         loss = self.loss(replace(part, features=features), step.before.like(flat))
@@ -373,23 +366,23 @@ class HeadLevel:
 
 
 def leaf(values: Tensor) -> Tensor:
-    """Return the values as a leaf of a new graph."""
+    """Copy the values to a leaf of a new graph."""
     return values.detach().clone().requires_grad_()
 
 
 def row_count(parts: Sequence[HeadInput]) -> Tensor:
-    """0-dimensional: rows that are there."""
+    """Return the number of rows without padding, 0-dimensional."""
     return torch.stack([part.weights.sum() for part in parts]).sum()
 
 
 def global_rows(engine: Engine, window: Sequence[Batch]) -> Tensor:
-    """0-dimensional: crops that are there, over all ranks; 1 where there are none."""
+    """Return the number of crops without padding over all ranks, 0-dimensional, at least 1."""
     rows = torch.stack([micro["row_weights"].sum() * micro["images"].shape[1] for micro in window]).sum()
     return global_sum(engine.data_group, [rows])[0].clamp(min=1)
 
 
 def global_sum(group: Group, parts: list[Tensor]) -> list[Tensor]:
-    """Tensors summed over ranks in one all-reduce, in float64."""
+    """Sum tensors over ranks in one float64 all-reduce."""
     flat = group.sum(torch.cat([part.detach().double().reshape(-1) for part in parts]))
     sums = torch.split(flat, [part.numel() for part in parts])
     return [total.view(part.shape).to(part.dtype) for total, part in zip(sums, parts, strict=True)]

@@ -34,27 +34,25 @@ NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
 
 MOST = 256
-"""Marks on a GPU that are kept unread."""
+"""Maximum number of unread pairs of GPU events."""
 
 
 class LearnedMasks(Hook):
-    """Every inner step sees the masks that the network chooses. A cycle is `unroll` inner steps, then a head step, and
-    after each `every`-th head step an outer step.
+    """The masking network chooses the masks of every inner step. After `unroll` inner steps comes a head step, and
+    after every `every`-th head step an outer step.
 
-    It must come before hooks that perturb what the model sees: their passes have these masks, and it reads what they
-    added before they move on.
+    This hook runs before hooks that perturb the model's inputs: their passes use these masks, and it reads their
+    perturbations before they change.
 
     Args:
-        settings: how the masks learn.
-        run: whose masks they are; it can make a second engine.
-        outer: makes what the masking network is to lower.
+        run: must be able to make a second engine.
+        outer: class of the masking network's objective.
     Attributes:
-        clock: counts the time of each part.
-        masker: the masking network.
-        outer: what it is to lower.
-        inner_steps: since the last head step.
-        head_steps: since the last outer step.
-        outer_steps: so far.
+        clock: measures the time of each part.
+        inner_steps: steps since the last head step.
+        head_steps: steps since the last outer step.
+        outer_steps: steps in total.
+        unrolled: the outer step of this cycle is already done (look_ahead).
     """
 
     name = "multilevel"
@@ -77,12 +75,12 @@ class LearnedMasks(Hook):
 
     @property
     def head_step_due(self) -> bool:
-        """Whether the head steps after this inner step."""
+        """Return whether a head step follows this inner step."""
         return self.inner_steps == self.settings.unroll - 1
 
     @property
     def outer_step_due(self) -> bool:
-        """Whether the masking network steps after this inner step."""
+        """Return whether an outer step follows this inner step."""
         return self.head_step_due and self.head_steps == self.settings.every - 1
 
     def before_step(self, ctx: StepContext) -> None:
@@ -96,7 +94,7 @@ class LearnedMasks(Hook):
             self.outer.before_last_step(ctx, window)
 
     def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
-        """Choose masks for these micro-batches. Everything sees them with these masks from now on."""
+        """Choose masks for these micro-batches. The model and all hooks see them from now on."""
         with self.clock("masks"):
             window = self.masker.choose(ctx.engine, micros, ctx.step, keep=keep)
         self.masked |= {micro.start: window for micro in micros}
@@ -117,7 +115,7 @@ class LearnedMasks(Hook):
         self.outer.gradients(ctx)
 
     def after_step(self, ctx: StepContext) -> None:
-        stats = ctx.stats()  # cycles are counted on the host, which waits for the step here
+        stats = ctx.stats()  # waits for the device: cycles are counted on the host
         if not stats.applied:
             return
         assert self.window is not None, "masks are chosen before the step"
@@ -137,10 +135,13 @@ class LearnedMasks(Hook):
         return {NETWORK: self.masker.network, **self.outer.engines()}
 
     def metrics(self) -> Mapping[str, Any]:
-        """lessons: outer steps so far; mean_probability, entropy (of a patch's own masking, in nats): of this rank's
-        last window; gradient_norm, below_eps, overlap_untrained, overlap_last: of the last outer step (see `Masker`);
-        time: share of each part; and what the outer objective adds. A value that there is none of yet is left out."""
-        assert self.window is not None, "metrics are asked for after a step"
+        """Return the metrics that have a value.
+
+        lessons: number of outer steps. mean_probability and entropy (of a patch, in nats): of this rank's last window.
+        gradient_norm, below_eps, overlap_untrained, overlap_last: of the last outer step (see `Masker`). time: share of
+        each part. The outer objective adds its own.
+        """
+        assert self.window is not None, "metrics are read after a step"
         values = {
             **described(self.window),
             **self.masker.lesson,
@@ -163,7 +164,7 @@ class LearnedMasks(Hook):
 
 
 def random_masks(settings: RandomMasksSettings, run: RunContext) -> None:
-    """A method that is off leaves no hook at all."""
+    """Return no hook."""
 
 
 MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
@@ -171,7 +172,7 @@ MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahe
 
 
 def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
-    """The hook of kind head; those of the other kinds are below."""
+    """Return the hook of kind head; the factories of the other kinds are below."""
     return LearnedMasks(settings, run, MODES[settings.mode])
 
 
@@ -181,8 +182,8 @@ masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
 
 
 def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
-    """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
-    factor. AdamW's eps carries the same factor: without it nothing moves."""
+    """Return the run's settings with the optimizer of the masking network. AdamW's eps contains the inner learning rate
+    because hypergradients do; with a larger eps the network would not move."""
     network, settings = copy.deepcopy(config), config.multilevel
     network.optimizer.kind, network.optimizer.clipping = "adamw", 0.0
     network.optimizer.lr, network.optimizer.weight_decay = settings.lr, settings.weight_decay
@@ -192,22 +193,22 @@ def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
 
 
 def without_inputs(window: MaskedWindow) -> MaskedWindow:
-    """Drop the network's inputs from the masks; the inputs are as large as a layer's activations."""
+    """Drop the inputs of the masking network, which are as large as the activations of a layer."""
     return replace(window, selections=[replace(selection, embeddings=None) for selection in window.selections])
 
 
 @torch.no_grad()
 def described(window: MaskedWindow) -> dict[str, Tensor]:
-    """Describe this rank's masks."""
+    """Return the metrics of this rank's masks."""
     probabilities = torch.cat([mask.probabilities for mask in window.selections]).double().clamp(1e-12, 1 - 1e-12)
     entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
     return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
 
 
 class LevelClock:
-    """Seconds spent in named parts since they were last asked for.
+    """Measures the time of named parts since the last call of `shares`.
 
-    On a GPU parts are marked in its stream, and nothing waits until they are asked for.
+    On a GPU, events in its stream mark the parts, so that only `shares` waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -218,7 +219,7 @@ class LevelClock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside the context as `name`."""
+        """Add the time inside the context to the part `name`."""
         if not self.gpu:
             began = time.perf_counter()
             yield
@@ -230,13 +231,13 @@ class LevelClock:
         last.record()
         self._events.append((name, first, last))
         while len(self._events) > MOST and self._events[0][2].query():  # type: ignore[no-untyped-call]
-            self._take(*self._events.pop(0))  # ranks that log nothing never ask
+            self._take(*self._events.pop(0))  # bounds the list on ranks that log nothing
 
     def _take(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
 
     def shares(self) -> dict[str, float]:
-        """Each part's share of the time since the last call; the rest is level I's. Waits for the device."""
+        """Return the share of each part in the time since the last call; the rest is level I. Waits for the device."""
         for name, first, last in self._events:
             last.synchronize()
             self._take(name, first, last)

@@ -1,12 +1,12 @@
-"""The outer objective and its hypergradient (MLO-MAE eq. 3, 8-11), in the order of a cycle (Algorithm 1):
+"""Outer objective and its hypergradient (MLO-MAE eq. 3, 8-11), in the order of Algorithm 1:
 
-`multilevel.unroll` inner steps (Stage I: encoder and decoder), one head step (Stage II), and after each
-`multilevel.every`-th head step one outer step (Stage III: the masking network).
+`multilevel.unroll` inner steps (Stage I: encoder and decoder), one head step (Stage II), and after every
+`multilevel.every`-th head step one outer step (Stage III: masking network).
 
     dL_val / dT = dE'/dT (dL_val / dE' + dC'/dE' dL_val / dC')          (eq. 9)
 
-head.py gives the bracket, finite_difference.py carries it through dE'/dT (eq. 10). Steps are differentiated as they are
-made: no implicit function theorem is used, though the paper's A.1 bears its name.
+head.py computes the bracket, finite_difference.py multiplies it by dE'/dT (eq. 10). The steps themselves are
+differentiated; despite the title of A.1, the implicit function theorem is not used.
 """
 
 from __future__ import annotations
@@ -42,22 +42,20 @@ from trp_scale.methods.learned_masks.masks import Hypergradient, MaskedWindow, m
 from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSettings, LearnedMasksSettings
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
-"""Chooses masks for these micro-batches. Hooks and model see them with these until the step itself begins."""
+"""Chooses masks for these micro-batches. Hooks and the model use them until the step itself starts."""
 
 Clock = Callable[[str], AbstractContextManager[None]]
-"""Counts the time inside as that of a named part."""
+"""Adds the time inside the context to a named part."""
 
 
 class OuterObjective:
-    """Objective of the masking network, and the points of a cycle at which it is computed. A point that a subclass
-    leaves alone does nothing.
+    """Objective of the masking network. Its methods are called at fixed points of a cycle; by default they do nothing.
 
     Args:
-        run: whose masks are learned.
-        derivative: of the inner objective by the masks.
-        clock: counts the time of each part.
+        derivative: derivative of the inner objective by the masks.
+        clock: measures the time of each part.
     Attributes:
-        of_last_step: the hypergradient is of the cycle's last inner step, for which the network's inputs are kept.
+        of_last_step: the hypergradient differentiates the last inner step of a cycle and needs the network's inputs.
     """
 
     of_last_step: bool = True
@@ -69,60 +67,58 @@ class OuterObjective:
         self.derivative, self.clock = derivative, clock
 
     def scale(self, ctx: StepContext) -> float:
-        """The present learning rates as a share of their peaks: all levels have the weights' schedule."""
+        """Return the current share of the peak learning rate; all levels use the schedule of the weights."""
         return ctx.lr / self.config.optimizer.lr
 
     def unrolled_gradient(self, ctx: StepContext, choose: Choose) -> Hypergradient:
-        """The hypergradient of steps that are taken back: at the start of a cycle with an outer step, before its first
-        masks are chosen."""
+        """Return the hypergradient of steps that are undone, at the start of a cycle with an outer step."""
         return ()
 
     def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
-        """Before the last inner step of a cycle with an outer step."""
+        """Prepare for the last inner step of a cycle with an outer step."""
 
     def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
-        """[T] elements of each task in the global batch with these masks."""
+        """Return the elements of each task in the global batch with these masks, [T]."""
         return window.counts
 
     def joined_view(self, ctx: StepContext, micro: Batch) -> Batch:
-        """Return the objective's view of a micro-batch that was joined to the window."""
-        raise NotImplementedError(f"{type(self).__name__} joins no micro-batches to a window")
+        """Return a joined micro-batch with the extras of the objective."""
+        raise NotImplementedError(f"{type(self).__name__} must implement joined_view")
 
     def gradients(self, ctx: StepContext) -> None:
-        """After the last backward of every inner step."""
+        """Read gradients after the last backward pass of every inner step."""
 
     def after_step(self, ctx: StepContext) -> None:
-        """After every inner step that was applied, before a head step or an outer step."""
+        """Follow an applied inner step, before a head step or an outer step."""
 
     def head_step(self, ctx: StepContext) -> None:
         """End a cycle without an outer step."""
 
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
-        """End a cycle with an outer step: the head's step, and the hypergradient.
+        """End a cycle with an outer step: make the head step and return the hypergradient.
 
         Args:
-            window: the masks of the inner step that has just been made.
+            window: masks of the last inner step.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what the masking network learns from")
+        raise NotImplementedError(f"{type(self).__name__} must implement hypergradient")
 
     def engines(self) -> Mapping[str, Engine]:
-        """Engines of its own."""
         return {}
 
     def metrics(self) -> Mapping[str, Any]:
-        """Values of the last head step and the last outer step."""
+        """Return values of the last head step and the last outer step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave."""
+        """Load the result of `state_dict`."""
 
 
 class RaisedReconstruction(OuterObjective):
-    """- L_rec, without labels: the network raises the reconstruction loss (the ablation without downstream feedback,
-    AutoMAE's idea with this masking network). It acts on the loss itself: there is no inner step to go through."""
+    """- L_rec, without labels: the network raises the reconstruction loss (ablation without downstream feedback; the
+    idea of AutoMAE with this masking network). It differentiates the loss itself, not an inner step."""
 
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
         with self.clock("difference"):
@@ -130,18 +126,14 @@ class RaisedReconstruction(OuterObjective):
 
 
 class ValidationLoss(OuterObjective):
-    """L_val, the head's loss on D_val (eq. 3), after committed steps: E' is where the run's optimizer has really taken
-    the encoder, C' where the head's AdamW has taken the head.
+    """L_val, the head's loss on D_val (eq. 3), after committed steps: E' is the encoder after the step of the run's
+    optimizer, C' the head after its AdamW step.
 
     With v = response x dL_val / dE', dL_val / dT = - d/dT <v, grad_E L_rec> at the weights before the step. The
-    response stands for eta_E of eq. 10: it is AdamW's, whose second moment is held.
-
-    Attributes:
-        level: the head.
-        sources: D_tr and D_val.
+    response replaces eta_E of eq. 10: it is that of AdamW with a constant second moment.
 
     Raises:
-        RefusedError: forwards read weights in which the moves that masks are learned by are lost.
+        RefusedError: forwards read half-precision weights, which round the finite difference away.
     """
 
     settings: LabelledSettings
@@ -158,7 +150,7 @@ class ValidationLoss(OuterObjective):
         self.last: HeadUpdate | None = None
 
     def head_level(self, run: RunContext) -> HeadLevel:
-        """The head, with the passes of the encoder that it needs."""
+        """Return the head and its passes through the encoder."""
         wide = torch.promote_types(next(run.engine.module.parameters()).dtype, torch.float32)
         head = Head(self.config, run.sources.downstream.classes, run.device, wide)
         return HeadLevel(self.config, run.objective, head)  # type: ignore[arg-type]  # checked with the settings
@@ -176,14 +168,14 @@ class ValidationLoss(OuterObjective):
         return partial(self.level.head.adamw_step, scale=self.scale(ctx))
 
     def encoder_gradient(self, ctx: StepContext) -> Shards:
-        """The head's step, and the bracket of eq. 9."""
+        """Make the head step and return the bracket of eq. 9."""
         with self.clock("validation"):
             train = on_device(self.sources.train.next_window(), ctx)
             validation = on_device(self.sources.validation.next_window(), ctx)
             return self.both_paths(ctx, train, validation, self.head_rule(ctx))
 
     def both_paths(self, ctx: StepContext, train: list[Batch], validation: list[Batch], rule: HeadRule) -> Shards:
-        """The head's step by this rule, and the bracket of eq. 9 at the weights that forwards read now."""
+        """Make the head step by this rule; return the bracket of eq. 9 at the weights that forwards read now."""
 
         def noted(gradient: Tensor) -> HeadStep:
             step = rule(gradient)
@@ -193,8 +185,8 @@ class ValidationLoss(OuterObjective):
         return self.level.encoder_gradient(ctx.engine, train, validation, ctx.step, noted)
 
     def direct_path(self, ctx: StepContext, engine: Engine) -> Shards:
-        """dL_val / d weights of the encoder that an engine holds, on the next window of D_val: for variants in which
-        the head's step does not depend on the masks."""
+        """Return dL_val / d weights of an engine's encoder on the next window of D_val, for variants in which the head
+        step does not depend on the masks."""
         with self.clock("validation"):
             window, head = on_device(self.sources.validation.next_window(), ctx), self.level.head.parameters
             held = HeadStep(before=head, parameters=head, response=torch.zeros_like(head.flat()))
@@ -202,31 +194,31 @@ class ValidationLoss(OuterObjective):
             return self.level.direct_gradient(engine, window, ctx.step)
 
     def note(self, update: HeadUpdate) -> None:
-        """Keep what a hypergradient comes from until it has been compared."""
+        """Keep the inputs of a hypergradient for its comparison."""
         self.last = update if self.exact.every > 0 else None
 
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
         engine, respond = ctx.engine, partial(ctx.engine.step_response, lr=stats.lr, grad_norm=stats.grad_norm)
         base, self.base = self.base, None
-        assert base is not None, "the weights before the step were kept"
+        assert base is not None, "before_last_step keeps the weights"
         direction = self.encoder_gradient(ctx)
         self.direction_norm = direction.norm()
         direction = respond(direction)
         self.response_norm = direction.norm()
         gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
-            places = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is back but for rounding
+            places = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is restored up to rounding
             self.compare(ctx, window, gradients, *(whole(engine, shards) for shards in places))
         return gradients
 
     def through_inner_step(
         self, ctx: StepContext, window: MaskedWindow, direction: Shards, base: Shards | None
     ) -> Hypergradient:
-        """- d <direction, grad_E L_rec> / d masks, at base: eq. 10, by a finite difference.
+        """Return - d <direction, grad_E L_rec> / d masks at base, by a finite difference (eq. 10).
 
         Args:
             direction: response x dL_val / dE'.
-            base: weights before the inner step; None = the present ones.
+            base: weights before the inner step; `None` = the current weights.
         """
         with self.clock("difference"):
             gradients = finite_difference(
@@ -235,7 +227,7 @@ class ValidationLoss(OuterObjective):
             return [(window, [gradient.times(-1.0) for gradient in gradients])]
 
     def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
-        """The encoder whose features L_val is of, after a step of E, and its derivative by the step's gradient."""
+        """Return the encoder that L_val reads after a step of E, and its derivative by the gradient of the step."""
         return after, response
 
     def compare(
@@ -247,8 +239,8 @@ class ValidationLoss(OuterObjective):
         after: Weights,
         response: Weights,
     ) -> None:
-        """Take note of how well this agrees with the exact hypergradient of one inner step; see WholeStep."""
-        assert self.last is not None, "the head has stepped"
+        """Compare with the exact hypergradient of one inner step; see `WholeStep`."""
+        assert self.last is not None, "the head made a step"
         after, response = self.seen(ctx, after, response)
         step = WholeStep(before=before, after=after, response=response, update=self.last, number=ctx.step)
         self.last = None
@@ -256,8 +248,9 @@ class ValidationLoss(OuterObjective):
         self.exact.compare(ctx, self.derivative, self.level, window, gradients, step)
 
     def metrics(self) -> Mapping[str, Any]:
-        """head_loss, validation_loss: means over the last batches; direction_norm: |dL_val / dE'|; response_norm: the
-        same times the step's response; exact_cosine, exact_norm_ratio: of the last comparison."""
+        """Return head_loss and validation_loss (means over the last batches), direction_norm (|dL_val / dE'|),
+        response_norm (the same times the response of the step), and exact_cosine and exact_norm_ratio of the last
+        comparison."""
         return {
             "head_loss": self.level.train_loss,
             "validation_loss": self.level.validation_loss,
@@ -276,33 +269,33 @@ class ValidationLoss(OuterObjective):
 
 
 def _refuse_rounded_weights(settings: LabelledSettings, engine: Engine) -> None:
-    """Measured on a small model: the cosine with the exact gradient is 0.5 to 0.7, and 0.9997 with autocast."""
+    """Refuse half-precision weights. Measured on a small model: the cosine with the exact gradient is 0.5 to 0.7, and
+    0.9997 with autocast."""
     if settings.exact_every > 0 or not engine.rounds_weights:
         return
     raise RefusedError(
-        f"--multilevel.kind {settings.kind} learns from losses at weights that are moved by {settings.difference:g} in "
-        "all (--multilevel.difference), and the weights that forwards read here are in half precision, where rounding "
-        "is larger than that; allowed: --training.weights fp32, with DeepSpeed torch_autocast instead of bf16 in "
-        "--ds_config, --training.precision fp32, --multilevel.kind reconstruction, or --multilevel.exact_every N to "
-        "see by how much it is wrong"
+        f"--multilevel.kind {settings.kind} moves the weights by a total length of {settings.difference:g} "
+        "(--multilevel.difference), but forwards read weights in half precision here, whose rounding is larger; "
+        "allowed: --training.weights fp32, with DeepSpeed torch_autocast instead of bf16 in --ds_config, "
+        "--training.precision fp32, --multilevel.kind reconstruction, or --multilevel.exact_every N to see the error"
     )
 
 
 def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:
-    """The micro-batches where the engine computes."""
+    """Copy the micro-batches to the device of the engine."""
     return [micro.to(ctx.engine.device) for micro in window]
 
 
 class Peekable(Protocol):
-    """A source of windows that can be looked at before they are due."""
+    """A source whose next windows can be read in advance."""
 
     def peek(self, count: int) -> list[list[Batch]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class InnerStep:
-    """One of the unrolled steps. Attributes: ctx: the step as hooks see it; window: its masks; place: where the weights
-    were, as their distance from the present ones; None = there."""
+    """An unrolled step. Attributes: ctx: its context for hooks; window: its masks; place: offset of its weights from
+    the current weights; `None` = no offset."""
 
     ctx: StepContext
     window: MaskedWindow
@@ -310,14 +303,14 @@ class InnerStep:
 
 
 class UnrolledValidationLoss(ValidationLoss):
-    """L_val after unrolled steps that are taken back: gradient descent as printed (MLO-MAE eq. 6-11, Algorithm 1).
+    """L_val after unrolled steps that are undone: gradient descent as printed (MLO-MAE eq. 6-11, Algorithm 1).
 
-    At the start of a cycle the encoder is moved along `unroll` inner steps of gradient descent, on the very windows
-    that come next, and the head by one step from there. The outer step is down the loss on D_val at that place. Then
-    everything is where it was, and the cycle's real steps see the network's new masks.
+    At the start of a cycle the encoder makes `unroll` inner steps of gradient descent on the next windows, and the head
+    makes one step from there. The outer step descends on the loss on D_val at these weights. Then the weights are
+    restored, and the real steps of the cycle use the new masks.
 
     Attributes:
-        upcoming: D_u, whose next windows the steps are made on.
+        upcoming: D_u, which provides the next windows.
     """
 
     of_last_step = False
@@ -328,10 +321,10 @@ class UnrolledValidationLoss(ValidationLoss):
         self.upcoming: Peekable = run.sources.train
 
     def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
-        """The outer step was at the start of the cycle; there is nothing to keep."""
+        """Do nothing: the outer step is at the start of the cycle."""
 
     def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
-        """None: the head learns as in any cycle."""
+        """Make only the head step, as in every cycle."""
         self.head_step(ctx)
         return ()
 
@@ -357,14 +350,14 @@ class UnrolledValidationLoss(ValidationLoss):
         return [pair for pairs in results for pair in pairs]
 
     def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
-        """Compare with the exact hypergradient of the last of the steps."""
+        """Compare with the exact hypergradient of the last step."""
         engine, present = step.ctx.engine, step.ctx.engine.weights()
         before = present if step.place is None else present.plus(step.place)
         places = (before, present.plus(end), present.times(0.0).shift(rate))
         self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
-        """The steps that the derivative goes through, and where they end (eq. 6)."""
+        """Return the differentiated steps, and the offset of the weights after them (eq. 6)."""
         windows = [ctx.window, *(on_device(later, ctx) for later in self.upcoming.peek(self.settings.unroll - 1))]
         steps: list[InnerStep] = []
         offset: Shards | None = None
@@ -386,7 +379,8 @@ class UnrolledValidationLoss(ValidationLoss):
             return self.through_inner_step(step.ctx, step.window, direction, None)
 
     def _hessian_product(self, step: InnerStep, direction: Shards) -> Shards:
-        """The reconstruction's Hessian at a step, times a direction: one central difference of its gradient."""
+        """Return the Hessian of the reconstruction at a step times a direction, by one central difference of its
+        gradient."""
         engine = step.ctx.engine
         epsilon = self.settings.difference / direction.norm().clamp(min=SMALLEST)
 

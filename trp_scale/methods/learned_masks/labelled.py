@@ -1,4 +1,4 @@
-"""The labelled images that masks are learned from: D_tr for the head, D_val for the masking network."""
+"""Labelled images for learned masks: D_tr for the head, D_val for the masking network."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ def open_downstream(
     world: int,
     pin: bool,
 ) -> tuple[Downstream, Sequence[Chosen]]:
-    """D_tr and D_val, and D_u's blocks of each data set.
+    """Return D_tr and D_val, and the blocks of D_u of each data set.
 
     Args:
-        config: the run.
         rows: the opened data.
         paths: of the data sets.
-        training: [n] of each data set, blocks that are not held out.
-        rank, world: place in, and size of, the data-parallel group.
-        pin: pin the batches' memory.
+        training: blocks of each data set that are not held out, [n].
+        rank, world: rank in, and size of, the data-parallel group.
+        pin: pin the memory of batches.
 
     Raises:
-        RefusedError: the images have no classes or only one, their number cannot be told, there are too few blocks, or
-            the batches do not divide over the ranks.
+        RefusedError: the images have fewer than two classes, there are too few blocks, or the batches do not divide
+            over the ranks.
     """
     labels = _labels(config, rows)
     classes = _classes(config, rows, labels)
@@ -57,7 +56,7 @@ def open_downstream(
     if config.data.workers:
         notices.append(
             f"loader workers of a rank: {unlabelled} for D_u, {workers_train} for D_tr, {workers_validation} for D_val "
-            "(--data.workers, by the images that a step takes of each)"
+            "(--data.workers, in proportion to the images per step)"
         )
 
     def open_source(name: str, shown: str, chosen: Sequence[Chosen], workers: int) -> TrainSource:
@@ -89,8 +88,8 @@ def open_downstream(
 
 
 def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
-    """Loader workers of D_u, D_tr and D_val: together data.workers, in proportion to the images that a step takes of
-    each on average, and at least one for each."""
+    """Return the loader workers of D_u, D_tr and D_val: at least one each, in total data.workers, in proportion to
+    their mean number of images per step."""
     total, settings = config.data.workers, config.multilevel
     if total == 0:
         return 0, 0, 0
@@ -102,7 +101,7 @@ def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
 
 
 def _with_batch_size(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoencoderConfig:
-    """Settings with the batches of D_tr and D_val."""
+    """Return the settings with the batch sizes of D_tr and D_val."""
     sized = copy.deepcopy(config)
     sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)
     return sized
@@ -111,7 +110,7 @@ def _with_batch_size(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoe
 def _labels(config: MaskedAutoencoderConfig, rows: Rows) -> list[Integers]:
     if rows.labels is None or "cls" not in rows.meta.suffixes:  # type: ignore[union-attr]  # text has no labels
         raise RefusedError(
-            f"--multilevel.kind {config.multilevel.kind} learns from classes, and the images of --data.path "
+            f"--multilevel.kind {config.multilevel.kind} needs classes, but the images of --data.path "
             f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
             "classes, or --multilevel.kind reconstruction or none"
         )
@@ -123,8 +122,8 @@ def _classes(config: MaskedAutoencoderConfig, rows: Rows, labels: Sequence[Integ
     count = 1 + max(int(numbers.max()) for numbers in labels) if names is None else len(names)
     if count < 2:
         raise RefusedError(
-            f"{config.data.path}: {count} class found, --multilevel.kind {config.multilevel.kind} needs at least 2 to "
-            "learn from; allowed with it: --multilevel.kind reconstruction"
+            f"{config.data.path} has {count} class, but --multilevel.kind {config.multilevel.kind} needs at least 2; "
+            "allowed: --multilevel.kind reconstruction"
         )
     return count
 
@@ -138,14 +137,14 @@ def _notices(
     rows: Rows,
     classes: int,
 ) -> list[str]:
-    """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
+    """Return notices of a source that is smaller than a batch or lacks classes."""
     notices = []
     size = config.multilevel.batch_size or config.batch.global_size
     split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
     if images < size:
         notices.append(
-            f"{split} has {images} images, fewer than the {size} of a batch (--multilevel.batch_size): a batch holds "
-            "images more than once"
+            f"{split} has {images} images, fewer than the {size} of a batch (--multilevel.batch_size): batches repeat "
+            "images"
         )
     present = {
         number
@@ -158,6 +157,6 @@ def _notices(
         listed = ", ".join(str(number) if names is None else names[number] for number in lacking[:5])
         notices.append(
             f"{split} has no image of {len(lacking)} of {classes} classes ({listed}{', ...' if lacking[5:] else ''}); "
-            "smaller blocks (--rows_per_block of trp-scale shard-images) spread classes better"
+            "smaller blocks (--rows_per_block of trp-scale shard-images) distribute classes better"
         )
     return notices

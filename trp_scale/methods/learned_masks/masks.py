@@ -1,7 +1,7 @@
-"""Stage I's masks: the masking network gives each patch a probability, and the most probable N r patches are masked
-(MLO-MAE 3.2, A.4); and the network's own step, down the hypergradient (eq. 8).
+"""Masks of Stage I, and the step of the masking network down the hypergradient (MLO-MAE eq. 8).
 
-The selection is always hard. `multilevel.selection` says what the loss's derivative by a probability sees of it.
+The network gives each patch a probability, and the N r most probable patches are masked (3.2, A.4). The selection
+itself is always hard; `multilevel.selection` chooses its derivative by the probabilities.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Selection:
     """Masks of one micro-batch.
 
     Attributes:
-        visible: [B, V] int64, masked: [B, M] int64; patch numbers, ascending.
-        probabilities: [B, N] what they were selected by, without a graph.
-        embeddings: [B, N, D] the masking network's input, kept where an outer step needs it again.
+        visible, masked: ascending patch numbers, [B, V] and [B, M] int64.
+        probabilities: [B, N], without a graph.
+        embeddings: input of the masking network, [B, N, D], if an outer step needs it again.
     """
 
     visible: Tensor
@@ -40,18 +40,18 @@ class Selection:
     embeddings: Tensor | None = None
 
     def weights(self) -> Tensor:
-        """[B, M] the masked patches' probabilities."""
+        """Return the probabilities of the masked patches, [B, M]."""
         return self.probabilities.gather(1, self.masked)
 
 
 def masked_config(run: RunContext) -> MaskedAutoencoderConfig:
-    """All settings of a run with learned masks, which masked autoencoders alone have."""
+    """Return the settings of a run with learned masks, which is always a masked autoencoder."""
     assert isinstance(run.config, MaskedAutoencoderConfig)
     return run.config
 
 
 def scheduled_split(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
-    """Number of visible patches in this step: with a curriculum the ratio grows linearly (D.4)."""
+    """Return the number of visible patches in this step; with a curriculum the ratio grows linearly (D.4)."""
     ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
     patches = (config.crops.size // config.vision.patch_size) ** 2
     if final > 0.0 and steps > 1:
@@ -60,7 +60,7 @@ def scheduled_split(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
 
 
 def select(probabilities: Tensor, split: PatchSplit, embeddings: Tensor | None = None) -> Selection:
-    """Mask the most probable patches of each image; of equal ones those with the lowest numbers."""
+    """Mask the most probable patches of each image; among equal ones, those with the lowest numbers."""
     order = probabilities.argsort(dim=1, descending=True, stable=True)  # [B, N]
     return Selection(
         masked=order[:, : split.masked].sort(dim=1).values,
@@ -71,11 +71,11 @@ def select(probabilities: Tensor, split: PatchSplit, embeddings: Tensor | None =
 
 
 def soft_mask(settings: LearnedMasksSettings, probabilities: Tensor, selection: Selection) -> Tensor | None:
-    """Return what stands for the mask in derivatives by the probabilities, [B, N]; `None` if the mask is a constant.
+    """Return the differentiable mask whose derivative replaces that of the selection, [B, N]; `None` if constant.
 
-    hard: a constant, so that probabilities act through the weights of eq. 1 alone. straight_through: the selection's
-    derivative is the identity's (A.4). softsort: that of a soft selection, the rows of SoftSort's relaxed permutation
-    that are masked, added up (Prillo and Eisenschlos 2020, with the absolute difference).
+    hard: constant, so probabilities act only through the weights of eq. 1. straight_through: derivative of the identity
+    (A.4). softsort: sum of the masked rows of SoftSort's relaxed permutation (Prillo and Eisenschlos 2020, with the
+    absolute difference).
     """
     if settings.selection == "hard":
         return None
@@ -88,19 +88,19 @@ def soft_mask(settings: LearnedMasksSettings, probabilities: Tensor, selection: 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskFactors:
-    """Factors by which the masks of one micro-batch enter the loss, or a loss's gradient by them.
+    """Factors by which the masks of one micro-batch enter the loss, or the gradient of a loss by these factors.
 
     Attributes:
-        weights: [B, M] by which each masked patch's error counts.
-        gates: [B, V] by which the visible patches' tokens are multiplied, 1 with the derivative of not being masked;
-            None for a hard selection.
+        weights: weight of each masked patch's error, [B, M].
+        gates: factors of the visible patches' tokens, [B, V]: 1, with the derivative of not being masked; `None` for a
+            hard selection.
     """
 
     weights: Tensor
     gates: Tensor | None = None
 
     def parts(self) -> list[Tensor]:
-        """Return the tensors that it has."""
+        """Return the tensors that are not `None`."""
         return [self.weights] if self.gates is None else [self.weights, self.gates]
 
     def plus(self, other: MaskFactors, factor: float | Tensor) -> MaskFactors:
@@ -118,13 +118,12 @@ class MaskFactors:
 
 
 def mask_factors(settings: LearnedMasksSettings, probabilities: Tensor, selection: Selection) -> MaskFactors:
-    """Weights, before any normalisation, and gates as functions of the probabilities [B, N]; a graph in them is
-    kept."""
+    """Return weights, without normalisation, and gates as differentiable functions of the probabilities [B, N]."""
     weights = probabilities.gather(1, selection.masked)  # [B, M]
     mask = soft_mask(settings, probabilities, selection)
     if mask is None:
         return MaskFactors(weights=weights)
-    slope = mask - mask.detach()  # 0, with the derivative of the selection
+    slope = mask - mask.detach()  # value 0, derivative of the mask
     return MaskFactors(
         weights=weights * (1.0 + slope.gather(1, selection.masked)), gates=1.0 - slope.gather(1, selection.visible)
     )
@@ -135,11 +134,11 @@ class MaskedWindow:
     """Masks of one window.
 
     Attributes:
-        micros: the window's micro-batches, with the loader's masks.
-        selections: one for each.
-        counts: [T] float64, elements of each task in the global batch with these masks.
-        factor: 0-dimensional, by which every weight is multiplied: 1, or what makes them 1 on average.
-        total: 0-dimensional, sum of the masked patches' probabilities over the global batch.
+        micros: micro-batches of the window, with the loader's masks.
+        selections: masks of each micro-batch.
+        counts: elements of each task in the global batch with these masks, [T] float64.
+        factor: factor of all weights, 0-dimensional: 1, or the inverse of their mean.
+        total: sum of the masked patches' probabilities over the global batch, 0-dimensional.
     """
 
     micros: Sequence[Batch]
@@ -149,64 +148,60 @@ class MaskedWindow:
     total: Tensor
 
     def batch(self, micro: Batch) -> Batch:
-        """The micro-batch with these masks."""
+        """Return the micro-batch with these masks."""
         position = next(n for n, candidate in enumerate(self.micros) if candidate.start == micro.start)
         return self.with_factors(position, MaskFactors(weights=self.selections[position].weights() * self.factor))
 
     def with_factors(self, position: int, factors: MaskFactors) -> Batch:
-        """Micro-batch number `position` with its masks and these factors."""
+        """Return micro-batch number `position` with its masks and these factors."""
         micro, selection = self.micros[position], self.selections[position]
         extras = dict(zip((PATCH_WEIGHTS, GATE), (by_row(part, micro) for part in factors.parts()), strict=False))
         return apply_selection(micro.adding(extras), selection)
 
 
 Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskFactors]]]
-"""Gradient of the outer objective by the masks, micro-batch by micro-batch of each inner step that it goes through.
-Empty: no outer step is due."""
+"""Gradient of the outer objective by the masks, per differentiated inner step and micro-batch; empty without an outer
+step."""
 
 
 def apply_selection(micro: Batch, selection: Selection) -> Batch:
-    """The micro-batch with these masks in place of the loader's."""
+    """Replace the loader's masks of a micro-batch by these."""
     chosen = {"visible": by_row(selection.visible, micro), "masked": by_row(selection.masked, micro)}
     return replace(micro, fields={**micro.fields, **chosen})
 
 
 def by_row(values: Tensor, micro: Batch) -> Tensor:
-    """[R k, ...] -> [R, k, ...]."""
+    """Reshape [R k, ...] to [R, k, ...]."""
     return values.reshape(*micro["masked"].shape[:2], *values.shape[1:])
 
 
 class Masker:
-    """The masking network T in its engine: it chooses masks, and takes the outer steps.
+    """The masking network T in its engine: chooses masks and makes the outer steps.
 
-    Args:
-        config: settings of the run.
-        network: the engine that holds T.
-        objective: cuts images into patches, and counts.
     Attributes:
-        untrained: T's weights as the seed made them, laid out like T's own.
-        lesson: values of the last outer step, 0-dimensional and of the global batch; empty before the first.
-            gradient_norm: of T's gradient. below_eps: share of T's elements whose root mean square gradient is below
-            AdamW's eps. overlap_untrained, overlap_last: of the patches that T masks now in the images that it learned
-            from, the share that it would mask untrained, and the share that it masked before the step.
+        untrained: initial weights of T, sharded like T.
+        lesson: metrics of the last outer step, 0-dimensional, over the global batch; empty before the first.
+            gradient_norm: of T. below_eps: share of T's elements whose root mean square gradient is below AdamW's eps.
+            overlap_untrained, overlap_last: share of the patches masked now that the untrained T masks, or that T
+            masked before the step, in the images of the step.
     """
 
     def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
         self.settings: LearnedMasksSettings = config.multilevel
         self.eps = self.settings.network_eps(config.optimizer.lr)
-        # Taken before a checkpoint is loaded: what (seed, name) give, so that no checkpoint holds it.
+        # Copied before a checkpoint is loaded. (seed, name) determine it, so checkpoints do not store it.
         self.untrained: Shards = network.weights()
         self.lesson: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def choose(self, engine: Engine, window: Sequence[Batch], step: int, *, keep: bool) -> MaskedWindow:
-        """Masks for a window, by the network as it is.
+        """Choose masks for a window with the current network.
 
         Args:
-            engine: holds the encoder, whose patch embedding the network reads.
+            engine: of the encoder, whose patch embedding is the network's input.
             step: number of the run's step, for the curriculum.
-            keep: keep the network's inputs, for an outer step.
+            keep: keep the network's inputs for an outer step.
         """
         split = scheduled_split(step, self.config)
         selections = []
@@ -214,7 +209,7 @@ class Masker:
             patches = self.objective.patches(micro)
             every = torch.arange(split.patches, device=patches.device).expand(len(patches), -1)
             embeddings = engine(patches, every, every[:, :0], give="patch_embedding")
-            with self.network.exact_forwards():  # it is small, and in bf16 many patches would be equally probable
+            with self.network.exact_forwards():  # cheap; in bf16 many probabilities would be equal
                 probabilities = self.network(embeddings)
             selections.append(select(probabilities, split, embeddings if keep else None))
         pairs = list(zip(window, selections, strict=True))
@@ -229,20 +224,18 @@ class Masker:
         return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
 
     def outer_step(self, hypergradient: Hypergradient, scale: float) -> bool:
-        """One step of T's AdamW down the hypergradient (eq. 8), unless the gradient is not finite.
+        """Make a step of T's AdamW down the hypergradient (eq. 8), and return whether its gradient was finite.
 
-        T's gradient is the sum of the masks' gradients, each carried back through T by the chain rule.
+        The backward pass through T multiplies the gradients by the masks with the derivatives of the masks.
 
         Args:
             scale: share of the peak learning rate.
-        Returns:
-            Whether the step was made.
         """
         centred = [(window, self._centre(window, gradients)) for window, gradients in hypergradient]
         parts = [(window, number, part) for window, gradients in centred for number, part in enumerate(gradients)]
         for position, (window, number, gradient) in enumerate(parts):
             selection, present = window.selections[number], rows(window.micros[number])
-            assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
+            assert selection.embeddings is not None, "masks of an outer step keep the network's inputs"
             with self.network.exact_forwards():
                 probabilities = self.network(selection.embeddings)
             factors = mask_factors(self.settings, probabilities, selection)
@@ -252,7 +245,7 @@ class Masker:
             self.network.backward(loss, last=position == len(parts) - 1)
         norm = self.network.check_gradients()
         self.lesson["gradient_norm"] = norm
-        # The one place that waits for the device, once in an outer step.
+        # Waits for the device once per outer step.
         if not math.isfinite(float(norm)):
             self.network.skip()
             return False
@@ -263,8 +256,8 @@ class Masker:
 
     @torch.no_grad()
     def _overlaps(self, windows: Sequence[MaskedWindow]) -> dict[str, Tensor]:
-        """Measure the overlap of T's current masks with earlier ones, on the images and embeddings of the last update.
-        A random mask would share the mask ratio with any other, whatever was learned, so it is not compared with."""
+        """Measure the overlap of T's current masks with earlier ones, on the images of the last outer step. (The
+        overlap with a random mask is always the mask ratio, so it shows nothing.)"""
         pairs = [pair for window in windows for pair in zip(window.micros, window.selections, strict=True)]
         before = [chosen.masked for _, chosen in pairs]
         now = [self._chosen_again(chosen) for _, chosen in pairs]
@@ -279,23 +272,23 @@ class Masker:
         return {"overlap_untrained": as_untrained / number, "overlap_last": as_last / number}
 
     def _chosen_again(self, selection: Selection) -> Tensor:
-        """[B, M] the patches that the network as it is masks, from the inputs that are kept."""
-        assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
+        """Return the patches that the current network masks, from its stored inputs, [B, M]."""
+        assert selection.embeddings is not None, "masks of an outer step keep the network's inputs"
         with self.network.exact_forwards():
             probabilities = self.network(selection.embeddings)
         patches, visible = probabilities.shape[1], selection.visible.shape[1]
         return select(probabilities, PatchSplit(patches=patches, visible=visible)).masked
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The last lesson's values, so that a run that goes on logs them until the next."""
+        """Return `lesson`, so that a resumed run logs it until the next outer step."""
         return {name: value.detach().clone().cpu() for name, value in self.lesson.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what state_dict gave."""
+        """Load the result of `state_dict`."""
         self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
 
     def _centre(self, window: MaskedWindow, gradients: Sequence[MaskFactors]) -> Sequence[MaskFactors]:
-        """Subtract the weighted mean if weights are normalised: scaling all probabilities then changes nothing."""
+        """Subtract the weighted mean if weights are normalised: scaling all probabilities then has no effect."""
         if self.settings.weights == "raw":
             return gradients
         pairs = zip(window.micros, window.selections, gradients, strict=True)
@@ -322,17 +315,16 @@ class Masker:
 
 
 def rows(micro: Batch) -> Tensor:
-    """[B] weight of each crop's row: 1, or 0 where it is not there."""
+    """Return the row weight of each crop, [B]: 1, or 0 for padding."""
     crops: Tensor = micro["row_weights"].repeat_interleave(micro["images"].shape[1])
     return crops
 
 
 class MaskingNetwork(nn.Module):
-    """How probable it is that each patch is masked (MLO-MAE 3.2, B.2): patch embeddings [B, N, D] -> probabilities
-    [B, N] in (0, 1), fp32 at least.
+    """Patch embeddings [B, N, D] -> masking probabilities [B, N] in (0, 1), at least fp32 (MLO-MAE 3.2, B.2).
 
-    Its input is what the encoder's patch embedding gives, without positions and without a graph: the public code lets
-    the patch embedding train through it.
+    The input is the output of the encoder's patch embedding, without positions and detached. (In the public code the
+    patch embedding trains through the network.)
     """
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
@@ -343,7 +335,7 @@ class MaskingNetwork(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Each a unit of sharding."""
+        """Return the units of sharding."""
         return [child for child in self.children() if isinstance(child, nn.Linear)]
 
     def forward(self, embeddings: Tensor) -> Tensor:
@@ -351,11 +343,11 @@ class MaskingNetwork(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
     def logits(self, embeddings: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N]."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how patches are scored")
+        """Return the logits [B, N] of embeddings [B, N, D]."""
+        raise NotImplementedError(f"{type(self).__name__} must implement logits")
 
     def initialise(self, seed: int) -> None:
-        """Xavier uniform (B.3), biases 0, from the seed and each tensor's name."""
+        """Initialise by Xavier uniform (B.3) from the seed and the names of the tensors; biases are 0."""
 
         def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
             if parameter.ndim < 2:
@@ -366,7 +358,7 @@ class MaskingNetwork(nn.Module):
 
 
 class FlattenedMasking(MaskingNetwork):
-    """The paper's: two linear layers over the embeddings of all patches at once, a ReLU between them (Table 11)."""
+    """Network of the paper: two linear layers over all patch embeddings at once, and a ReLU between them (Table 11)."""
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__(config)
@@ -380,8 +372,8 @@ class FlattenedMasking(MaskingNetwork):
 
 
 class PatchwiseMasking(MaskingNetwork):
-    """Ours, small: the same two layers for each patch, which sees its own embedding with its position, and the mean
-    over the image. 787,457 weights at D = 768 and 512 between the layers."""
+    """Small network of this project: two shared layers per patch, whose input is the patch embedding with its position,
+    and the mean over the image. 787,457 weights at D = 768 and hidden size 512."""
 
     positions: Tensor
 

@@ -1,6 +1,5 @@
-"""Other second levels than a head on the frozen encoder: none, where encoder, decoder and head learn in one step
-(BLO-MAE, MLO-MAE eq. 5), and full fine-tuning, where a second encoder, held near the first, learns with the head
-(MLO-MAE D.5, eq. 13)."""
+"""Alternatives to a head on the frozen encoder. Joint: encoder, decoder and head learn in one step (BLO-MAE, MLO-MAE
+eq. 5). Fine-tuning: a second encoder, kept near the first, learns with the head (MLO-MAE D.5, eq. 13)."""
 
 from __future__ import annotations
 
@@ -28,29 +27,27 @@ from trp_scale.methods.learned_masks.settings import FineTuningSettings
 CLASSIFICATION = "classification"
 
 HEAD, STEP = Extra("head"), Extra("step")
-"""Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the number of the step."""
+"""Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the step number."""
 
 
 class JointObjective:
-    """The inner objective of eq. 5, gamma x reconstruction + classification: both tasks are outside the balance,
-    because gamma is what weighs them; a balancer has nothing to decide, and only uniform is allowed.
+    """Inner objective of eq. 5, gamma x reconstruction + classification. gamma weighs both tasks, so neither is
+    balanced and only the balancer uniform is allowed.
 
-    Micro-batches that were joined to a window are of D_tr, and their images' crops are the elements of the last task:
-    the mean cross-entropy of the head on the encoder's features of whole images. The others are those of the tasks
-    that there were. Held-out rows have no classification: it is absent there.
+    Joined micro-batches are of D_tr. Their crops are the elements of the last task, the mean cross-entropy of the head
+    on the encoder's features of whole images. Other micro-batches, including held-out rows, have only the tasks of the
+    reconstruction.
 
     Args:
-        config: settings of the run.
-        reconstruction: the objective on D_u.
+        reconstruction: objective on D_u.
         classes: K.
-        device: where the head lives.
-        dtype: of the head.
+        device, dtype: of the head.
     Attributes:
-        level: the head, with the passes that it needs.
+        level: the head and its passes through the encoder.
     """
 
     balanced: tuple[int, ...] = ()
-    in_a_graph = False  # the number of the step is read on the host
+    in_a_graph = False  # the host reads the step number
 
     def __init__(
         self,
@@ -68,21 +65,22 @@ class JointObjective:
         self.level = HeadLevel(config, reconstruction, Head(config, classes, device, dtype))
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64: elements of the reconstruction's tasks, and crops with a class; one of the two is 0."""
+        """Return the elements of the reconstruction's tasks and the crops with a class, [T] float64; one of the two is
+        0."""
         if not batch.joined:
             return with_last(self.reconstruction.count(batch))
         crops = batch["row_weights"].double().sum() * batch["images"].shape[1]
         return torch.cat([crops.new_zeros(len(self.tasks) - 1), crops.reshape(1)])
 
     def outside_weights(self, counts: Tensor) -> Tensor:
-        """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
+        """Return gamma, split equally among the balanced tasks of the reconstruction, and 1 for classification."""
         weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
         for position in self.reconstruction.balanced:
             weights[position].fill_(self.gamma / len(self.reconstruction.balanced))
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        """Sums in float64."""
+        """Return the task losses; the sums are float64."""
         if not batch.joined:
             return pad_absent_task(self.reconstruction(forward, batch))
         level, head, step = self.level, batch.extras[HEAD], int(batch.extras[STEP])
@@ -92,34 +90,34 @@ class JointObjective:
         return TaskLosses(sums=torch.cat([absent, loss.reshape(1)]), counts=self.count(batch))
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
-        """The reconstruction's sums for given errors [R, k, M]; linear in them. The last task is absent."""
+        """Return the losses for errors [R, k, M], linear in them. The last task is absent."""
         return pad_absent_task(self.reconstruction.losses(errors, batch))
 
     def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        """[R, k, M] error of each masked patch."""
+        """Return the error of each masked patch, [R, k, M]."""
         return self.reconstruction.errors(forward, batch)
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
-        """[B, N, P] patches of the batch's crops."""
+        """Return the patches of the batch's crops, [B, N, P]."""
         return self.reconstruction.patches(batch, pixel_shift)
 
 
 def pad_absent_task(losses: TaskLosses) -> TaskLosses:
-    """[T - 1] -> [T]: the last task is absent."""
+    """Append an absent last task, [T - 1] -> [T]."""
     return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
 
 
 def with_last(values: Tensor, last: float = 0.0) -> Tensor:
-    """[T - 1] -> [T]."""
+    """Append a value, [T - 1] -> [T]."""
     return torch.cat([values, values.new_full((1,), last)])
 
 
 class JointValidationLoss(ValidationLoss):
-    """L_val after a joint inner step. The head is a leaf outside the engine whose gradient comes out of the pass that
-    trains the weights; it steps by AdamW of its own whenever they do.
+    """L_val after a joint inner step. The head is a leaf outside the engine. The pass that trains the weights gives its
+    gradient, and its own AdamW steps whenever the weights do.
 
-    Its step, C' = C - eta grad_C L_cls(D_tr; E, C), is of the encoder before the inner step: the masks act on L_val
-    through E' alone, and there by gamma x L_rec, which the step's task weights carry.
+    The head's step, C' = C - eta grad_C L_cls(D_tr; E, C), uses the encoder before the inner step. The masks therefore
+    act on L_val only through E', by gamma x L_rec; the task weights of the step contain gamma.
     """
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
@@ -128,8 +126,8 @@ class JointValidationLoss(ValidationLoss):
         self.gradient = torch.zeros_like(self.leaf, requires_grad=False)
 
     def head_level(self, run: RunContext) -> HeadLevel:
-        """The joint objective's."""
-        assert isinstance(run.objective, JointObjective), "the upstream has made the objective of this kind"
+        """Return the level of the joint objective."""
+        assert isinstance(run.objective, JointObjective), "the upstream makes the objective of this kind"
         return run.objective.level
 
     def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
@@ -147,7 +145,7 @@ class JointValidationLoss(ValidationLoss):
         self.leaf = leaf(self.level.head.parameters.flat())
 
     def head_step(self, ctx: StepContext) -> None:
-        """The head has learned in every step of the cycle."""
+        """Do nothing: the head learns in every inner step."""
 
     def encoder_gradient(self, ctx: StepContext) -> Shards:
         return self.direct_path(ctx, ctx.engine)
@@ -162,15 +160,15 @@ FINE_TUNED = "fine_tuned"
 
 
 class FineTunedValidationLoss(ValidationLoss):
-    """L_val of a second encoder F and the head, which both learn on D_tr at the end of each cycle.
+    """L_val of a second encoder F and the head. Both learn on D_tr at the end of each cycle.
 
-    F's step is one of the run's optimizer down L_cls(D_tr; F, C), and a pull towards E, both of the same F and with the
-    same learning rate: F' = F - step(grad L_cls) - 2 eta lambda (F - E). With plain gradient descent that is the step
-    down L_cls + lambda ||F - E||^2; as decay, the pull does not go through AdamW's moments. The head's step depends on
-    F alone, so that the masks act on L_val by dF' / dE = 2 eta lambda.
+    F takes a step of the run's optimizer down L_cls(D_tr; F, C) and moves towards E, at the same learning rate:
+    F' = F - step(grad L_cls) - 2 eta lambda (F - E). With plain gradient descent this is the step down
+    L_cls + lambda ||F - E||^2. Like weight decay, the move does not enter AdamW's moments. The head's step depends on F
+    alone, so the masks act on L_val by dF' / dE = 2 eta lambda.
 
     Attributes:
-        tuned: holds F, whose pieces lie as the run's engine's do.
+        tuned: engine of F, sharded like the run's engine.
     """
 
     settings: FineTuningSettings
@@ -189,28 +187,28 @@ class FineTunedValidationLoss(ValidationLoss):
         return self.direct_path(ctx, self.tuned).times(self.settings.pull(ctx.lr))
 
     def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
-        """F, which moves by a share of what E moves by (dF' / dE)."""
+        """Return F and its derivative: F moves by the share dF' / dE of the move of E."""
         pulled = {name: self.settings.pull(ctx.lr) * value for name, value in response.items()}
         return whole(self.tuned, self.tuned.weights()), pulled
 
     def learn(self, ctx: StepContext, window: list[Batch]) -> None:
-        """A step of F and of the head. Where its gradient is not finite F is pulled all the same, so that dF' / dE is
-        what it always is."""
+        """Make a step of F and of the head. F moves towards E even if its gradient is not finite, so that dF' / dE does
+        not change."""
         level, tuned = self.level, self.tuned
         rows = global_rows(tuned, window)
         way = distance_between(ctx.engine, tuned)
         head = leaf(level.head.parameters.flat())
         losses: list[Tensor] = []
-        tuned.clear_unused_gradients()  # the decoder's: it takes no part
+        tuned.clear_unused_gradients()  # the decoder is not used
         for number, micro in enumerate(window):
             part = level.head_input(level.features(tuned, [micro])[0], micro, learning=True, step=ctx.step)
             losses.append(level.loss(part, level.head.own.like(head)) / rows)
             tuned.backward(losses[-1], last=number == len(window) - 1)
             losses[-1] = losses[-1].detach()
-        assert head.grad is not None, "every micro-batch goes through the head"
+        assert head.grad is not None, "every micro-batch passes the head"
         gradient = tuned.reduce_hook_gradient(head.grad)
         (level.train_loss,) = global_sum(tuned.data_group, [torch.stack(losses).sum()])
-        if math.isfinite(float(tuned.check_gradients())):  # once in a cycle the host waits
+        if math.isfinite(float(tuned.check_gradients())):  # waits for the device once per cycle
             tuned.step(ctx.lr)
             level.head.adamw_step(gradient, self.scale(ctx))
         else:
@@ -222,20 +220,20 @@ class FineTunedValidationLoss(ValidationLoss):
         return {FINE_TUNED: self.tuned}
 
     def metrics(self) -> Mapping[str, Any]:
-        """Also distance: ||F - E|| before the last update."""
+        """Return the metrics and `distance`: ||F - E|| before the last update."""
         return {**super().metrics(), "distance": self.distance}
 
 
 def second_encoder(run: RunContext) -> Engine:
-    """An engine like the run's with the same model, which starts at the run's weights. The decoder comes along, so that
-    the pieces of both lie alike; it takes no part.
+    """Return an engine with a copy of the run's model and weights. It includes the unused decoder, so that both engines
+    are sharded alike.
 
     Raises:
-        EngineError: the pieces do not lie alike.
+        EngineError: the engines are not sharded alike.
     """
-    assert run.make_engine is not None and run.make_model is not None, "a run that can make a second encoder"
+    assert run.make_engine is not None and run.make_model is not None, "the run can make a second encoder"
     engine, tuned = run.engine, run.make_engine(run.make_model(), copy.deepcopy(run.config))
-    tuned.create_optimizer_state()  # the decoder's too, which a checkpoint holds and no step makes
+    tuned.create_optimizer_state()  # also of the decoder: checkpoints contain it, but no step creates it
     if storage_layout(tuned) != storage_layout(engine):
         raise EngineError(
             f"the engine {engine.name} shards the second encoder of --multilevel.kind fine_tuning differently from the "
@@ -249,12 +247,12 @@ def second_encoder(run: RunContext) -> Engine:
 
 
 def storage_layout(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
-    """Return the region of the parameter that each piece stores."""
+    """Return the region of a parameter that each piece stores."""
     return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 
 def current_weights(engine: Engine) -> Shards:
-    """The weights themselves, not a copy."""
+    """Return the weights without a copy."""
     pieces = list(engine.pieces())
     return Shards(
         parts=[piece.tensors["weight"] for piece in pieces],
@@ -265,13 +263,13 @@ def current_weights(engine: Engine) -> Shards:
 
 @torch.no_grad()
 def distance_between(engine: Engine, tuned: Engine) -> Shards:
-    """The way from the second engine's weights to the first's."""
+    """Return the weights of the first engine minus those of the second."""
     return current_weights(engine).plus(current_weights(tuned), -1.0)
 
 
 @torch.no_grad()
 def move(engine: Engine, way: Shards, share: float) -> None:
-    """Weights + share x way, in place."""
+    """Add share x way to the weights in place."""
     for weights, parts in foreach_chunks(current_weights(engine).parts, way.parts):
         torch._foreach_add_(weights, parts, alpha=share)
     engine.publish_weights()

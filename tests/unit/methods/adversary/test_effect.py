@@ -165,7 +165,7 @@ def test_an_adversary_that_hardly_acts_for_a_quarter_of_the_run_is_warned_of_onc
         notices = still({"ascent": "adamw", "eps": 20.0}, 1000 // QUARTER + every + 1, every)
     due = 1000 // QUARTER // every  # the first line, of step 1, is where it begins
     assert not any(notices[:due]) and all(notices[due:])
-    assert "hardly acts, since step 1:" in notices[-1] and "--adversary.lr" in notices[-1]
+    assert "hardly acts (since step 1):" in notices[-1] and "--adversary.lr" in notices[-1]
     assert sum("hardly acts" in record.getMessage() for record in caplog.records) == 1
 
 

@@ -49,10 +49,10 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
         ("pixels", {"eps": math.inf}, "--adversary.eps is inf"),
         ("relative_coordinate", {"lr": -1.0}, "--adversary.lr is -1.0"),
         ("relative_coordinate", {"check_every": -1}, "--adversary.check_every is -1"),
-        ("absolute_coordinate", {"ascent": "sgd"}, "--adversary.lr is not given"),
-        ("absolute_coordinate", {"ascent": "sign"}, "--adversary.ascent is sign but --adversary.lr is not given"),
+        ("absolute_coordinate", {"ascent": "sgd"}, "--adversary.lr"),
+        ("absolute_coordinate", {"ascent": "sign"}, "--adversary.ascent is sign but --adversary.lr"),
         ("absolute_coordinate", {"ascent": "linear"}, "--adversary.update sequential"),
-        ("absolute_coordinate", {"ascent": "linear", "update": "sequential", "lr": 0.1}, "goes to the ball's edge"),
+        ("absolute_coordinate", {"ascent": "linear", "update": "sequential", "lr": 0.1}, "--adversary.lr is 0.1"),
         ("absolute_coordinate", {"vision__tokens": "visible"}, "--vision.tokens all, as in the recipe mae_plus_vit_b"),
         ("absolute_coordinate", {"vision__tokens": "visible", "where": "both"}, "allowed: --vision.tokens all"),
         ("relative_coordinate", {"vision__positions": "absolute"}, "--vision.positions relative"),
@@ -77,8 +77,8 @@ def test_an_adversary_needs_image_patches() -> None:
     ("kind", "changes", "words"),
     [
         ("relative_embedding", {"scope": "shared"}, "cancels in the softmax"),
-        ("absolute_embedding", {"mask_token": "learned"}, "lets the mask token undo"),
-        ("pixels", {"eps": 1.5}, "--adversary.eps 1.5 is wider than any two images are apart"),
+        ("absolute_embedding", {"mask_token": "learned"}, "--adversary.mask_token learned"),
+        ("pixels", {"eps": 1.5}, "--adversary.eps 1.5 exceeds"),
         ("pixels", {"eps": 196.0, "norm": "l2"}, "--adversary.norm l2 (193.99)"),  # sqrt(3 x 112 x 112)
     ],
 )

@@ -48,7 +48,7 @@ def test_an_interval_is_an_epoch_unless_steps_are_given() -> None:
 
     assert steps(0, 7) == 7
     assert steps(3, 7) == 3
-    with pytest.raises(RefusedError, match=r"--balancer\.interval_steps is 0.*allowed here: 1 or more"):
+    with pytest.raises(RefusedError, match=r"--balancer\.interval_steps is 0.*allowed: 1 or more"):
         steps(0, 0)
 
 

@@ -146,7 +146,7 @@ def test_scale_reference_subtracts_a_given_loss() -> None:
 
 
 def test_a_reference_for_an_unknown_task_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"balancer\.reference names \['vreb'\].*'a', 'b', 'c'"):
+    with pytest.raises(ValueError, match=r"balancer\.reference names unknown tasks \['vreb'\].*'a', 'b', 'c'"):
         balancer(THREE, scale="reference", reference={"vreb": 2.0})
 
 

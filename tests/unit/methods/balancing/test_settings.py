@@ -41,14 +41,14 @@ def test_a_setting_that_no_run_can_have_is_refused(settings: dict[str, Any], exp
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"estimate": "micro"}, "a wrong estimate"),
-        ({"kind": "group_dro", "estimate": "micro"}, "a wrong estimate"),
+        ({"estimate": "micro"}, "--balancer.estimate micro"),
+        ({"kind": "group_dro", "estimate": "micro"}, "--balancer.estimate micro"),
         ({"reference": {"verb": 1.0}}, "--balancer.scale is none: it has no effect"),
         ({"kind": "dwa", "scale": "initial"}, "--balancer.scale initial has no effect with --balancer.kind dwa"),
         ({"kind": "gradnorm", "scale": "initial"}, "--balancer.scale initial has no effect with --balancer.kind gradn"),
         (
             {"kind": "uncertainty", "scale": "reference", "reference": {"verb": 1.0}},
-            "a loss at its reference or below counts as 0.001 above it",
+            "--balancer.scale reference with --balancer.kind uncertainty",
         ),
         (
             {"kind": "uniform", "form": "sum"},

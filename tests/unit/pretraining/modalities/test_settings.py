@@ -38,7 +38,7 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"crops": {"size": 100}}, "for example 96"),
         ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
         ({"vision": {"patch_size": 0}}, "--vision.patch_size is 0"),
-        ({"adversary": {"kind": "absolute_embedding"}}, "whose encoder sees no masked patch"),
+        ({"adversary": {"kind": "absolute_embedding"}}, "the encoder of --upstream mm_mae"),
         ({"adversary": {"kind": "relative_coordinate"}}, "--adversary.kind pixels or none"),
         (
             {
