@@ -1,6 +1,6 @@
-"""The processes of a run: how they find each other, their process group and device, and what happens when one fails.
+"""Rendezvous of the ranks, their process group and device, and the exit of a rank that fails.
 
-A rank that is missing at the start is named after seconds, and two launches that meet at one port are refused.
+Ranks that are missing at the start are logged after 10 seconds. Two launches at one port are refused.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from trp_scale.errors import exit_status_and_message
 __all__ = ["Environment", "RankInfo", "discover"]
 
 FIRST_REPORT_SECONDS = 10.0
-"""How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
+"""Wait before missing ranks are logged; it doubles after each report."""
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Variable that says "True" where torchrun's agent has opened the store."""
+"""Variable that is "True" if torchrun's agent has opened the store."""
 
-_SLICE = timedelta(seconds=2)  # a call into the store hears no signal until it ends
+_SLICE = timedelta(seconds=2)  # Python runs no signal handler during a call into the store
 _PAUSE_SECONDS = 0.1
 _ALL_HERE = "all here"
 
 
 PORT_OF = {"deepspeed": "deepspeed --master_port PORT ...", "torchrun": "torchrun --master_port PORT ..."}
-"""How a launcher is told its port; it does not read MASTER_PORT."""
+"""Flags that set the port of launchers that do not read MASTER_PORT."""
 
 
 def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_REPORT_SECONDS) -> Store:
-    """The store that the ranks of this run share, once all of them are there. Collective.
+    """Wait for all ranks and return the store that they share. Collective.
 
-    Says on standard error which ranks are missing, after `first_report` seconds and then ever more rarely. Under
-    torchrun the agents of all nodes await each other before any rank starts: a node that is missing is not seen here.
+    Logs missing ranks to standard error after `first_report` seconds and then less often. Under torchrun the agents of
+    all nodes wait for each other before any rank starts, so a missing node is not detected here.
 
     Args:
-        timeout: how long missing ranks are awaited, and of every later wait in the store.
+        timeout: limit of this wait and of every later wait in the store.
 
     Raises:
-        RefusedError: ranks are missing after `timeout`; the port of the rendezvous is taken; or another process is
-            there with the same rank or with another number of ranks.
+        RefusedError: ranks are missing after `timeout`; the port is in use; or another process at this port has the
+            same rank or another world size.
     """
     wait = _Wait(info, timeout.total_seconds(), first_report)
     store = PrefixStore(f"{prefix()}/{info.attempt or 0}", _open(info, timeout, wait))
@@ -66,7 +66,7 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
         _register(store, info)
         store.set_timeout(min(_SLICE, timeout))
         while True:
-            with suppress(DistStoreError):  # not within this slice
+            with suppress(DistStoreError):  # timeout of this slice
                 store.wait([_ALL_HERE])
                 break
             _leave_if_asked()
@@ -77,14 +77,14 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
         store.set_timeout(timeout)
     except DistNetworkError as error:
         raise RefusedError(
-            f"the process that holds {info.master_addr}:{info.master_port} left while ranks came there (rank 0, or "
-            f"torchrun's agent); what it printed says why ({str(error).splitlines()[0]})"
+            f"the process that serves {info.master_addr}:{info.master_port} ended during the rendezvous (rank 0, or "
+            f"torchrun's agent); its output has the reason ({str(error).splitlines()[0]})"
         ) from None
     return store
 
 
 class _Wait:
-    """How long this rank has waited, and what it has said of it."""
+    """Wait of this rank for the others, with its reports."""
 
     def __init__(self, info: RankInfo, seconds: float, first_report: float) -> None:
         self._info, self._seconds, self._next = info, seconds, first_report
@@ -92,26 +92,26 @@ class _Wait:
 
     @property
     def waited(self) -> float:
-        """Seconds."""
+        """Seconds since the start of the wait."""
         return time.monotonic() - self._began
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to say what is missing."""
+        """Whether the next report is due."""
         return self.waited >= min(self._next, self._seconds)
 
     def report(self, missing: list[int], *, speaks: bool, reason: str = "") -> None:
-        """Name the missing ranks when it is time, or refuse when it is over; `reason`: what connecting failed by."""
+        """Log missing ranks if a report is due; raise RefusedError after the timeout. `reason`: connection error."""
         if not missing or not self.is_long:
             return
         info = self._info
         message = (
-            f"{list_ranks(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
+            f"{list_ranks(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not connected to "
             f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s{reason and f' ({reason})'}"
         )
         if self.waited >= self._seconds:
             raise RefusedError(
-                f"{message}; start WORLD_SIZE or SLURM_NTASKS processes, on hosts that reach that address"
+                f"{message}; start WORLD_SIZE or SLURM_NTASKS processes on hosts that can reach this address"
             )
         self._next = 2 * self.waited
         if speaks:
@@ -119,7 +119,7 @@ class _Wait:
 
 
 def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
-    """Connected; rank 0 opens it, unless torchrun's agent has, or the supervisor of rank 0 (restarts.py)."""
+    """Connect to the store. Rank 0 opens it unless torchrun's agent or rank 0's supervisor (restarts.py) has."""
     if info.rank == 0 and not has_agent_store():
         return open_store(info, timeout)
     while reason := no_answer(info):
@@ -129,20 +129,20 @@ def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
 
 
 def prefix() -> str:
-    """Return the key prefix of this start in the store, which outlives it under torchrun."""
+    """Return the key prefix of this start; under torchrun the store outlives a start."""
     return f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def has_agent_store() -> bool:
-    """Whether a process that is no rank has opened the store."""
+    """Whether torchrun's agent or a supervisor has opened the store."""
     return os.environ.get(AGENT_STORE) == "True"
 
 
 def open_store(info: RankInfo, timeout: timedelta) -> Store:
-    """Open the store at the rendezvous; it is there as long as this process.
+    """Open the store at the rendezvous; it lives as long as this process.
 
     Raises:
-        RefusedError: the port is taken.
+        RefusedError: the port is in use.
     """
     try:
         return tcp_store(info, timeout, opens=True)
@@ -150,13 +150,13 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise RefusedError(
-            f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
-            f"one; give this one a free port ({PORT_OF.get(info.launcher, 'set MASTER_PORT')})"
+            f"port {info.master_port} of {socket.gethostname()} is in use, by another run or by a process of an "
+            f"earlier run; set a free port ({PORT_OF.get(info.launcher, 'set MASTER_PORT')})"
         ) from None
 
 
 def no_answer(info: RankInfo) -> str:
-    """Return why the port does not answer, or "". (torch's own attempts print a stack for each.)"""
+    """Return why the port does not answer, or "". (torch prints a stack for each failed attempt.)"""
     try:
         with socket.create_connection((info.master_addr, info.master_port), _SLICE.total_seconds()):
             return ""
@@ -166,14 +166,14 @@ def no_answer(info: RankInfo) -> str:
 
 
 def _leave_if_asked() -> None:
-    """A request to stop that comes before the ranks have met: there is nothing to save."""
+    """Exit if a stop signal arrived during the rendezvous: nothing has to be saved."""
     if asked := asked_early():
-        print(f"{asked} while ranks were awaited: nothing was begun", file=sys.stderr, flush=True)
+        print(f"{asked} during the rendezvous: stopped before training", file=sys.stderr, flush=True)
         exit_process(0)
 
 
 def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
-    """The store at the rendezvous, opened or connected to."""
+    """Open the store at the rendezvous, or connect to it."""
     store: Store = TCPStore(
         info.master_addr, info.master_port, info.world, is_master=opens, timeout=timeout, wait_for_workers=False
     )
@@ -181,11 +181,11 @@ def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
 
 
 def _register(store: Store, info: RankInfo) -> None:
-    """Tell the others that this rank is there; the last one tells that all are."""
-    world = store.compare_set("world", "", str(info.world)).decode()  # the value that the first process has written
+    """Register this rank in the store; the last rank also sets the key that all wait for."""
+    world = store.compare_set("world", "", str(info.world)).decode()  # value of the first process
     if world != str(info.world):
         raise RefusedError(
-            f"{socket.gethostname()} started rank {info.rank} of {info.world}, and others at "
+            f"{socket.gethostname()} started rank {info.rank} of {info.world}, but other ranks at "
             f"{info.master_addr}:{info.master_port} are of {world}: two launches share the port, or WORLD_SIZE differs "
             "between hosts"
         )
@@ -193,26 +193,25 @@ def _register(store: Store, info: RankInfo) -> None:
     holder = store.compare_set(f"rank {info.rank}", "", process).decode()
     if holder != process:
         raise RefusedError(
-            f"rank {info.rank} of {info.world} at {info.master_addr}:{info.master_port} is there twice: {holder}, and "
-            f"{process}; two launches share the port, or two hosts were started with the same node rank"
+            f"two processes have rank {info.rank} of {info.world} at {info.master_addr}:{info.master_port}: {holder}, "
+            f"and {process}; two launches share the port, or two hosts have the same node rank"
         )
     if all(store.check([f"rank {rank}"]) for rank in range(info.world)):
         store.set(_ALL_HERE, "yes")
 
 
 class Environment:
-    """Context of a run: makes the process group and picks the device on entry, destroys the group on exit.
+    """Context of a run: creates the process group on entry and destroys it on exit.
 
-    When the body raises on one rank of several, that rank prints its error with its number and leaves the process at
-    once with its status (a refusal is printed without a traceback): the others sit in a collective that will
-    never complete, so waiting for them would hang; the launcher ends them when it sees the status, and over gloo they
-    see a closed connection.
+    A rank that raises prints its error with its rank and exits at once with its status (no traceback for a refusal).
+    The other ranks wait in a collective that never completes. The launcher ends them when it sees the status; over gloo
+    their connection is closed.
 
     Attributes:
-        info: place in the world, and the launcher.
+        info: rank, world and launcher.
         device: cuda:N with a GPU, else cpu.
         data: ranks that split the batch (all of them).
-        cpus: CPUs for this rank, at least 1; where ranks may use the same ones, its share of them.
+        cpus: CPUs for this rank, at least 1; its share if ranks share CPUs.
     """
 
     def __init__(self, info: RankInfo | None = None, *, timeout_minutes: float = 30.0, use_gpu: bool = True) -> None:
@@ -232,24 +231,24 @@ class Environment:
             self.ensure_process_group()
         self.cpus = cpus_of_rank(self.world)
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # Every rank would otherwise take all cores; two ranks on two cores then run at less than half speed.
+            # By default each rank uses all cores; two ranks on two cores then run at less than half speed.
             torch.set_num_threads(self.cpus)
         return self
 
     def ensure_process_group(self) -> None:
-        """Make torch's default process group if there is none; DeepSpeed and FSDP2 need one even for one rank."""
+        """Create torch's default process group if none exists; DeepSpeed and FSDP2 need it even for one rank."""
         if dist.is_initialized():
             return
-        # Each rank remembers its last collectives, for the watchdog; torch reads this when a group is made.
+        # Keep the last collectives for the watchdog; torch reads this when it creates a group.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         store = gather(self.info, timeout=self.timeout)
-        # DeepSpeed takes its device's number from LOCAL_RANK, which srun and a single process do not have.
+        # DeepSpeed reads its device from LOCAL_RANK, which srun and a single process do not set.
         self._local_rank_before = os.environ.get("LOCAL_RANK")
         os.environ["LOCAL_RANK"] = str(self.info.local_rank if self.device.index is None else self.device.index)
         info, on_gpu = self.info, self.device.type == "cuda"
         options = {"device_id": self.device} if on_gpu else {}
         dist.init_process_group(
-            # Small vectors that the host reads are reduced by gloo on a GPU machine too: no wait for the GPU.
+            # gloo reduces small vectors that the host reads, also with GPUs: no wait for the GPU.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
             rank=info.rank,
@@ -282,20 +281,20 @@ class Environment:
             rank = f"[rank {self.info.rank} on {socket.gethostname()}] "  # several ranks write to one terminal
             if line and self.info.rank == 0:
                 print(f"error: {line}", file=sys.stderr, flush=True)
-            elif line:  # printed once, unless this rank outlives rank 0
+            elif line:  # only if this rank outlives rank 0, which prints it too
                 time.sleep(FIRST_WORD_SECONDS)
                 print(f"{rank}error: {line}", file=sys.stderr, flush=True)
             elif not isinstance(error, SystemExit):
                 lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
                 print("\n".join(rank + line for line in lines), file=sys.stderr, flush=True)
-        finally:  # also when nobody reads what is printed
-            # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
+        finally:  # also if standard error is closed
+            # Not sys.exit: the interpreter's shutdown waits for threads and groups that wait for the other ranks.
             exit_process(status)
 
 
 def cpus_of_rank(world: Group) -> int:
-    """CPUs for this rank, at least 1: of each that it may use, its share. A launcher may bind every rank to CPUs of its
-    own, or leave all CPUs of a node to all its ranks. Collective."""
+    """Return the number of CPUs for this rank, at least 1. A CPU that several ranks may use is split between them: some
+    launchers bind each rank to its CPUs, others do not. Collective."""
     host, affinity = socket.gethostname(), os.sched_getaffinity(0)
     on_host = [cpus for name, cpus in world.gather_objects((host, affinity)) if name == host]
     share = sum(Fraction(1, sum(cpu in cpus for cpus in on_host)) for cpu in affinity)
@@ -303,13 +302,13 @@ def cpus_of_rank(world: Group) -> int:
 
 
 def cpu_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that the time of this process's control group (version 2), or of one above it, is worth; None: no limit."""
+    """Return the CPU limit of this process's cgroup (v2) and its parents, in CPUs; `None` without a limit."""
     limits = [line.split() for folder in control_groups(membership, root) for line in read_lines(folder / "cpu.max")]
     return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
 
 
 def control_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
-    """Folders of this process's control group (version 2) and of those above it, whose limits hold too."""
+    """Yield the folders of this process's cgroup (v2) and of its parents; the limits of all of them apply."""
     for line in read_lines(membership):
         if line.startswith("0::/"):
             group = Path(line.removeprefix("0::/"))
@@ -325,7 +324,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _device(info: RankInfo) -> torch.device:
-    """GPU number local_rank; a task that SLURM bound to one GPU sees only that one, as number 0."""
+    """Return GPU local_rank; a task that SLURM bound to one GPU sees only that GPU, as number 0."""
     visible = torch.cuda.device_count()
     if info.local_world <= visible:
         return torch.device("cuda", info.local_rank)

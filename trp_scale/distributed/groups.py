@@ -1,5 +1,5 @@
-"""Collectives over a named group of ranks, which do nothing in a world of one, and actions in which the failure of one
-rank is the failure of all: no rank is left waiting in a collective.
+"""Collectives over a named group of ranks, which do nothing in a world of one. Actions that fail on one rank fail on
+all ranks, so that no rank waits in a collective.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that act together.
+    """Group of ranks.
 
     Attributes:
         name: data, tensor or world.
-        rank: this process's place in the group.
-        handle: torch's process group; None stands for the default group, or for no group at all when size is 1.
+        rank: rank of this process in the group.
+        handle: torch's process group; None: the default group, or no group if size is 1.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Group:
     handle: dist.ProcessGroup | None = None
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum over the ranks, in place on a detached copy; `value` is the same shape and type on every rank."""
+        """Sum over the ranks, as a detached tensor; `value` has the same shape and type on every rank."""
         result = value.detach().clone()
         if self.size > 1:
             dist.all_reduce(result, op=dist.ReduceOp.SUM, group=self.handle)
@@ -49,7 +49,7 @@ class Group:
         return result
 
     def gather_objects(self, value: T) -> list[T]:
-        """`value` of every rank, on every rank, in rank order. Slow: for start-up checks and checkpoints only."""
+        """Return the `value` of every rank, in rank order. Slow: for start-up checks and checkpoints only."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -57,7 +57,7 @@ class Group:
         return values  # type: ignore[return-value]
 
     def broadcast_object(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         return self.gather_objects(value)[0]
 
     def barrier(self) -> None:
@@ -66,10 +66,10 @@ class Group:
             dist.barrier(group=self.handle)
 
     def require_equal(self, value: object, what: str) -> None:
-        """Check at start-up that all ranks see the same thing.
+        """Check that `value` is equal on all ranks.
 
         Raises:
-            RuntimeError: on every rank, naming what differs and the value of each rank.
+            RuntimeError: on every rank, with `what` and the value of each rank.
         """
         values: Sequence[object] = self.gather_objects(value)
         if any(other != values[0] for other in values):
@@ -78,27 +78,28 @@ class Group:
 
 
 ALONE = Group("data")
-"""A group of this process only."""
+"""Group of this process only."""
 
 
 class StorageError(CheckpointError):
-    """The storage failed, and nothing else: full, read-only, or broken. It may work the next time."""
+    """Storage failed (full, read-only or broken), and nothing else; a retry may succeed."""
 
     status = ExitStatus.STORAGE
 
 
 class RankError(RuntimeError):
-    """Something failed on at least one rank that is no mistake of the user's; raised on all ranks, naming those."""
+    """An unexpected error on at least one rank; raised on all ranks, with the failed ranks in its message."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank, as the others receive it.
+    """Error of a rank, as sent to the other ranks.
 
     Attributes:
-        refused: a traceback would say no more than the message.
-        complete: the message itself says where and what, so that it needs no rank and no action in front.
-        status: that a refusal ends the command with.
+        refused: the message needs no traceback.
+        complete: the message needs no rank and action as prefix.
+        storage: storage failed.
+        status: exit status of a refusal.
     """
 
     message: str
@@ -119,20 +120,18 @@ class Failure:
 
 
 def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank and gather the results; `action` itself must not use collectives of the group.
+    """Run `action` on every rank and return the results of all ranks; `action` must not use collectives of the group.
 
-    Returns:
-        the result of each rank, on every rank.
-    Raises:
-        StorageError: on every rank, when nothing but storage failed (OSError).
-        CheckpointError: on every rank, when it was refused on any (RefusedError).
-        RankError: on every rank, when any met another error: names `what`, the ranks and their messages.
+    Raises (on every rank):
+        StorageError: all failures are OSErrors.
+        CheckpointError: all failures are refusals (RefusedError) or OSErrors.
+        RankError: any other error, with `what`, the ranks and their messages.
     """
     result: T | None = None
     cause: Exception | None = None
     try:
         result = action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
+    except Exception as error:  # the other ranks must receive any error before this rank exits
         cause = error
     gathered = group.gather_objects((None if cause is None else Failure.from_error(cause), result))
     failures = {rank: failure for rank, (failure, _) in enumerate(gathered) if failure is not None}
@@ -154,16 +153,16 @@ def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T
 
 
 def on_rank_zero(group: Group, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only; every rank gets its result, or its error as `together` raises it."""
+    """Run `action` on rank 0 only; every rank gets its result, or its error as `run_on_all_ranks` raises it."""
     return run_on_all_ranks(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def check_shared_directory(run_dir: Path, group: Group) -> None:
-    """Check that every rank sees the run directory that rank 0 sees, before anything is written into it.
+    """Check that all ranks see the same run directory.
 
-    Raises:
-        RefusedError: on every rank, where it is a file.
-        CheckpointError: on every rank, naming the ranks that see another directory or none.
+    Raises (on every rank):
+        RefusedError: `run_dir` is a file.
+        CheckpointError: some ranks see another directory or none.
     """
     token = secrets.token_hex(16)
 
@@ -186,5 +185,5 @@ def check_shared_directory(run_dir: Path, group: Group) -> None:
     if blind:
         raise CheckpointError(
             f"{run_dir}: ranks {blind} do not see the file that rank 0 wrote there; "
-            "the run directory must be on storage that all ranks share (--run_dir)"
+            "set --run_dir to storage that all ranks share"
         )

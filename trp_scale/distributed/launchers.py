@@ -16,31 +16,30 @@ from trp_scale.config import RefusedError
 Launcher = Literal["single", "torchrun", "deepspeed", "slurm", "variables"]
 
 FIRST_WORD_SECONDS = 3.0
-"""How long the other ranks leave rank 0 to say why the run is refused; by then its launcher has ended them."""
+"""Wait of the other ranks before they print a refusal, which rank 0 prints first; the launcher usually ends them."""
 
 ATTEMPT = "TRP_SCALE_ATTEMPT"
-"""Variable of a rank that is forked, and looked after, by the process that the launcher has started."""
+"""Variable with the number of restarts, set by the supervisor that forked this rank (restarts.py)."""
 
 BEGAN = "TRP_SCALE_BEGAN"
-"""When that process did, by time.monotonic()."""
+"""Variable with the start time of that supervisor, by time.monotonic()."""
 
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and interactive shells from here on: no parallel steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """This process's place among the ranks.
+    """Rank of this process, and its launcher.
 
     Attributes:
         rank: 0 ... world - 1.
-        local_rank: place on this node.
+        local_rank: rank on this node.
         local_world: processes on this node.
         master_addr: host of rank 0.
-        master_port: port of the rendezvous; 0 = any free one (a world of one).
+        master_port: port of the rendezvous; 0: any free port (a world of one).
         launcher: single, torchrun, deepspeed, slurm (srun), or variables (RANK and WORLD_SIZE set by hand).
-        attempt: restarts in this place before this one; None: the launcher itself has started this process
-            (restarts.py).
-        began: when the first of these attempts did, by time.monotonic(); None: with this process.
+        attempt: in-place restarts so far; None: no supervisor (restarts.py).
+        began: start time of the first attempt, by time.monotonic(); None: no supervisor.
     """
 
     rank: int = 0
@@ -58,7 +57,7 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
     """Read rank and world from the variables that torchrun, deepspeed or srun sets.
 
     Raises:
-        RefusedError: variables that are missing or no numbers, or two launchers at once; the message says what to do.
+        RefusedError: variables are missing or not numbers, or two launchers are active.
     """
     rank = _read_rank(environ)
     if ATTEMPT not in environ:
@@ -77,20 +76,14 @@ def _read_rank(environ: Mapping[str, str]) -> RankInfo:
         return step
     if step is not None:
         _refuse_two_launchers(environ, started, step)
-        if step.local_world > 1:  # a wrapper under srun that copies SLURM's numbers into RANK and WORLD_SIZE
+        if step.local_world > 1:  # a wrapper under srun copied SLURM's numbers into RANK and WORLD_SIZE
             return RankInfo(**{**vars(step), "master_addr": started.master_addr, "master_port": started.master_port})
     return started
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
-    """The ranks of this node among all.
-
-    Attributes:
-        first: lowest of them.
-        count: how many they are.
-        world: how many all are.
-    """
+    """Ranks of this node: `count` of `world` ranks, from rank `first` on."""
 
     first: int = 0
     count: int = 1
@@ -98,16 +91,12 @@ class NodeRanks:
 
     @property
     def several(self) -> bool:
-        """Whether there are other nodes: the same on all ranks, also where nodes have different numbers of them."""
+        """Whether the run has several nodes; equal on all ranks, also if nodes have different numbers of ranks."""
         return self.count < self.world
 
 
 def ranks_of_node(environ: Mapping[str, str]) -> NodeRanks:
-    """The ranks of this node. All count as of one where RANK and WORLD_SIZE were set by hand without LOCAL_WORLD_SIZE.
-
-    Raises:
-        RefusedError: as `discover`.
-    """
+    """Return the ranks of this node: all ranks if RANK and WORLD_SIZE were set by hand without LOCAL_WORLD_SIZE."""
     info = discover(environ)
     if info.launcher == "variables" and "LOCAL_WORLD_SIZE" not in environ and "LOCAL_SIZE" not in environ:
         return NodeRanks(count=info.world, world=info.world)
@@ -115,20 +104,20 @@ def ranks_of_node(environ: Mapping[str, str]) -> NodeRanks:
 
 
 def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
-    """torchrun, deepspeed, or RANK and WORLD_SIZE set by hand; None when RANK is not set."""
+    """Read the variables of torchrun or deepspeed, or those set by hand; `None` without RANK and WORLD_SIZE."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     by_torchrun, by_deepspeed = "TORCHELASTIC_RUN_ID" in environ, "CROSS_SIZE" in environ
     if by_torchrun and by_deepspeed:
         raise RefusedError(
-            "two launchers at once: the variables of torchrun (TORCHELASTIC_RUN_ID) and of deepspeed (CROSS_SIZE) are "
-            "both set; start the run with one of them"
+            "two launchers: the variables of torchrun (TORCHELASTIC_RUN_ID) and of deepspeed (CROSS_SIZE) are both "
+            "set; start the run with one of them"
         )
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise RefusedError(
-            f"of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT these are not set: {', '.join(missing)}; allowed: all "
-            "four (torchrun and deepspeed set them), or none for a single process (unset RANK WORLD_SIZE)"
+            f"environment variables are missing: {', '.join(missing)}; allowed: all of RANK, WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT (torchrun and deepspeed set them), or none for a single process (unset RANK WORLD_SIZE)"
         )
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
@@ -137,7 +126,7 @@ def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
         rank=rank,
         world=world,
         local_rank=local_rank,
-        local_world=_number(environ, local_world) if local_world else local_rank + 1,  # set by hand: what is known
+        local_world=_number(environ, local_world) if local_world else local_rank + 1,  # set by hand: a lower bound
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
         launcher="torchrun" if by_torchrun else "deepspeed" if by_deepspeed else "variables",
@@ -146,7 +135,7 @@ def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
-    """The place srun gave this process; None outside srun (in a batch script or in no job at all)."""
+    """Read the variables of srun; `None` outside srun (in a batch script or without a job)."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     step = _number(environ, "SLURM_STEP_ID")
@@ -156,14 +145,14 @@ def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     if world > 1 and not nodes and "MASTER_ADDR" not in environ:
         raise RefusedError("srun set no SLURM_STEP_NODELIST; set MASTER_ADDR to the host of rank 0")
-    # Two steps of one job, or two jobs on one node, get ports of their own; below the range that systems hand out.
+    # Steps of a job and jobs on a node get different ports, below the range of ephemeral ports.
     port = 12000 + (_number(environ, "SLURM_JOB_ID") + step) % 20000 if "SLURM_JOB_ID" in environ else 12000
     info = RankInfo(
         rank=_number(environ, "SLURM_PROCID"),
         world=world,
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world=_tasks_on_this_node(environ, world),
-        # A single rank has nobody to find: its node's name need not be one of a host.
+        # A single rank needs no rendezvous: the name of its node may be no host name.
         master_addr=environ.get("MASTER_ADDR") or (first_host(nodes) if nodes and world > 1 else "127.0.0.1"),
         master_port=_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else port,
         launcher="slurm",
@@ -172,7 +161,7 @@ def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of SLURM's notation: `node[007-012,020],login1` -> `node007`; needs no scontrol."""
+    """Return the first host of a SLURM node list: `node[007-012,020],login1` -> `node007`; needs no scontrol."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodelist)
     if first is None:
         raise RefusedError(f"cannot read the node list {nodelist!r} that SLURM set; set MASTER_ADDR to rank 0's host")
@@ -180,7 +169,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], world: int) -> int:
-    """Parse SLURM's run-length list, such as `4(x2),1`: 4 tasks on each of two nodes, then 1."""
+    """Parse SLURM's run-length list: `4(x2),1` is 4 tasks on each of two nodes, then 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if not listed:
         return world if environ.get("SLURM_NNODES", "1") == "1" else 1
@@ -195,7 +184,7 @@ def _tasks_on_this_node(environ: Mapping[str, str], world: int) -> int:
 
 
 def _refuse_two_launchers(environ: Mapping[str, str], started: RankInfo, step: RankInfo) -> None:
-    """torchrun or deepspeed under srun is right with one task per node, and wrong when srun starts several."""
+    """Refuse torchrun or deepspeed under srun, except with one srun task per node."""
     if step.world == 1:
         return
     position = (started.rank, started.world)
@@ -206,9 +195,9 @@ def _refuse_two_launchers(environ: Mapping[str, str], started: RankInfo, step: R
         return
     by_launcher = f"{started.launcher} with one srun task per node (and --nnodes $SLURM_NNODES)"
     raise RefusedError(
-        f"two launchers at once: srun started {step.world} tasks ({step.local_world} on this node) and this process is "
-        f"its task {step.rank}, but RANK {started.rank} of WORLD_SIZE {started.world} is set by {started.launcher}; "
-        "use one of them: srun alone with one task per GPU and no RANK or WORLD_SIZE set"
+        f"two launchers: srun started {step.world} tasks ({step.local_world} on this node) and this process is task "
+        f"{step.rank}, but RANK {started.rank} and WORLD_SIZE {started.world} are set by {started.launcher}; use srun "
+        "alone, with one task per GPU and RANK and WORLD_SIZE not set"
         + ("" if started.launcher == "variables" else f", or {by_launcher}")
     )
 
@@ -217,8 +206,8 @@ def _refuse_mpirun(environ: Mapping[str, str]) -> None:
     world = environ.get("OMPI_COMM_WORLD_SIZE", "1")
     if world != "1":
         raise RefusedError(
-            f"mpirun started {world} processes, which would each train alone; start it with torchrun, deepspeed or "
-            "srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+            f"mpirun started {world} processes, and each would train alone; use torchrun, deepspeed or srun, or set "
+            "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
         )
 
 
@@ -238,7 +227,7 @@ def _check_rank(info: RankInfo) -> RankInfo:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return the words for some ranks: "rank 3"; "ranks 0, 4-7"."""
+    """Format ranks as text: "rank 3"; "ranks 0, 4-7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -249,13 +238,12 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process, once its command has closed what it opened, without the interpreter's shutdown: a thread of
-    gloo's that lets go of a tensor in the middle of that ends a run that went well with SIGABRT (seen with FSDP2 on two
-    ranks of a loaded machine)."""
+    """End this process without the interpreter's shutdown. During shutdown a thread of gloo that frees a tensor can end
+    a successful run with SIGABRT (seen with FSDP2 on two ranks of a loaded machine)."""
     for finalizer in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is multiprocessing.util._remove_temp_dir:  # type: ignore[attr-defined]
-            finalizer()  # removes the directory of the sockets, in the process that made it
+            finalizer()  # removes the directory of the sockets, in the process that created it
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more; what was done stays done
+        with contextlib.suppress(OSError):  # the reader of the pipe has ended
             stream.flush()
     os._exit(status)

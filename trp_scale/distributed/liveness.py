@@ -1,19 +1,18 @@
-"""Signs of life: a lease shows other starts that a run trains into a directory, a watchdog ends a run in which nothing
-gets on.
+"""Liveness of a run: a lease keeps a second run out of its directory, a watchdog ends a run that hangs.
 
-RUN_DIR/lease.json names the holder. Its time of change is the sign of life: it is compared with that of a file written
-now to the same storage, so that no two hosts' clocks are. A lease that is not renewed any more, or whose process on
-this host is gone, is taken over.
+RUN_DIR/lease.json names the holder, which updates the file's modification time. Another start compares two of these
+times with each other, never with its clock. It takes over a lease that is not renewed, or that a process of this host
+held that has ended.
 
-RUN_DIR/hangs/20260101-120000/   the time at which the run was started
+RUN_DIR/hangs/20260101-120000/   start time of the run
   rank-00000.txt           Python's stack of every thread (faulthandler)
-  rank-00000.json          step, what it was at, for how long, how many collectives it has begun of each group
-  rank-00000.trace.json    the last collectives, by the flight recorder of torch
-  summary.txt              which rank is late
+  rank-00000.json          step, activity and its seconds, collectives started in each group
+  rank-00000.trace.json    last collectives (flight recorder of torch)
+  summary.txt              the late rank
 
-The late rank is the one that has written nothing (it is stopped, or its host is gone), else the one that has begun the
-fewest collectives. Ranks share no memory for this, only the run directory: whoever hangs in a collective cannot be
-asked through one.
+The late rank is a rank without a report (it is stopped, or its host has failed), else the rank that has started the
+fewest collectives. Reports go through the run directory, because a rank that hangs in a collective cannot take part in
+another.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from trp_scale.errors import ExitStatus, RefusedError
 LEASE = "lease.json"
 
 RENEWED_EACH = 5.0
-"""Seconds."""
+"""Seconds between renewals."""
 
 GONE_AFTER = 30.0
-"""Seconds without a renewal after which the holder is taken to be gone."""
+"""Seconds without a renewal after which another start takes the lease over."""
 
 
 class Lease:
-    """Context in which this process alone trains into a directory. A thread renews the lease.
+    """Context that holds the lease of a run directory; a thread renews it.
 
     Args:
         gone_after, renewed_each: seconds.
-        lost: called if another process has taken the lease, as it may where this one was stopped for long.
+        lost: called if another process has taken the lease, for example because this process was suspended.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Lease:
     def __enter__(self) -> Lease:
         """
         Raises:
-            RefusedError: another run holds it.
+            RefusedError: another run holds the lease.
         """
         while not self._is_held():
             self._await_sign_of_life()
@@ -95,10 +94,10 @@ class Lease:
         return True
 
     def _await_sign_of_life(self) -> None:
-        """Take away the lease of a holder that is gone.
+        """Wait for a renewal of the lease, and remove the lease if none comes.
 
         Raises:
-            RefusedError: it is not.
+            RefusedError: the holder has renewed it.
         """
         holder = read_optional_object(self._path)
         changed, until = _modified_ns(self._path), time.monotonic() + self._gone_after
@@ -107,11 +106,11 @@ class Lease:
             if now is None:
                 return
             if now != changed:
-                holder = read_optional_object(self._path)  # it may have been created a moment ago
+                holder = read_optional_object(self._path)  # the first read may have seen an incomplete file
                 raise RefusedError(
-                    f"{self._path.parent}: another run trains into this directory: process {holder.get('process')} on "
-                    f"{holder.get('host')}, started {holder.get('started')}; allowed: stop it (touch "
-                    f"{self._path.parent / 'STOP'}), or another --run_dir"
+                    f"{self._path.parent}: another run uses this directory: process {holder.get('process')} on "
+                    f"{holder.get('host')}, started {holder.get('started')}; stop it (touch "
+                    f"{self._path.parent / 'STOP'}) or use another --run_dir"
                 )
             if time.monotonic() > until:
                 break
@@ -121,7 +120,7 @@ class Lease:
         aside = self._path.with_name(f".{LEASE}.{self._token}.old")
         with contextlib.suppress(FileNotFoundError):  # another start was faster
             self._path.rename(aside)
-            # It may have been taken by another start meanwhile.
+            # Another start may have replaced the lease before the rename: put its lease back.
             if read_optional_object(aside).get("token") != holder.get("token"):
                 with contextlib.suppress(FileExistsError):
                     write_exclusively(self._path, aside.read_text(encoding="utf-8"))
@@ -129,9 +128,9 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._done.wait(self._renewed_each):
-            with contextlib.suppress(OSError):  # storage that does not answer now may later
+            with contextlib.suppress(OSError):  # the storage may recover
                 if not self._path.parent.is_dir():
-                    self._lost(f"{self._path.parent}: the run directory was removed while the run trained into it")
+                    self._lost(f"{self._path.parent}: the run directory was removed during the run")
                     return
                 holder = read_optional_object(self._path)
                 if holder and holder.get("token") != self._token:
@@ -144,11 +143,11 @@ class Lease:
 
 
 def write_exclusively(path: Path, text: str) -> None:
-    """Create a file in one write. Hard links would give it its name with its content, and not every file system that
-    ranks share has them (gcsfuse, CIFS, exFAT).
+    """Create a file in one write. A hard link would be atomic, but some shared file systems have none (gcsfuse, CIFS,
+    exFAT).
 
     Raises:
-        FileExistsError: the file exists; it is not touched.
+        FileExistsError: the file exists; it stays unchanged.
     """
     with path.open("x", encoding="utf-8") as file:
         try:
@@ -160,13 +159,13 @@ def write_exclusively(path: Path, text: str) -> None:
 
 
 def lease_holder(run_dir: Path) -> dict[str, Any]:
-    """Return the holder of the lease, with `gone` if it is an ended process of this host; empty if nobody holds it."""
+    """Return the holder of the lease; `gone` tells if it is an ended process of this host. Empty without a holder."""
     holder = read_optional_object(run_dir / LEASE)
     return {**holder, "gone": _is_gone_from_here(holder)} if holder else {}
 
 
 def _end_process(message: str) -> None:
-    print(f"error: {message}; this one ends without a checkpoint", file=sys.stderr, flush=True)
+    print(f"error: {message}; this process exits without a checkpoint", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -188,29 +187,29 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     if holder.get("boot") != boot_id():
         return True
     namespace = _pid_namespace()
-    if holder.get("pid_namespace", namespace) != namespace:  # of another container, whose processes are not seen here
+    if holder.get("pid_namespace", namespace) != namespace:  # another container: its processes are not visible here
         return False
     number = holder.get("process")
     return not isinstance(number, int) or _began(number) != holder.get("began")
 
 
 def boot_id() -> str:
-    """Number that changes at each start of the host; empty if it cannot be read."""
+    """Return the id of this boot of the host; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def _pid_namespace() -> str:
-    """Two containers of a host have two, also where they share its name."""
+    """Return the pid namespace, which tells containers of a host apart."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
     return ""
 
 
 def _began(process: int) -> str:
-    """Return the start time of a process in ticks since boot, which tells processes with the same id apart; "" if it
-    has ended. Empty: there is none, or only what is left of one."""
+    """Return the start time of a process in ticks since boot, which tells processes with the same id apart; "" if the
+    process has ended or is a zombie."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]
@@ -226,23 +225,23 @@ def _modified_ns(path: Path) -> int | None:
 
 HANGS = "hangs"
 TIMES_THE_MEDIAN = 20.0
-"""A step may take so many times the median of the last ones."""
+"""Limit of a step, in medians of the last steps."""
 
 SLOW_START = 3.0
-"""The first steps compile and allocate, and what is not a step is rarer and longer: so many times the limit."""
+"""Factor of the limit for the first steps, which compile and allocate, and for work between steps."""
 
 AFTER_A_REQUEST = 60.0
-"""Seconds after a request to stop, within which a step must end, or three times the median step if that is longer."""
+"""Seconds after a stop request within which a step must end; or three times the median step if that is longer."""
 
 ALL_WRITTEN = 15.0
-"""Seconds within which all ranks that can have written what they know."""
+"""Seconds to wait for the reports of the other ranks."""
 
 _STEPS = 64
 _FIRST_STEPS = 5
 
 
 class _Beat(NamedTuple):
-    """The last sign of life of the main thread. `patience`: times the limit."""
+    """Last sign of life of the main thread. `patience`: factor of the limit."""
 
     at: float
     step: int
@@ -251,15 +250,15 @@ class _Beat(NamedTuple):
 
 
 class Watchdog:
-    """Context of a run's steps. `beat` is told of each sign of life; a thread looks at it about once a second.
+    """Context that ends a hung run. `step` and `beat` record signs of life; a thread checks them about once a second.
 
     Args:
-        directory: what ranks write into, the same for all and of this start alone; made when it is needed.
-        limit: seconds without a sign of life after which the run hangs, or 20 times the median step if that is longer;
-            0 = never.
-        stop_asked: when a request to stop came, by time.monotonic(); None: none has. Then the limit is a minute.
-        end: called with the status when it hangs; leaves the process.
-        leave_word: told why, by the rank that writes the summary, before it ends.
+        directory: directory of the reports, the same on all ranks, new at each start; created at the first report.
+        limit: seconds without a sign of life after which the run counts as hung, or 20 times the median step if that is
+            longer; 0 = never.
+        stop_asked: returns the time of a stop request, by time.monotonic(), or None. The limit is then a minute.
+        end: called with the exit status if the run hangs; ends the process.
+        leave_word: called with step and summary by the rank that writes the summary, before it ends.
     """
 
     def __init__(
@@ -295,7 +294,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def step(self, step: int) -> None:
-        """Step `step`, from 1, begins on this rank."""
+        """Record that step `step` (from 1) starts on this rank."""
         now, before = time.monotonic(), self._beat
         if before.what == "a step":
             self._seconds.append(now - before.at)
@@ -303,41 +302,41 @@ class Watchdog:
         self._beat = _Beat(now, step, "a step", 1.0 if known else SLOW_START)
 
     def beat(self, what: str) -> None:
-        """A sign of life between steps: `what` begins, or gets on."""
+        """Record that `what` starts or makes progress between steps."""
         self._beat = _Beat(time.monotonic(), self._beat.step, what, SLOW_START)
 
     @property
     def steps_done(self) -> int | None:
-        """Steps that this rank has made; None: it has begun none."""
+        """Steps that this rank has finished; `None` before the first one starts."""
         beat = self._beat
         return None if not beat.step else beat.step - (beat.what == "a step")
 
     def limit(self) -> float:
-        """Seconds without a sign of life after which the run hangs now."""
+        """Return the present limit in seconds without a sign of life."""
         usual = statistics.median(self._seconds) if self._seconds else 0.0
         return max(self._limit, TIMES_THE_MEDIAN * usual) * self._beat.patience
 
     def _watch(self) -> None:
         pause = min(1.0, self._limit / 10)
-        # Should a library hold Python's lock, this thread stands still too: the timer of faulthandler does not.
+        # If a library holds the GIL, this thread stops too; the timer of faulthandler does not.
         while not self._done.wait(pause):
             if why := self._hangs():
                 self._report(why)
                 return
-            with contextlib.suppress(Exception):  # no file is behind standard error
+            with contextlib.suppress(Exception):  # standard error has no file descriptor
                 faulthandler.dump_traceback_later(self.limit() + ALL_WRITTEN + pause, exit=True)
 
     def _hangs(self) -> str:
         """Return why this rank considers the run hung, or ""."""
         beat, now, limit = self._beat, time.monotonic(), self.limit()
         if now - beat.at > limit:
-            return f"{beat.what} has not got on for {now - beat.at:.0f} s, {limit:.0f} s are allowed"
+            return f"{beat.what} has made no progress for {now - beat.at:.0f} s (limit {limit:.0f} s)"
         asked = self._stop_asked()
         if asked is not None and beat.what == "a step":
             usual = statistics.median(self._seconds) if self._seconds else 0.0
             allowed = max(AFTER_A_REQUEST, 3 * usual)
             if now - max(asked, beat.at) > allowed:
-                return f"asked to stop, and no step has ended within {allowed:.0f} s"
+                return f"no step has ended within {allowed:.0f} s after the stop request"
         return ""
 
     def _report(self, why: str) -> None:
@@ -358,7 +357,7 @@ class Watchdog:
 
 
 def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, since: float) -> None:
-    """Stacks, place and collectives of this process."""
+    """Write this process's stacks, activity and collectives."""
     with (directory / f"rank-{rank:05d}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     trace = collectives()
@@ -380,14 +379,14 @@ def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, sin
 
 
 def collectives() -> dict[str, Any]:
-    """Return the collectives that torch's flight recorder holds; empty if it is off or absent."""
+    """Return the collectives of torch's flight recorder; empty if it is off or absent."""
     try:
         from torch._C import _distributed_c10d as c10d
 
         dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
         traces: list[dict[str, Any]] = [json.loads(dump(True, False)) for dump in dumps if dump is not None]
         return max(traces, key=lambda trace: len(trace.get("entries", ())))
-    except Exception:  # in what it is called and takes, versions of torch differ; a report without it is one
+    except Exception:  # name and arguments differ between versions of torch; the report is written without it
         return {}
 
 
@@ -411,20 +410,20 @@ def _read_reports(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def summary(written: Mapping[int, Mapping[str, Any]], world: int) -> str:
-    """Name the late rank, in one line and a line for each rank with a report."""
+    """Return a line that names the late rank, and a line for each rank with a report."""
     silent = [rank for rank in range(world) if rank not in written]
     lines = [
         f"  rank {rank} on {report['host']}: step {report['step']}, {report['at']}; {report['why']}"
         + (f"; last collective {report['last']}" if report["last"] else "")
         for rank, report in sorted(written.items())
     ]
-    gone = f"{list_ranks(silent)} did not answer: stopped, ended, or on a host that is gone"
+    gone = f"{list_ranks(silent)} did not report: stopped, ended, or on a failed host"
     late = gone if silent else _fewest(written)
     return "\n".join([f"the run hangs: {late}", *lines[:64]])
 
 
 def _fewest(written: Mapping[int, Mapping[str, Any]]) -> str:
-    """The ranks that are behind, by steps, then by the collectives that they have begun."""
+    """Describe the ranks that are behind, by steps, then by collectives started."""
     steps = {rank: int(report["step"]) for rank, report in written.items()}
     behind = [rank for rank, step in steps.items() if step < max(steps.values())]
     if behind:
@@ -435,5 +434,5 @@ def _fewest(written: Mapping[int, Mapping[str, Any]]) -> str:
         behind = [rank for rank, count in counts.items() if count < max(counts.values())]
         if behind:
             most, least = max(counts.values()), min(counts.values())
-            return f"{list_ranks(behind)} has begun {least} collectives of group {group}, others {most}"
-    return "no rank is behind another: all wait alike, as for the network or for storage"
+            return f"{list_ranks(behind)} has started {least} collectives of group {group}, others {most}"
+    return "no rank is behind: all wait, for example for network or storage"

@@ -1,7 +1,7 @@
-"""In-place restarts: the launched process is a supervisor that forks the rank and forks it again after a fault.
+"""In-place restarts: the launched process is a supervisor that forks the rank, and forks it again after a fault.
 
-After a fault of a rank all ranks are ended, forked again, and continue from the newest checkpoint.
-Supervisors agree through a store that outlives the ranks, and never touch a GPU, which cannot be used after a fork.
+After a fault of any rank all ranks are ended and forked again; they continue from the newest checkpoint. Supervisors
+agree through a store that outlives the ranks. They never touch a GPU, which cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, exit_proce
 from trp_scale.errors import ExitStatus
 
 POLL_S, GRACE_S, STORE_TIMEOUT = 1.0, 5.0, timedelta(seconds=10)
-"""Between looks for a fault of another rank; until a rank that outlives one is killed; for answers of the store."""
+"""Interval of checks for faults of other ranks; time before a rank that outlives a fault is killed; limit of the
+store's answers."""
 
 NOT_FAULTS = tuple(status for status in ExitStatus if not status.is_fault)
 SIGNALS = {128 + number: number.name for number in signal.Signals}
 
 
 def run_with_restarts(run: Callable[[int], int], *, info: RankInfo, restarts: int, imports: Callable[[], None]) -> int:
-    """Call `run` in a forked process, again after each fault of any rank, and return the last exit status (128 + n
-    after signal n). All ranks call it, before they have used a GPU or started a thread.
+    """Call `run` in a forked process, again after each fault of any rank; return the last exit status (128 + n after
+    signal n). All ranks call it before they use a GPU or start a thread.
 
     Args:
-        run: takes the number of restarts so far, and returns the exit status.
-        imports: imports what `run` needs, once, before the first fork.
+        run: takes the number of restarts so far, returns the exit status.
+        imports: imports the modules of `run`, once, before the first fork.
 
     Raises:
-        RefusedError: the port of the rendezvous is taken.
+        RefusedError: the port of the rendezvous is in use.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counts GPUs without touching them
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch counts GPUs without using them
     imports()
     supervisors, supervisor = _Supervisors(info), _Supervisor()
     with stop.signal_handlers(stop.STOP_SIGNALS, supervisor.forward_signal):
@@ -59,7 +60,7 @@ def run_with_restarts(run: Callable[[int], int], *, info: RankInfo, restarts: in
                 break
             if first == report:
                 cause = SIGNALS.get(supervisor.status, f"status {supervisor.status}")
-                message = f"[rank {info.rank} on {socket.gethostname()}] ended with {cause}: all ranks start again"
+                message = f"[rank {info.rank} on {socket.gethostname()}] ended with {cause}: restarting all ranks"
                 print(f"{message}, {attempt + 1} of {restarts} (--reliability.restarts)", file=sys.stderr, flush=True)
     return supervisor.status
 
@@ -84,7 +85,7 @@ class _Supervisor:
             exit_process(status)
         self.pid, self._pidfd, self._poll = pid, os.pidfd_open(pid), select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
-        if self.stop_requested:  # perhaps while no rank existed
+        if self.stop_requested:  # the signal may have arrived between two ranks
             os.kill(pid, signal.SIGTERM)
 
     def has_ended(self, timeout_s: float) -> bool:
@@ -100,11 +101,11 @@ class _Supervisor:
         if self.pid:
             os.kill(self.pid, number)
         else:
-            stop.note_early(signal.Signals(number))  # in a rank that was just forked
+            stop.note_early(signal.Signals(number))  # this process is a rank that was just forked
 
 
 class _Supervisors:
-    """All supervisors, which follow the report of the first rank that ends in an attempt."""
+    """Agreement of all supervisors: in each attempt they follow the first report."""
 
     def __init__(self, info: RankInfo) -> None:
         self._info = info
@@ -112,11 +113,11 @@ class _Supervisors:
         if info.world > 1 and not has_agent_store():
             if info.rank == 0:
                 _fork_store(info)
-            os.environ[AGENT_STORE] = "True"  # no rank opens it
+            os.environ[AGENT_STORE] = "True"  # ranks only connect
 
     def first_report(self, attempt: int, report: str = "") -> str:
-        """Write a report unless one exists, and return the first: "" if none exists, or the store is gone with the
-        launcher or the host of rank 0."""
+        """Write `report` unless one exists, and return the first report: "" if none exists, or if the store has ended
+        with the launcher or the host of rank 0."""
         try:
             if self._info.world == 1 or (self._store is None and no_answer(self._info)):
                 return report if self._info.world == 1 else ""
@@ -129,7 +130,7 @@ class _Supervisors:
 
 
 def _fork_store(info: RankInfo) -> None:
-    """Open the store in a process that lives as long as this one; raise RefusedError if its port is taken."""
+    """Open the store in a child that lives as long as this process; raise RefusedError if the port is in use."""
     (read, write), parent = os.pipe(), os.getpid()
     if os.fork() == 0:
         try:
@@ -143,5 +144,5 @@ def _fork_store(info: RankInfo) -> None:
             os._exit(0)
     os.close(write)
     if not os.read(read, 1):
-        open_store(info, STORE_TIMEOUT)  # raises what was raised there
+        open_store(info, STORE_TIMEOUT)  # raises the child's error
     os.close(read)

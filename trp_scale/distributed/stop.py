@@ -1,9 +1,9 @@
-"""Requests to stop a run: signals, a time limit, a file named STOP, a launcher that is gone.
+"""Requests to stop a run: signals, a time limit, a file named STOP, a launcher that has ended.
 
-A request is heard by one rank; the loop adds up the ranks' requests in its reduction of each step, so that all ranks
+One rank receives a request. The loop sums the requests of all ranks in the reduction of each step, so that all ranks
 finish the same step and write one checkpoint.
 
-Nothing here imports torch: a command can listen before it spends seconds on imports (`listen_early`).
+This module does not import torch: a command can listen before its slow imports (`listen_early`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from trp_scale.errors import ExitStatus
 
 STOP_FILE = "STOP"
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals by which schedulers and terminals announce the end of a run."""
+"""Signals that schedulers and terminals send before they end a run."""
 STOP_SIGNALS = (*NOTICES, signal.SIGINT)
-"""Signals that ask a run to stop after its step. One that the process inherits as ignored (`nohup`) stays ignored."""
+"""Signals that stop a run after its step. A signal that is ignored at the start (`nohup`) stays ignored."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_ONE_CTRL_C = 1.0
 _SECONDS_TO_RAISE = 5.0
 
 OF_A_PERSON = ("Ctrl-C", "the file ")
-"""How the reasons begin that a person gave: a batch script does not start such a run again by itself."""
+"""First words of stop requests by a person: batch scripts do not restart these runs."""
 
 _early: list[signal.Signals] = []
 
 _first_at: float | None = None
-"""When the first signal came, by time.monotonic()."""
+"""Time of the first signal, by time.monotonic()."""
 
 
 def first_signal_time() -> float | None:
-    """Return when this process first received a signal to stop, by time.monotonic(), or `None`."""
+    """Return the time of the first signal to stop, by time.monotonic(), or `None`."""
     return _first_at
 
 
@@ -51,13 +51,13 @@ def _note_time() -> None:
 
 
 def handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
-    """Install a handler for the signals that are not ignored; return the previous handlers."""
+    """Install a handler for all signals that are not ignored; return the previous handlers."""
     return {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
 
 @contextmanager
 def signal_handlers(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Install a handler inside the context, for the signals that are not ignored."""
+    """Install a handler for all signals that are not ignored, inside the context."""
     before = handle_signals(numbers, handler)
     try:
         yield
@@ -67,39 +67,37 @@ def signal_handlers(numbers: Iterable[signal.Signals], handler: Any) -> Iterator
 
 
 def listen_early() -> None:
-    """Note requests from now on, for the `StopRequests` that come later: first thing of a command that trains."""
+    """Record stop signals from now on for a later `StopRequests`. A training command calls it first."""
     with suppress(ValueError):  # not the main thread
         handle_signals(NOTICES, lambda number, frame: note_early(signal.Signals(number)))
 
 
 def note_early(number: signal.Signals) -> None:
-    """A request that came before there is a run."""
+    """Record a signal that arrived before the run."""
     _note_time()
     _early.append(number)
 
 
 def asked_early() -> str | None:
-    """The signal that came before there was a run to stop; None: none did."""
+    """Return the signal that arrived before the run, or `None`."""
     return _early[0].name if _early else None
 
 
 class StopRequests:
-    """Context that listens for requests to stop; the handlers found at entry are put back at exit.
+    """Context that listens for stop requests; restores the signal handlers at exit. Enter it in the main thread: Python
+    allows signal handlers only there.
 
-    NOTICES and the first Ctrl-C ask for a stop after the current step. A second Ctrl-C, at least a second
-    later, raises KeyboardInterrupt at once (launchers pass on a Ctrl-C that the process has already had, so two within
-    a second are one); where this process waits for another rank, which hears no signal, it is ended.
+    NOTICES and the first Ctrl-C stop the run after the current step. A second Ctrl-C, at least a second later, raises
+    KeyboardInterrupt at once; if this process waits for another rank and cannot handle signals, it is ended. Two Ctrl-C
+    within a second count once, because launchers forward a Ctrl-C that the process has also received.
 
     Args:
-        run_dir: where rank 0 looks for a file named STOP, at most once a second; it is removed when it is heard, so
-            that the next start does not stop at once. None: no file.
-        max_hours: ask for a stop this many hours after they began; 0 = no limit.
-        launchers: processes that started this one and see to it, by their numbers from the nearest on: their children
-            stop when they are gone (`launchers_of`).
-        clock: seconds, never going back.
-        began: by the clock, when the hours began; None: at entry.
-
-    Must be entered in the main thread (Python allows signal handlers nowhere else).
+        run_dir: directory in which rank 0 looks for a file named STOP, at most once a second. The file is then removed,
+            so that the next start does not stop. None: no file.
+        max_hours: stop after this many hours; 0 = no limit.
+        launchers: pids of the launchers, nearest first; the run stops if one has ended (`launcher_processes`).
+        clock: monotonic clock in seconds.
+        began: start of the hours, by the clock; None: at entry.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class StopRequests:
         self._start = self._clock() if self._began is None else self._began
         self._handlers.__enter__()
         early = asked_early()
-        self._reason = self._reason or early  # a signal may have come since the first line
+        self._reason = self._reason or early  # a signal may have set it after the handlers were installed
         self._listener = _Listener()
         return self
 
@@ -138,25 +136,25 @@ class StopRequests:
             self._listener.close()
             self._listener = None
         self._handlers.__exit__(None, None, None)
-        _first_at = None  # the next run of a notebook's process was not asked to stop
+        _first_at = None  # a notebook may start another run in this process
 
     def reason_to_stop(self) -> str | None:
-        """Return the reason of this rank's stop request, for the log, or `None`. The first reason stays."""
+        """Return the first reason for which this rank was asked to stop, for the log, or `None`."""
         if self._reason is None and self._max_hours > 0:
             hours = (self._clock() - self._start) / 3600
             if hours >= self._max_hours:
-                self._reason = f"--training.max_hours {self._max_hours:g} are over"
+                self._reason = f"--training.max_hours {self._max_hours:g} reached"
         if self._reason is None and self._clock() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = self._clock()
             if self._file is not None and self._file.exists():
                 self._file.unlink(missing_ok=True)
                 self._reason = f"the file {self._file}"
             elif gone := gone_launcher(self._launchers):
-                self._reason = f"its launcher, process {gone}, is gone"
+                self._reason = f"its launcher, process {gone}, has ended"
         return self._reason
 
     def waiting_since(self) -> float | None:
-        """Return when a request arrived that the main thread may not have handled yet, by time.monotonic(), or `None`.
+        """Return the time of a request that the main thread may not have handled yet, by time.monotonic(), or `None`.
         For other threads."""
         if self._listener is not None and self._listener.heard is not None:
             return self._listener.heard
@@ -176,17 +174,17 @@ class StopRequests:
             name = "Ctrl-C"
         if self._reason is None:
             self._reason = name
-            hint = "; Ctrl-C once more: at once, without a checkpoint" * (number == signal.SIGINT)
-            with suppress(OSError, RuntimeError):  # RuntimeError: in the middle of another print
+            hint = "; press Ctrl-C again to exit at once without a checkpoint" * (number == signal.SIGINT)
+            with suppress(OSError, RuntimeError):  # RuntimeError: the signal interrupted another print
                 if self._rank == 0:
                     print(f"{name}: stopping after this step, with a checkpoint{hint}", file=sys.stderr, flush=True)
 
 
 class _Listener:
-    """A thread that hears signals while the main thread waits inside a library, where Python runs no handler.
+    """Thread that receives signals while the main thread waits inside a library, where Python runs no handler.
 
     Attributes:
-        heard: when the first one came, by time.monotonic(); None: none has.
+        heard: time of the first signal, by time.monotonic(); None before it.
     """
 
     def __init__(self) -> None:
@@ -200,7 +198,7 @@ class _Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Give back what signals write to."""
+        """Restore the previous wakeup descriptor and end the thread."""
         signal.set_wakeup_fd(self._before)
         self._closed = True
         os.write(self._write, b"\0")
@@ -213,7 +211,7 @@ class _Listener:
         while not self._closed:
             patience = None if ends is None else max(0.0, ends - time.monotonic())
             if not select.select([self._read], [], [], patience)[0]:
-                os._exit(ExitStatus.INTERRUPTED)  # the main thread has not raised: it waits for another rank
+                os._exit(ExitStatus.INTERRUPTED)  # the main thread has raised nothing: it waits for another rank
             for number in os.read(self._read, 64):
                 now = time.monotonic()
                 if number in STOP_SIGNALS and self.heard is None:
@@ -225,12 +223,11 @@ class _Listener:
 
 
 def launcher_processes(launcher: str, parent: int | None = None, *, forked: bool = False) -> tuple[int, ...]:
-    """The processes that see to a rank of torchrun or deepspeed: its parent, and of deepspeed, whose command starts a
-    process on each host that starts the ranks, the parent of that. Of others none: a shell may go, and the run with
-    `nohup` stays.
+    """Return the pids of a rank's launchers, nearest first. torchrun: the parent. deepspeed: the parent, which its
+    command starts on each host, and that command. Others: none, because a run with `nohup` outlives its shell.
 
     Args:
-        forked: what the launcher has started has forked the rank, and looks after it: it comes first.
+        forked: a supervisor (restarts.py) has forked the rank; it comes first.
     """
     parent = os.getppid() if parent is None else parent
     if forked:
@@ -245,7 +242,7 @@ def launcher_processes(launcher: str, parent: int | None = None, *, forked: bool
 
 
 def gone_launcher(launchers: tuple[int, ...]) -> int | None:
-    """The first of these that is no longer what it was: the parent of the one before, or of this process."""
+    """Return the first launcher that has ended (it is no longer the parent of its child), or `None`."""
     child: int | None = None
     for expected in launchers:
         parent = os.getppid() if child is None else _parent_process(child)

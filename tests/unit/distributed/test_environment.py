@@ -106,7 +106,7 @@ def test_ranks_that_are_all_there_share_a_store_and_say_nothing(
     stores[1].set("told", "by rank 0")
     assert [store.get("told") for store in stores] == [b"by rank 0"] * 3
     assert [store.timeout for store in stores] == [LONG] * 3
-    assert "not come" not in capfd.readouterr().err
+    assert "not connected" not in capfd.readouterr().err
 
 
 def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
@@ -123,22 +123,22 @@ def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
 
 def test_a_late_rank_is_awaited(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     first = start(0, 2)
-    while "rank 1 of 2 has not come" not in (said := capfd.readouterr().err):
+    while "rank 1 of 2 has not connected" not in (said := capfd.readouterr().err):
         assert not first.done(), said
     start(1, 2).result()
     first.result()
 
 
 def test_rank_0_is_named_where_nobody_listens(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not come to .* after \d s \(Connection refused\)"):
+    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not connected to .* after \d s \(Connection refused\)"):
         start(1, 2, SHORT).result()
-    assert "rank 0 of 2 has not come" in capfd.readouterr().err
+    assert "rank 0 of 2 has not connected" in capfd.readouterr().err
 
 
 def test_a_host_that_nobody_knows_is_named() -> None:
     info = RankInfo(rank=1, world=2, master_addr="no.such.host.invalid", master_port=1)
     with pytest.raises(
-        RefusedError, match=r"rank 0 of 2 has not come to no\.such\.host\.invalid:1 after .* \(.*not known"
+        RefusedError, match=r"rank 0 of 2 has not connected to no\.such\.host\.invalid:1 after .* \(.*not known"
     ):
         gather(info, timeout=timedelta(seconds=0.1))
 
@@ -161,5 +161,5 @@ def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest
 def test_a_port_that_is_taken_is_refused(start: Start) -> None:
     stores = [started.result() for started in [start(0, 2), start(1, 2)]]
     assert stores
-    with pytest.raises(RefusedError, match=r"port .* is taken, by another run or by what is left of one"):
+    with pytest.raises(RefusedError, match=r"port .* is in use"):
         start(0, 2).result()

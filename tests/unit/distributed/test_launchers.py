@@ -147,13 +147,13 @@ def test_a_wrapper_that_copies_slurms_numbers_is_srun() -> None:
     ("environ", "expected"),
     [
         ({**SRUN, **TORCHRUN}, "srun started 8 tasks (4 on this node)"),
-        ({**SRUN, **DEEPSPEED}, "is set by deepspeed; use one of them"),
+        ({**SRUN, **DEEPSPEED}, "set by deepspeed"),
         # torchrun without --nnodes on each of two nodes: two runs that would write to one place.
         ({**SRUN_PER_NODE, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "--nnodes $SLURM_NNODES"),
-        ({**SRUN, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK 0 of WORLD_SIZE 2"),
+        ({**SRUN, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK 0 and WORLD_SIZE 2"),
         (
             {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "4000"},
-            "and no RANK or WORLD_SIZE set",
+            "RANK and WORLD_SIZE not set",
         ),
         ({**TORCHRUN, **DEEPSPEED}, "torchrun (TORCHELASTIC_RUN_ID) and of deepspeed (CROSS_SIZE)"),
     ],
@@ -161,14 +161,14 @@ def test_a_wrapper_that_copies_slurms_numbers_is_srun() -> None:
 def test_two_launchers_at_once_are_refused_with_what_to_do(environ: dict[str, str], expected: str) -> None:
     with pytest.raises(RefusedError) as caught:
         discover(environ)
-    assert "two launchers at once" in str(caught.value)
+    assert "two launchers" in str(caught.value)
     assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "these are not set: MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
         ({**TORCHRUN, "RANK": "five"}, "RANK is 'five'"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 processes"),
