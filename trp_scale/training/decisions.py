@@ -1,8 +1,8 @@
-"""Decisions that are the same on all ranks: settings at the start; counts, stop requests and unreadable blocks before
-each step; the best checkpoint and the spikes after it.
+"""Decisions that are equal on all ranks: settings at the start; counts, stop requests and unreadable blocks before each
+step; best checkpoint and spikes after it.
 
-What the ranks tell each other before a step travels in one small all-reduce on the host, so that reading the answer
-never waits for the accelerator. What follows from the numbers of a step is decided alike: all ranks read the same.
+Before a step the ranks exchange one small all-reduce on the host, which never waits for the accelerator. Decisions
+after a step need no exchange, because all ranks read the same statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trp_scale.errors import RefusedError, UnreadableError, nearest
 from trp_scale.training.metrics import NO_BETTER
 
 MOST_LISTED = 20
-"""Unreadable blocks that a message names."""
+"""Maximum number of unreadable blocks in a message."""
 
 
 @dataclass(kw_only=True)
@@ -34,10 +34,10 @@ class Agreed:
 
     Attributes:
         counts: [T] float64 on the host, elements of each task in the global batch.
-        stop: some rank was asked to stop: this step is the last.
-        without_rows: some rank was, and has no rows for this step: the step is not made.
-        new_corrupt: why blocks of this global batch could not be read, by key; those that were not known before.
-        written: every rank's part of the checkpoint that is under way is over.
+        stop: a rank was asked to stop: this step is the last.
+        without_rows: a rank was asked to stop and has no rows: no rank makes this step.
+        new_corrupt: newly unreadable blocks of this global batch, with reasons, by key.
+        written: every rank has written its part of the pending checkpoint.
     """
 
     counts: Tensor
@@ -48,11 +48,10 @@ class Agreed:
 
 
 def require_same_settings(world: Group, config: Config) -> None:
-    """Check at start that all ranks were started with the same settings; others would lead them into different
-    collectives, where they wait for each other.
+    """Check that all ranks have the same settings; different settings lead to different collectives and to a hang.
 
     Raises:
-        RefusedError: on every rank, naming each setting that differs and its value on each rank.
+        RefusedError: on every rank, with each setting that differs and its values.
     """
     settings = world.gather_objects(flat(to_dict(config)))
     differing = [
@@ -62,16 +61,16 @@ def require_same_settings(world: Group, config: Config) -> None:
     ]
     if differing:
         listed = "\n  ".join(differing)
-        raise RefusedError(f"the ranks were started with different settings:\n  {listed}\nStart all with one command")
+        raise RefusedError(f"the ranks were started with different settings:\n  {listed}\nUse one command on all hosts")
 
 
 class StepAgreement:
-    """One per run.
+    """Exchange between all ranks before each step; one object per run.
 
     Args:
-        max_corrupt_blocks: unreadable blocks allowed before the run stops on all ranks.
-        max_corrupt_steps: steps in a row allowed that each meet such blocks.
-        copies: ranks that read the same rows, as those of a tensor parallel group do.
+        max_corrupt_blocks: number of unreadable blocks allowed in a run.
+        max_corrupt_steps: number of consecutive steps with new unreadable blocks allowed.
+        copies: ranks that read the same rows (a tensor-parallel group).
     """
 
     def __init__(self, group: Group, max_corrupt_blocks: int, *, copies: int = 1, max_corrupt_steps: int = 10) -> None:
@@ -82,16 +81,15 @@ class StepAgreement:
         self.corrupt: set[str] = set()
 
     def reach(self, counts: Tensor, window: Sequence[Batch], *, stop: bool, written: bool = False) -> Agreed:
-        """Sum counts over the ranks and hear every rank's wishes.
+        """Sum counts, stop requests and unreadable blocks over the ranks.
 
         Args:
             counts: [T] float64 on the host, of this rank's window.
             stop: this rank was asked to stop.
-            written: this rank's part of the checkpoint that is under way is over.
+            written: this rank has written its part of the pending checkpoint.
 
         Raises:
-            UnreadableError: on every rank, when more blocks than allowed could not be read, or in more steps in a row;
-                names them.
+            UnreadableError: on every rank, if more blocks than allowed are unreadable, in all or in consecutive steps.
         """
         unreadable = {
             key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
@@ -103,8 +101,8 @@ class StepAgreement:
         self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
         if self.steps_in_a_row > self.max_corrupt_steps:
             raise UnreadableError(
-                f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_join_reasons(new)}; "
-                f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
+                f"{self.steps_in_a_row} steps in a row had unreadable blocks, the last one {_join_reasons(new)}; "
+                f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}; check the storage"
             )
         return Agreed(
             counts=answer[:-4] / self.copies,
@@ -115,11 +113,11 @@ class StepAgreement:
         )
 
     def is_stop_requested(self, stop: bool) -> bool:
-        """Whether some rank was asked to stop."""
+        """Whether any rank was asked to stop."""
         return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
 
     def reason(self, own_reason: str | None) -> str:
-        """Return why the ranks stop, once they agreed to: the reason of the first rank that has one."""
+        """Return why the ranks stop: the reason of the first rank that has one."""
         reasons = self.group.gather_objects(own_reason)
         rank, reason = next((entry for entry in enumerate(reasons) if entry[1]), (0, None))
         if reason is None:
@@ -127,16 +125,16 @@ class StepAgreement:
         return reason if self.group.size == 1 else f"{reason} (rank {rank})"
 
     def count_corrupt(self, unreadable: Mapping[str, str]) -> dict[str, str]:
-        """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.
+        """Gather the unreadable blocks of all ranks. Collective; called rarely.
 
         Args:
-            unreadable: why, by the keys this rank met; those known already do not count again.
+            unreadable: reasons by the keys of this rank's blocks.
 
         Returns:
-            the new ones of all ranks, by key, in order.
+            Reasons of the new blocks of all ranks, in the order of their keys.
 
         Raises:
-            UnreadableError: on every rank, when there are now more than allowed.
+            UnreadableError: on every rank, if the run has more than allowed.
         """
         of_all = {key: why for reasons in self.group.gather_objects(dict(unreadable)) for key, why in reasons.items()}
         new = {key: of_all[key] for key in sorted(of_all) if key not in self.corrupt}
@@ -153,7 +151,7 @@ class StepAgreement:
 
 
 def _join_reasons(reasons: Mapping[str, str]) -> str:
-    """Keys with their reasons, as many as a person reads."""
+    """Join keys and reasons; the last MOST_LISTED of them."""
     shown = [f"{key}: {why}" if why else key for key, why in list(reasons.items())[-MOST_LISTED:]]
     return ", ".join(shown) + (f" and {len(reasons) - MOST_LISTED} more" if len(reasons) > MOST_LISTED else "")
 
@@ -167,9 +165,9 @@ class Best:
 
     Attributes:
         figure: validation.loss, validation.worst, validation.TASK, or HOOK.FIGURE.
-        patience: measurements in a row without a better one after which the run ends; 0: it does not.
-        value, step: of the best; None and 0 before the first.
-        since: measurements after it.
+        patience: consecutive measurements without a better value after which the run ends; 0: no limit.
+        value, step: the best; None and 0 before the first.
+        since: measurements since the best.
     """
 
     figure: str
@@ -179,7 +177,7 @@ class Best:
     since: int = 0
 
     def judge(self, step: int, measured: Mapping[str, float | None]) -> bool:
-        """Take note of what was measured after `step`, by the figures' names; whether it is the best so far."""
+        """Record the figures measured after `step`; return whether this is the best value so far."""
         if self.figure not in measured:
             return False
         value = measured[self.figure]
@@ -191,7 +189,7 @@ class Best:
         return True
 
     def given_up(self) -> str | None:
-        """Return why the run ends, or `None`."""
+        """Return why patience ends the run, or `None`."""
         if not self.patience or self.since < self.patience:
             return None
         return f"{NO_BETTER}{self.figure} in {self.since} measurements: {self}"
@@ -203,20 +201,20 @@ class Best:
         return {"figure": self.figure, "value": self.value, "step": self.step, "since": self.since}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave; of another figure nothing is known."""
+        """Restore `state()`, unless it is of another figure."""
         if state.get("figure") == self.figure:
             self.value, self.step, self.since = state["value"], int(state["step"]), int(state["since"])
 
 
 def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
-    """Return the tracker of a run's best checkpoint; `None` if none is configured.
+    """Return the tracker of a run's best checkpoint, or `None` without `checkpoint.best`.
 
     Args:
-        tasks: of the objective.
+        tasks: tasks of the objective.
         of_hooks: names of the figures that the run's hooks measure.
 
     Raises:
-        RefusedError: no such figure.
+        RefusedError: no such figure exists.
     """
     if not settings.best:
         return None
@@ -230,7 +228,7 @@ def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], of_hook
 
 
 def of_validation(losses: Mapping[str, Any]) -> dict[str, float | None]:
-    """The figures of a validation (loop.py: validate) by their names."""
+    """Return the figures of a validation (loop.py: validate) by name."""
     tasks = {name: task["loss"] for name, task in losses["tasks"].items()}
     worst = losses["worst_task"]
     figures = {**tasks, "loss": losses["loss"], "worst": None if worst is None else tasks[worst]}
@@ -238,22 +236,24 @@ def of_validation(losses: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 WINDOW = 128
-"""Steps that are looked back on."""
+"""Number of past steps that give the limits."""
 
 AT_LEAST = 32
-"""Steps that must be known of a number before it is judged."""
+"""Number of past values needed for a limit."""
 
 SMALLEST_SPREAD = 0.02
-"""A MAD of logarithms is taken to be at least this: two steps may well be nearly alike."""
+"""Minimum of the MAD of logarithms: consecutive steps can be nearly equal."""
 
-_SCALE = 1.4826  # of the MAD, to the standard deviation of a normal distribution
+_SCALE = 1.4826  # MAD to standard deviation of a normal distribution
 
 
 class Spike(NamedTuple):
-    """One number of a step that is one.
+    """A spike: one outlier among the numbers of a step.
 
     Attributes:
         name: loss, grad_norm, or loss of a task.
+        usual: median of the past.
+        score: robust z-score.
     """
 
     name: str
@@ -266,40 +266,39 @@ class Spike(NamedTuple):
 
 
 class SpikeWatch:
-    """Remembers the numbers of applied steps without spikes, and judges new ones.
+    """Detection of spikes from the numbers of the last applied steps without spikes.
 
-    A spike is a finite loss, of the whole or of one task, or a gradient's norm, that is far above what the last steps
-    had, by a robust z-score of logarithms: (x - median) / (1.4826 MAD) over the last applied steps. The median and the
-    MAD of the past give limits, which the device compares a step with before it is applied: no one waits. The numbers
-    of the step just before may still be on their way then, so that they are never in its past, even where they have
-    been read. Thus the host finds what the device found, and a run that was stopped what one would that was not.
+    A spike is a finite total loss, task loss or gradient norm far above the last steps, by a robust z-score of
+    logarithms: (x - median) / (1.4826 MAD). Median and MAD of the past give limits. The device compares a step with
+    them before it applies it, so nothing waits. The statistics of the previous step may not have reached the host by
+    then, so they never count. Host and device therefore agree, and so do resumed and uninterrupted runs.
 
     Args:
         settings: `spikes` and `spike_score` are read.
-        tasks: names, in the order of the losses.
+        tasks: names of the tasks, in the order of the losses.
     """
 
     def __init__(self, settings: ReliabilityConfig, tasks: Sequence[str]) -> None:
         self.settings = settings
         self._names = ("loss", "grad_norm", *(f"loss of {task}" for task in tasks))
-        # Pairs of a step's number and a logarithm; one more than is looked back on, which may be of the step before.
+        # Pairs of step and logarithm; one more than WINDOW, since the previous step does not count.
         self._past: tuple[deque[tuple[int, float]], ...] = tuple(deque(maxlen=WINDOW + 1) for _ in self._names)
 
     @property
     def acts(self) -> bool:
-        """Whether a step that is a spike is left out."""
+        """Whether a step with a spike is skipped."""
         return self.settings.spikes in ("skip", "rollback")
 
     def limits(self, step: int) -> Tensor | None:
-        """[2 + T] float64 on the host: the most that loss, gradient norm and each task's loss of a step, by its number,
-        may be; infinite where too little is known. None: nothing is left out."""
+        """Return the limits of loss, gradient norm and task losses of a step, [2 + T] float64 on the host; infinite
+        with too little history. `None` if spikes are not skipped."""
         if not self.acts:
             return None
         return torch.tensor([self._limit(known) for known in self._history(step)], dtype=torch.float64)
 
     def judge(self, step: int, stats: StepStats) -> list[Spike]:
-        """The spikes among a step's numbers, by the limits that it was decided with. The numbers of a step that was
-        applied and has none are remembered."""
+        """Return the spikes of a step, by the limits it was applied with. An applied step without spikes joins the
+        history."""
         values = self._values(stats)
         spikes = [
             Spike(name, value, math.exp(statistics.median(known)), self._score(known, value))
@@ -313,21 +312,21 @@ class SpikeWatch:
         return spikes
 
     def _history(self, step: int) -> list[list[float]]:
-        """Return the history that a step is judged by: the last logarithms of each number, without those of the
-        previous step."""
+        """Return the last logarithms of each number, without the previous step's."""
         return [[value for number, value in past if number < step - 1][-WINDOW:] for past in self._past]
 
     def state(self) -> dict[str, Any]:
         return {name: list(past) for name, past in zip(self._names, self._past, strict=True)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; of a run that kept none from nothing."""
+        """Restore `state()`; an empty state clears the history."""
         for name, past in zip(self._names, self._past, strict=True):
             past.clear()
             past.extend((int(step), float(value)) for step, value in state.get(name, ()))
 
     def _values(self, stats: StepStats) -> list[float | None]:
-        """Return the values by `_names`; `None` for an absent task, and for one that is not finite or not above 0."""
+        """Return the values in the order of `_names`; `None` for absent tasks and values that are not finite or not
+        positive."""
         tasks = (loss if count else 0.0 for loss, count in zip(stats.task_losses, stats.task_counts, strict=True))
         every = (stats.loss, stats.grad_norm, *tasks)
         return [value if 0.0 < value < math.inf else None for value in every]

@@ -1,5 +1,5 @@
-"""The training loop. Read aloud it is the method; it knows no method by name. With it: losses over the held-out rows,
-and the learning rate of a step. What the ranks agree on before a step is in decisions.py.
+"""The training loop, validation and the learning rate schedule. The loop contains no method by name. decisions.py has
+the agreement of the ranks before a step.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from trp_scale.training.observer import Observer
 from trp_scale.training.rundir import Incidents
 
 SECONDS_AFTER_AN_ERROR = 5.0
-"""How long the numbers of the last step are waited for when an error ends the run."""
+"""Wait for the statistics of the last step after an error."""
 
 COLLECT_EVERY = 50
-"""Steps from one run of Python's garbage collector to the next. A step leaves it next to nothing: 600 objects in 200
-steps, which it looks through in 0.2 ms; all that a run has made before takes it 0.5 s."""
+"""Steps between runs of Python's garbage collector. 200 steps leave 600 objects, which it scans in 0.2 ms; the objects
+from before training take it 0.5 s."""
 
 
 ROLLED_BACK = "going back because of the spike"
-"""How the reason begins for which a run ends that goes back to a checkpoint."""
+"""Prefix of the end reason of a run that rolls back."""
 
 SKIP_WINDOW = 1000
-"""Steps among which skipped ones are counted against training.max_skipped_steps."""
+"""Number of last steps in which training.max_skipped_steps limits the skipped ones."""
 
 CALM_STEPS = 100
-"""Applied steps after which a fault is over, and the checkpoint from before it may go."""
+"""Applied steps after which a fault is over and the checkpoint from before it may be removed."""
 
 ASK_EVERY = 8
-"""Batches of a validation from one question to the next whether a rank was asked to stop: one number over all ranks."""
+"""Validation batches between two exchanges of stop requests (one number over all ranks)."""
 
 
 @dataclass(kw_only=True)
@@ -56,12 +56,12 @@ class TrainingState:
 
     Attributes:
         step: steps done.
-        skipped: how many of them moved nothing, a loss scaler's search left out.
-        skips: numbers of those among the last SKIP_WINDOW steps.
-        unvalidated: the validation of this step was left for a stop.
-        roll_back_from: step of a spike, after which the run goes back to a checkpoint before it; 0: there was none.
+        skipped: skipped steps, without those of a loss scaler's search.
+        skips: step numbers of the skipped ones among the last SKIP_WINDOW steps.
+        unvalidated: a stop interrupted the validation of this step.
+        roll_back_from: step of the spike that causes a rollback; 0: none.
         fault: first skipped step of the present fault, 0 without one. It ends after CALM_STEPS steps without another.
-        last_fault: its last skipped step so far.
+        last_fault: last skipped step of the present fault.
     """
 
     step: int = 0
@@ -87,10 +87,10 @@ class PendingStep:
     """A queued step whose statistics have not reached the host.
 
     Attributes:
-        step: its number, from 1.
-        late: its numbers, on their way to the host.
-        keys: [R] of this rank's rows, a copy; empty where spikes are not looked for.
-        searched: a loss scaler's ordinary search left it out; it does not count as skipped.
+        step: number of the step, from 1.
+        late: its statistics, being copied to the host.
+        keys: [R] keys of this rank's rows, a copy; empty without spike detection.
+        searched: a loss scaler's search skipped the step; it does not count as skipped.
         step_seconds, processor_seconds, data_wait_seconds, hooks: as in StepRecord.
     """
 
@@ -109,15 +109,14 @@ class RunControl:
     """Callbacks from the loop to the run around it.
 
     Attributes:
-        save: writes a checkpoint of the present state, or begins to.
-        validate: losses over the held-out rows, reported to the observer; None where it did not come to its end, on all
-            ranks alike: a request to stop ends it.
-        stop_requested: reason this rank was asked to stop, or None.
-        begin_step: called with the number of each step when it begins; the first is 1.
-        waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
-        mark: notes where the sources are; what it returns goes back there.
-        can_roll_back: whether there is a checkpoint; the same on all ranks.
-        checkpoints: those that `save` has begun; None: it writes them whole.
+        save: writes a checkpoint of the present state, or starts to.
+        validate: computes and reports the losses of the held-out rows; None on all ranks if a stop request ended it.
+        stop_requested: why this rank was asked to stop, or None.
+        begin_step: called with the step number (from 1) when a step starts.
+        waited_seconds: seconds that this rank has waited for data so far.
+        mark: records the data cursors and returns a function that restores them.
+        can_roll_back: whether a checkpoint exists; equal on all ranks.
+        checkpoints: asynchronous writer; None: `save` writes the whole checkpoint.
     """
 
     save: Callable[[], None] = lambda: None
@@ -133,14 +132,14 @@ class RunControl:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One run's parts, and the loop over its steps.
+    """Parts of a run, and the loop over its steps.
 
     Attributes:
-        control: what the loop calls on the run around it.
-        spikes: judges the numbers of each step; None: nothing does.
-        best: judges what is measured; None: no checkpoint is kept for it.
-        measured: after this step, by the names of figures.
-        pending: the step whose statistics are not on the host yet.
+        control: callbacks to the run.
+        spikes: detects spikes; None: no detection.
+        best: tracks the best checkpoint; None: no tracking.
+        measured: figures measured after this step, by name.
+        pending: the step whose statistics have not reached the host.
     """
 
     run_context: RunContext
@@ -168,11 +167,11 @@ class Trainer:
         return self.run_context.objective
 
     def run(self) -> str:
-        """Train up to `training.steps`; returns why the loop ended. The last step always has a checkpoint."""
+        """Train up to `training.steps` and return why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
         try:
             with garbage_collected_between_steps() as collect:
-                if self._too_many_skipped():  # when it stopped: nothing was changed since
+                if self._too_many_skipped():  # already before the resume
                     return str(self._reason_to_stop(asked=False))
                 stop = self._validate() if self.state.unvalidated else None
                 if self._better():
@@ -186,7 +185,7 @@ class Trainer:
                         self.measured.update(self.hooks.measured())
                         if self._due(self.config.validation.every):
                             stop = self._validate() or stop
-                    if self.state.roll_back_from:  # what is here is not worth a checkpoint
+                    if self.state.roll_back_from:  # this state needs no checkpoint
                         if self.control.checkpoints is not None:
                             self.control.checkpoints.close()
                         return str(stop)
@@ -206,7 +205,7 @@ class Trainer:
         return FINISHED
 
     def _validate(self) -> str | None:
-        """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
+        """Validate; return the stop reason if a request interrupted it. The resumed run then validates first."""
         losses = self.control.validate()
         self.state.unvalidated = losses is None
         if losses:
@@ -214,7 +213,7 @@ class Trainer:
         return self.agreement.reason(self.control.stop_requested()) if self.state.unvalidated else None
 
     def _better(self) -> bool:
-        """Whether what was measured since the last call is the best so far; its step's line is then written."""
+        """Whether the figures since the last call are the best so far; if so, write the line of their step."""
         measured, self.measured = self.measured, {}
         if self.best is None or not self.best.judge(self.state.step, measured):
             return False
@@ -230,10 +229,10 @@ class Trainer:
         return None if self.control.checkpoints is None else self.control.checkpoints.given_up()
 
     def train_step(self) -> str | None:
-        """One optimizer step; returns why it must be the last, or None.
+        """Make one optimizer step; return why it must be the last, or `None`.
 
-        Nothing in it waits for the device. The numbers of the step before are read and reported once this one is
-        queued; those of this step at once where something needs them.
+        Nothing waits for the device: the statistics of the previous step are read after this step is queued. Its own
+        statistics are read at once only if something needs them.
         """
         self.control.begin_step(self.state.step + 1)
         started, used, waited = time.perf_counter(), time.process_time(), self.control.waited_seconds()
@@ -276,14 +275,14 @@ class Trainer:
         )
         if agreed.written and self.control.checkpoints is not None:
             self.control.checkpoints.settle()
-        measured = bool(self.hooks.measured())  # it may be the best, or the reason to stop
+        measured = bool(self.hooks.measured())  # possibly the best value, or the end by patience
         rests = measured or self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
         return self._reason_to_stop(agreed.stop)
 
     def _next_window(self) -> list[Batch]:
-        """Empty where the run was asked to stop and rows do not come: no rank makes this step then."""
+        """Return the next window; empty after a stop request if no rows arrive. Then no rank makes this step."""
         try:
             return self.source.next_window()
         except StoppedWaitingError as error:
@@ -297,11 +296,11 @@ class Trainer:
         """Log the blocks that could not be read."""
         for key, reason in reasons.items():
             why = f" ({reason})" if reason else ""
-            self.observer.message(f"{when}: block {key} could not be read and is left out{why}")
+            self.observer.message(f"{when}: block {key} could not be read and is skipped{why}")
             self.control.incidents.add("unreadable", self.state.step, key=key, reason=reason)
 
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
-        """The step as the hooks see it. Counts are the global batch's."""
+        """Return the context that hooks receive; `counts` of the global batch."""
         device = self.engine.device
         return StepContext(
             run=self.run_context,
@@ -313,10 +312,10 @@ class Trainer:
         )
 
     def finish(self, ctx: StepContext) -> bool:
-        """Update, or skip on all ranks together when the loss or the gradient is not finite.
+        """Apply the step, or skip it on all ranks if the loss or the gradient is not finite or a spike.
 
         Returns:
-            whether a loss scaler's ordinary search left the step out.
+            Whether a loss scaler's search skipped the step.
         """
         self.hooks.gradients(ctx)
         ctx.decide(self.engine.check_gradients(), None if self.spikes is None else self.spikes.limits(ctx.step + 1))
@@ -329,10 +328,10 @@ class Trainer:
         return searched
 
     def read_stats(self, *, judge: bool = True) -> None:
-        """Read and report the step that is pending, if one is; waits until the device has made it.
+        """Read and report the pending step, if one exists; waits for the device.
 
         Args:
-            judge: look for spikes, on all ranks together.
+            judge: look for spikes. Collective.
         """
         if self.pending is not None:
             pending, self.pending = self.pending, None
@@ -342,12 +341,12 @@ class Trainer:
                 self._judge(pending, self.spikes)
 
     def _judge(self, pending: PendingStep, spikes: SpikeWatch) -> None:
-        """Look for spikes in a step; the same on all ranks, whose numbers are the same."""
+        """Look for spikes in a step; all ranks have the same statistics and find the same spikes."""
         detected, action = spikes.judge(pending.step, pending.late.read()), spikes.settings.spikes
         if not detected:
             return
         rows = [key for keys in self.agreement.group.gather_objects(pending.keys.tolist()) for key in keys]
-        self.observer.message(f"step {pending.step}: a spike: {', '.join(map(str, detected))}")
+        self.observer.message(f"step {pending.step}: spike: {', '.join(map(str, detected))}")
         self.control.incidents.add(
             "spike",
             pending.step,
@@ -359,7 +358,7 @@ class Trainer:
             self.state.roll_back_from = self.state.roll_back_from or pending.step
 
     def _read_what_has_arrived(self) -> None:
-        """Before an error is passed on. A device may wait for a rank that is gone: give it a few seconds."""
+        """Report the pending step after an error. The device may wait for a failed rank: wait a few seconds at most."""
         until = time.monotonic() + SECONDS_AFTER_AN_ERROR
         while self.pending is not None and not self.pending.late.has_arrived() and time.monotonic() < until:
             time.sleep(0.01)
@@ -367,7 +366,7 @@ class Trainer:
             self.read_stats(judge=False)
 
     def report(self, pending: PendingStep) -> None:
-        """Hand the step to the observer; an absent task has count 0 and no loss."""
+        """Pass the step to the observer; an absent task has count 0 and no loss."""
         if not self.observer.enabled:
             return
         stats = pending.late.read()
@@ -398,7 +397,7 @@ class Trainer:
             return f"{len(self.state.skips)} steps skipped, --training.max_skipped_steps allows {allowed}"
         if self.state.roll_back_from:
             return f"{ROLLED_BACK} of step {self.state.roll_back_from}"
-        if self.state.step >= self.config.training.steps:  # whoever asks: nothing is left that could be stopped
+        if self.state.step >= self.config.training.steps:  # also after a stop request: nothing is left to stop
             return FINISHED
         return self.agreement.reason(self.control.stop_requested()) if asked else None
 
@@ -408,14 +407,14 @@ class Trainer:
 
 @contextmanager
 def garbage_collected_between_steps() -> Iterator[Callable[[int], None]]:
-    """Python's collector of reference cycles runs when it is asked to, at the same steps on all ranks. By itself it
-    would run in the middle of a step, on each rank in another one, and all ranks wait for the slowest.
+    """Context that runs Python's garbage collector at the same steps on all ranks. The automatic collector would run
+    inside a step, a different one on each rank, and all ranks wait for the slowest.
 
-    What there is when training begins, and after the first step, which compiles and makes the optimizer's state, is set
-    aside until the end: the collector does not look through it again.
+    Objects from before training and from the first step (compiled code, optimizer state) are frozen until the end: the
+    collector does not scan them again.
 
     Yields:
-        what is called after each step, with its number from 1.
+        A function to call after each step, with its number from 1.
     """
 
     begun = False
@@ -452,18 +451,19 @@ def validate(
     *,
     leave: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
+    """Compute the mean loss of each task over the split, without dropout. Collective; all ranks have equally many
+    batches.
 
     Args:
-        corrupt: why blocks could not be read is added to it, by their keys.
-        leave: asked after each ASK_EVERY batches whether to leave it; the same on all ranks.
+        corrupt: receives the unreadable blocks with reasons, by key.
+        leave: called every ASK_EVERY batches; True on all ranks ends the validation.
 
     Returns:
-        None if it was left; else
-        {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
+        None if `leave` ended it; else
+        {"loss": mean over the balanced tasks that occur (over all tasks if none is balanced); None if none occurs,
          "worst_task": of the balanced tasks (training/metrics.py: worst_task),
          "tasks": {name: {"loss": mean over its elements or None, "count": elements,
-                          "accuracy": share of them that are right, where the objective knows}}}
+                          "accuracy": share of correct elements, if the objective counts them}}}
     """
     engine.train(False)
     size = len(objective.tasks)
@@ -497,11 +497,11 @@ def validate(
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of step `step` (from 0) of `steps`.
+    """Return the learning rate of step `step` (from 0) of `steps`.
 
-    Linear warm-up over `warmup_steps`: the first step has lr / warmup_steps, the last of the warm-up the full lr. After
-    it linear or cosine decay to `min_lr`, decay with the root of the step, or none. The decay is that of transformers,
-    (steps - step) / (steps - warmup_steps), or reaches its end one step earlier (`decay_end`).
+    Linear warm-up over `warmup_steps`, from lr / warmup_steps at the first step to lr at its last. Then linear or
+    cosine decay to `min_lr`, inverse square root decay, or none. The decay is that of transformers, (steps - step) /
+    (steps - warmup_steps), or ends one step earlier (`decay_end`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

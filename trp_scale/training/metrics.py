@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a logged step, flushed line by line, safe to append to after a kill.
+"""metrics.jsonl: one JSON object for each logged step, flushed line by line; a killed run can be appended to.
 
-The loop's records of a step are plain Python numbers, already summed over all ranks. Read back in one pass, the file
-gives a run's history: where each task started, where it stands, how fast the run was.
+Step records are plain Python numbers, summed over all ranks. Reading the file once gives a run's history: start and end
+of each task, speed, memory.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from trp_scale.config.json_files import json_lines, parse_json
 from trp_scale.config.schema import PartOf, Whole, record
 
 FINISHED = "finished"
-"""Why a run ended that made all its steps."""
+"""End reason of a run that made all its steps."""
 
 NO_BETTER = "no better "
-"""How the reason begins for which a run ends before its last step, with nothing left to do."""
+"""Prefix of the end reason of a run that patience ended early."""
 
 
 def nothing_left(why: str) -> bool:
-    """Whether a run that ended so is over: its steps are made, or patience has ended it."""
+    """Whether a run with this end reason is complete: all steps made, or ended by patience."""
     return why == FINISHED or why.startswith(NO_BETTER)
 
 
 @dataclass(kw_only=True)
 class TaskRecord:
-    """One task in one step.
+    """Record of a task in a step.
 
     Attributes:
-        loss: mean over the task's elements of the global batch; None where it had none.
-        weight: weight of that mean in the total loss.
-        count: number of its elements in the global batch.
+        loss: mean over the task's elements of the global batch; None without elements.
+        weight: weight of this mean in the total loss.
+        count: elements in the global batch.
     """
 
     loss: float | None
@@ -51,19 +51,19 @@ class TaskRecord:
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """Record of an optimizer step.
 
     Attributes:
-        step: steps done, this one included: the first is 1, as in a checkpoint's name.
+        step: number of the step, from 1, as in a checkpoint's name.
         loss: total loss of the global batch.
         lr: learning rate of the step.
         grad_norm: norm of the gradient before clipping.
-        tasks: every task of the objective, absent ones with loss None and count 0.
-        step_seconds: time of the whole step, waiting for data included.
-        processor_seconds: that rank 0's process used in it, its threads together.
-        data_wait_seconds: of step_seconds, what rank 0 spent waiting for the loader, in the loop and in hooks.
-        applied: False when the step was skipped because its loss or gradient was not finite.
-        hooks: one object per hook under the hook's name; may be empty on steps that `Observer.wants` does not ask for.
+        tasks: every task of the objective; absent tasks have loss None and count 0.
+        step_seconds: duration of the step, including the wait for data.
+        processor_seconds: CPU time of rank 0's process, all threads.
+        data_wait_seconds: part of step_seconds that rank 0 waited for the loader, in the loop and in hooks.
+        applied: False if the step was skipped: loss or gradient not finite, or a spike.
+        hooks: metrics of each hook by its name; may be empty unless `Observer.wants` the step.
     """
 
     step: int
@@ -80,19 +80,19 @@ class StepRecord:
 
 @dataclass(kw_only=True)
 class RunInfo:
-    """Constants of a run that its figures need.
+    """Constants of a run for its figures.
 
     Attributes:
-        positions_per_step: sequence positions of one step on all ranks, padding included: rows x length.
-        images_per_step: of one step on all ranks; 0 where rows are no images.
-        flops_per_step: model FLOPs of one training step on all ranks (3 x forward, no recomputation); 0 = not known.
-        device_name: as torch names it, or "cpu".
-        outside_tasks: tasks that take no part in the maximum; never marked as the worst.
-        start_step: steps done before this process began (a resumed run).
-        rows: rows of each source: of an epoch, or of a pass over what is held out.
-        workers, workers_asked: loader processes of rank 0, and how many --data.workers is.
-        shown: names of each hook's metrics that the display shows.
-        description: one line for the head of the display and the report, such as "deepspeed, ZeRO 2, 2 ranks, fp32".
+        positions_per_step: sequence positions of a step on all ranks, including padding: rows x length.
+        images_per_step: images of a step on all ranks; 0 if rows are not images.
+        flops_per_step: model FLOPs of a step on all ranks (3 x forward, no recomputation); 0: unknown.
+        device_name: torch's name, or "cpu".
+        outside_tasks: tasks outside the maximum; never marked as the worst.
+        start_step: steps done before this process (a resumed run).
+        rows: rows of each source, per epoch or per pass over the held-out rows.
+        workers, workers_asked: loader processes of rank 0, and --data.workers.
+        shown: names of each hook's metrics in the display.
+        description: head of the display and the report, such as "deepspeed, ZeRO 2, 2 ranks, fp32".
     """
 
     positions_per_step: int
@@ -109,21 +109,21 @@ class RunInfo:
     description: str = ""
 
     def image_count(self, positions: float) -> float:
-        """Images that so many positions are."""
+        """Convert positions to images."""
         return positions * self.images_per_step / self.positions_per_step
 
 
 Name = TypeVar("Name")
 
 LONGEST_LINE = 1 << 24
-"""Bytes at the end of the file that are searched for the last newline."""
+"""Bytes at the end of the file in which the last newline is searched."""
 
 MOST_HELD = 64 << 20
-"""Bytes of lines that wait for storage to take them; beyond, the oldest go."""
+"""Bytes of unwritten lines kept in memory; beyond it the oldest are dropped."""
 
 
 def finite(value: Any) -> Any:
-    """`value` with every number that is not finite replaced by None: strict JSON has no NaN."""
+    """Replace numbers that are not finite by None: strict JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -134,7 +134,7 @@ def finite(value: Any) -> Any:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut a last line without a newline, left by a process that was killed while it wrote."""
+    """Remove a last line without a newline, left by a process that was killed during a write."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -147,18 +147,18 @@ def drop_torn_line(path: Path) -> None:
 
 
 class MetricsWriter:
-    """Appends to `run_dir`/metrics.jsonl. Lines that storage refuses, as a full disk does, are held and written with
-    the next one; the run goes on.
+    """Writer of `run_dir`/metrics.jsonl. If storage fails (a full disk), lines are kept and written with the next one;
+    the run continues.
 
     Raises:
-        TypeError: a value that JSON does not know (a tensor, say), with the line's step.
+        TypeError: a value is no JSON value (a tensor, for example), with the step.
     """
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None] = lambda line: None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         drop_torn_line(self.path)
-        # No buffer: it would write what was refused a second time.
+        # Unbuffered: a buffer would write a failed line a second time.
         self._file: BinaryIO = self.path.open("ab", buffering=0)  # type: ignore[assignment]
         self._tell = tell
         self._size = os.fstat(self._file.fileno()).st_size
@@ -175,7 +175,7 @@ class MetricsWriter:
         self._write_held()
 
     def close(self) -> None:
-        """Write what is held, if that can be, and say what could not be."""
+        """Write the kept lines if possible, and log how many are lost."""
         self._write_held()
         if lost := len(self._held) + self._lost:
             self._tell(f"{self.path}: {lost} lines could not be written and are lost")
@@ -187,7 +187,7 @@ class MetricsWriter:
                 self._append(self._held[0])
             except OSError as error:
                 if not self._refused:
-                    self._tell(f"{self.path}: cannot be written ({error.strerror}); its lines are held for later")
+                    self._tell(f"{self.path}: cannot be written ({error.strerror}); its lines are kept for later")
                 self._refused = True
                 while sum(map(len, self._held)) > MOST_HELD:
                     self._held.popleft()
@@ -199,23 +199,19 @@ class MetricsWriter:
             self._tell(f"{self.path}: can be written again")
 
     def _append(self, line: bytes) -> None:
-        """Append a line whole, or nothing of it.
-
-        Raises:
-            OSError: storage refuses it.
-        """
+        """Append a line completely or not at all. Raises OSError if storage fails."""
         if self._torn:
             os.ftruncate(self._file.fileno(), self._size)
             self._torn = False
         rest = memoryview(line)
         try:
-            # One call a line, if all of it is taken, so that a reader who follows the file never sees half of one.
+            # Normally one call for each line, so that readers see complete lines only.
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
             self._torn = len(rest) < len(line)
             if self._torn:
-                with contextlib.suppress(OSError):  # it is tried again before the next line
+                with contextlib.suppress(OSError):  # retried before the next line
                     os.ftruncate(self._file.fileno(), self._size)
                     self._torn = False
             raise
@@ -251,8 +247,12 @@ class _Cache(PartOf):
 
 @dataclass(frozen=True, kw_only=True)
 class LastLesson(PartOf):
-    """Learned-mask fields of a line. Attributes: lessons: of the masking network so far; overlap_untrained,
-    overlap_last: share of the patches that it masks that it would mask untrained, and masked before its last lesson."""
+    """Learned-mask fields of a line.
+
+    Attributes:
+        lessons: updates of the masking network so far.
+        overlap_untrained, overlap_last: share of the masked patches that the untrained network masks too, and that were
+            masked before the last update."""
 
     lessons: Whole = 0
     overlap_untrained: float | None = None
@@ -279,10 +279,10 @@ class _Line(PartOf):
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
+    """Yield the lines of a run's metrics.jsonl, oldest first, without an incomplete last line.
 
     Raises:
-        RefusedError: the directory holds no metrics.jsonl, or a whole line is not a JSON object; with its number.
+        RefusedError: no metrics.jsonl exists, or a complete line is not a JSON object; with its number.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
@@ -300,38 +300,38 @@ def newest_run(parent: Path) -> Path:
     """Return the run directory in `parent` with the latest write to metrics.jsonl.
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: none exists.
     """
     paths = sorted(Path(parent).glob(f"*/{METRICS_FILE}"), key=lambda path: (path.stat().st_mtime, path))
     if not paths:
-        raise RefusedError(f"there is no run in {Path(parent).absolute()}; say which one with --run DIR")
+        raise RefusedError(f"no run in {Path(parent).absolute()}; name one with --run DIR")
     return paths[-1].parent
 
 
 END_SHARE = 0.1
-"""Share of a run's steps, at its end, over which losses and weights are averaged: one step of a rare task is a handful
-of elements and says little. Of steps, not of lines: ten lines are half of a short run that logs each tenth step."""
+"""Share of a run's last steps over which losses and weights are averaged: a single step has few elements of a rare
+task. It counts steps, not lines: ten lines are half of a short run that logs every tenth step."""
 
 
 DIVERGED = 10.0
-"""Times its start: a mean loss above that at the end is of a run that diverged. A balancer or an adversary may let
-losses rise, but not by so much."""
+"""A run has diverged if its mean loss at the end is above this factor times the start. A balancer or an adversary may
+raise losses, but by less."""
 
 
 def end_begins(last_step: int) -> int:
-    """The first of the steps that are averaged; the last one is always among them."""
+    """Return the first step of that average; it always includes the last step."""
     return last_step - max(1, int(last_step * END_SHARE)) + 1
 
 
 @dataclass(kw_only=True)
 class TaskHistory:
-    """One task over a run.
+    """History of a task over a run.
 
     Attributes:
-        start: loss in the first logged step that had the task; None if it never came.
-        end: mean loss over the logged steps from `end_begins` on, weighted by counts; None if it did not come there.
-        weight: mean weight over those of the same steps that had the task; None if none had.
-        count: its elements in those steps.
+        start: loss in the first logged step with the task; None if none has it.
+        end: mean loss over the logged steps from `end_begins` on, weighted by counts; None without elements there.
+        weight: mean weight over those of these steps that have the task; None if none has it.
+        count: elements in these steps.
     """
 
     start: float | None
@@ -346,11 +346,15 @@ class TaskHistory:
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """Summary of a run's metrics. Times are medians over logged steps, but for training_seconds and data_wait_seconds,
-    sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those whose weights the
-    balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the start. end_lines:
-    logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the last line, by their
-    names. lesson: of learned masks, in the last line. held_out: held-out losses by step."""
+    """Summary of a run's metrics. Memory, waits and cache use are of rank 0.
+
+    Attributes:
+        training_seconds, data_wait_seconds: sums over all steps; other times are medians over logged steps.
+        outside_tasks: tasks without a weight from the balancer.
+        worst_task, first_worst_task: at the end; at the start, of the same tasks.
+        end_lines, loss_end: logged steps from `end_begins` on, and their mean loss.
+        notices, lesson: messages of hooks by hook, and fields of learned masks, in the last line.
+        held_out: held-out losses by step."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -379,14 +383,14 @@ class RunHistory:
 
     @property
     def seconds_of_step(self) -> float | None:
-        """Cost of a step: processor seconds on a CPU, which other load does not change, and seconds on a GPU; `None` if
-        no step was logged."""
+        """Cost of a step: CPU time on a CPU, which does not depend on other load, and seconds on a GPU; `None` if no
+        step was logged."""
         return self.step_seconds if self.processor_seconds is None else self.processor_seconds
 
     @property
     def diverged(self) -> str:
-        """Reason why the end of the run is no result, or "": most steps were skipped and no loss is finite, or the
-        unweighted task losses are far above their start. Empty: it is one."""
+        """Why the run diverged, or "": most steps were skipped and no loss is finite, or the unweighted task losses are
+        far above their start."""
         since = f"from step {end_begins(self.last_step)} on"
         if self.loss_end is None and 2 * self.skipped_steps > self.last_step:
             return f"{self.skipped_steps} of {self.last_step} steps were skipped, and no loss is finite {since}"
@@ -398,23 +402,24 @@ class RunHistory:
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the steps' time that was spent waiting for the loader; None before the first step."""
+        """Share of the steps' time spent waiting for the loader; `None` before the first step."""
         return self.data_wait_seconds / self.training_seconds if self.training_seconds else None
 
 
 FEWEST = 30
-"""Elements below which a task's figure is noise: it is not put into words, and not the worst if another has as many."""
+"""Minimum number of elements of a task. Below it the task is not described, and not the worst if another task has
+enough elements."""
 
 
 def worst_task(
     losses: Mapping[Name, float | None], counts: Mapping[Name, int | None], outside: Iterable[Name] = ()
 ) -> Name | None:
-    """Return the task with the largest loss among those with FEWEST elements or more; of all if none has as many; None
-    if there is none. The first of equal ones. Every table and figure that names a worst task asks here.
+    """Return the task with the largest loss, the first of equal ones, among the tasks with at least FEWEST elements, or
+    among all if none has enough; `None` without losses. All tables and figures use this function.
 
     Args:
-        counts: measured elements, or rows; None: not known, and taken for enough.
-        outside: tasks that take no part in the maximum.
+        counts: measured elements or rows; None: unknown, counts as enough.
+        outside: tasks outside the maximum.
     """
     left_out = set(outside)
     inside = {name: loss for name, loss in losses.items() if loss is not None and name not in left_out}
@@ -423,7 +428,7 @@ def worst_task(
 
 
 def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, Any]]) -> TaskHistory:
-    """Return the last losses of one task."""
+    """Return the history of a task from its start and the last lines."""
     entries = [line["tasks"][name] for line in lines if name in line["tasks"]]
     seen = [entry for entry in entries if entry["loss"] is not None and entry["count"] > 0]
     count = sum(entry["count"] for entry in seen)
@@ -439,11 +444,11 @@ def hook_notices(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 MEDIANS = ("step_seconds", "processor_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
-"""Fields of a line of which a run's history has the median."""
+"""Fields of a line that a run's history has as medians."""
 
 
 def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lambda line: None) -> RunHistory:
-    """Read a run's metrics, each line shown to `also`, too. Raises what `read_metrics` raises."""
+    """Read a run's metrics; `also` is called with each line. Raises what `read_metrics` raises."""
     history = RunHistory()
     starts: dict[str, float | None] = {}
     recent: deque[dict[str, Any]] = deque()

@@ -1,13 +1,12 @@
-"""`batch.micro_size: auto`: how many rows a forward pass takes, chosen once at the start of a run.
+"""`batch.micro_size: auto`: rows of a micro-batch, chosen once at the start of a run.
 
-The result of a step does not depend on it (docs/decisions.md, "Losses are sums and counts"), its speed does: small
-micro-batches leave a GPU to launching kernels, and a window of one micro-batch spares exact minimax its own pass.
+The result of a step does not depend on it (docs/decisions.md, "Losses are sums and counts"), but its speed does: with
+small micro-batches kernel launches dominate, and exact minimax needs no extra pass for a window of one micro-batch.
 
-On a GPU it is the largest divisor of a rank's share of the global batch that fits beside weights, gradients and
-moments. What a row takes is counted: the forward pass runs on fake tensors, which have shapes and no content, for two
-numbers of rows, and what it saves for the backward pass is fitted by a line. Passes that hooks add are not counted: the
-recipes of learned masks state a number. On a CPU it is the largest divisor of at most `POSITIONS_A_CORE` positions for
-each thread.
+On a GPU it is the largest divisor of a rank's share of the global batch that fits into memory with weights, gradients
+and moments. The memory of a row is estimated: the forward pass runs on fake tensors for two numbers of rows, and a line
+is fitted to the bytes saved for the backward pass. Passes of hooks are not included, so recipes with learned masks set
+a number. On a CPU it is the largest divisor with at most `POSITIONS_A_CORE` positions for each thread.
 """
 
 from __future__ import annotations
@@ -37,25 +36,25 @@ from trp_scale.models.initialise import without_content
 from trp_scale.pretraining.base import Upstream
 
 POSITIONS_A_CORE, POSITIONS = 6144, 16384
-"""Largest micro-batch on a CPU in positions, for each thread and for all: the tiny recipes are fastest a row at 3,100
-to 6,100 on one thread, and 4 to 7 % slower at twice that (docs/experiments.md). 16,384 of BERT-base keep 14 GiB."""
+"""Largest micro-batch on a CPU in positions, for each thread and in all. On one thread the tiny recipes are fastest at
+3,100 to 6,100 and 4 to 7 % slower at twice that (docs/experiments.md). 16,384 of BERT-base need 14 GiB."""
 
 SURE = 0.8
-"""Share of the free memory up to which the count is believed; above it a size is tried."""
+"""Share of the free memory up to which the estimate is trusted; above it a step is tried."""
 
 WORKSPACE = 2 << 30
-"""Bytes left to libraries (matrix products, collectives) and to gaps between tensors."""
+"""Bytes reserved for libraries (matrix products, collectives) and fragmentation."""
 
 METHODS = 12
-"""Bytes a parameter left to what methods keep: an average, a copy of the weights, a direction."""
+"""Bytes per parameter reserved for methods: a weight average, a copy of the weights, a direction."""
 
 FITTED = (2, 4)
-"""Rows that are counted; even, because mixup mixes rows two by two."""
+"""Rows of the two estimates; even, because mixup mixes pairs of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that training takes: `fixed` whatever the rows, and `row` for each row of a micro-batch."""
+    """Bytes that training needs: `fixed`, and `row` for each row of a micro-batch."""
 
     fixed: int
     row: int
@@ -67,7 +66,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A size, and why in a few words."""
+    """Chosen number of rows, and the reason."""
 
     rows: int
     why: str
@@ -86,25 +85,25 @@ def choose(
     stored: Mapping[str, Any] | None = None,
     free: int | None = None,
 ) -> Choice:
-    """The number for `batch.micro_size: auto`, the same on all ranks, which all call this.
+    """Choose `batch.micro_size`, equal on all ranks. Collective.
 
     Args:
-        build: opens what the run learns from, with micro-batches of one row; it is closed again.
+        build: builds the upstream with the smallest micro-batch; it is closed again.
         engine_name, ds_document: as in build_engine.
-        stored: settings of the checkpoint that the run goes on from; its number is kept where it still divides.
-        free: bytes that this rank's device has left; None = asked of it. On a CPU nothing is counted without it.
+        stored: settings of the checkpoint to resume; its size is kept if it still divides the share.
+        free: free bytes of this rank's device; None: queried. On a CPU None skips the estimate.
 
     Raises:
-        RefusedError: no size goes with the other settings, or what a row takes cannot be counted.
+        RefusedError: no size is valid with the other settings, or the memory of a row cannot be estimated.
     """
     group = environment.data
     sizes = candidates(config, group.size)
     before = (stored or {}).get("batch", {}).get("micro_size")
     if before in sizes:
-        return Choice(rows=before, why="those of the checkpoint")
+        return Choice(rows=before, why="as in the checkpoint")
     probed = copy.deepcopy(config)
     probed.batch.micro_size = sizes[0]
-    probed.training.compile = "none"  # a graph for each size that is tried would be thrown away; it takes less memory
+    probed.training.compile = "none"  # compiled graphs of tried sizes would be discarded; they need less memory
     upstream = build(probed, environment)
     try:
         if free is None and environment.device.type == "cpu":
@@ -112,7 +111,7 @@ def choose(
             return for_cores(sizes, positions, least(torch.get_num_threads(), group))
         need = count_memory(upstream, probed, environment, engine_name, ds_document)
         if free is None:
-            torch.cuda.empty_cache()  # what torch holds and does not use is free
+            torch.cuda.empty_cache()  # memory that torch caches counts as free
             free = torch.cuda.mem_get_info(environment.device)[0]
         free = least(free, group)
 
@@ -138,10 +137,10 @@ def choose(
 
 
 def candidates(config: Config, ranks: int) -> list[int]:
-    """Divisors of a rank's share of the global batch that go with the other settings, ascending.
+    """Return the divisors of a rank's share of the global batch that are valid with the other settings, ascending.
 
     Raises:
-        RefusedError: there is none; the message is that of the settings, or of the partition.
+        RefusedError: none is valid, with the problems of the settings or the partition.
     """
     share = check_partition(config.batch.global_size, 1, ranks)
     problems: list[str] = []
@@ -160,16 +159,16 @@ def candidates(config: Config, ranks: int) -> list[int]:
 
 
 def least(number: int, group: Group) -> int:
-    """The smallest of the ranks' numbers."""
+    """Return the minimum over the ranks."""
     return min(group.gather_objects(number))
 
 
 def for_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
-    """The largest of `sizes` with at most POSITIONS_A_CORE positions for each thread and POSITIONS in all, or the
-    smallest of all.
+    """Choose the largest size with at most POSITIONS_A_CORE positions for each thread and POSITIONS in all, or the
+    smallest size.
 
     Args:
-        positions: of a row.
+        positions: positions of a row.
     """
     allowed = min(POSITIONS_A_CORE * threads, POSITIONS)
     rows = max([size for size in sizes if size * positions <= allowed], default=sizes[0])
@@ -179,23 +178,23 @@ def for_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
 
 
 def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[int], bool] | None) -> Choice:
-    """The largest of `sizes` that the memory holds.
+    """Choose the largest size that fits into memory.
 
     Args:
         sizes: ascending.
-        free: bytes, the same on all ranks.
-        attempt: whether a step with so many rows runs; asked where the count is close to `free`. None: nothing can be
-            tried, because a rank that is out of memory would leave the others in a collective.
+        free: bytes, equal on all ranks.
+        attempt: tries a step with a number of rows; used if the estimate is close to `free`. None on several ranks: one
+            that is out of memory would leave the others in a collective.
     """
     for rows in reversed(sizes):
         needed = need.step_bytes(rows)
-        words = f"{needed / 2**30:.1f} GiB counted of {free / 2**30:.1f} GiB free"
+        words = f"estimated {needed / 2**30:.1f} GiB of {free / 2**30:.1f} GiB free"
         if needed <= SURE * free:
             whole = ", a rank's whole share" if rows == sizes[-1] else ""
             return Choice(rows=rows, why=f"{words}{whole}")
         if attempt is not None and needed <= free and attempt(rows):
-            return Choice(rows=rows, why=f"{words}, tried by one step")
-    return Choice(rows=sizes[0], why=f"{words}; there is no smaller size, and it may not fit")
+            return Choice(rows=rows, why=f"{words}, one step succeeded")
+    return Choice(rows=sizes[0], why=f"{words}; it is the smallest size and may not fit")
 
 
 def fits(
@@ -204,8 +203,7 @@ def fits(
     objective: Objective,
     rows_of: Callable[[int], Batch],
 ) -> bool:
-    """Whether a step with micro-batches of `rows` rows runs, moments in place; its gradients are dropped, and with them
-    the engine."""
+    """Whether a step with micro-batches of `rows` rows fits into memory, with moments allocated."""
     engine: Engine | None = None
     ran = False
     with suppress(torch.OutOfMemoryError):
@@ -231,11 +229,7 @@ def count_memory(
     engine_name: str,
     ds_document: Mapping[str, Any] | None,
 ) -> Need:
-    """Return the memory that a step of this run needs.
-
-    Raises:
-        RefusedError: the forward pass needs the content of its tensors.
-    """
+    """Estimate the memory of a step. Raises what `saved_by_rows` raises."""
     activations = saved_by_rows(
         upstream.model,
         upstream.objective,
@@ -247,10 +241,10 @@ def count_memory(
     model = without_content(upstream.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
-    # Settings of FSDP2 are refused on other engines; what it keeps on the host is not on the device.
+    # Other engines refuse FSDP2's settings. Offloaded states are not on the device.
     shared_by = config.fsdp.shard_ranks or environment.data.size
     states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
-    states += 2 * (config.training.weights == "bf16")  # beside the masters
+    states += 2 * (config.training.weights == "bf16")  # in addition to the fp32 masters
     return Need(fixed=activations.fixed + round(states * parameters) + WORKSPACE, row=activations.row)
 
 
@@ -263,22 +257,22 @@ def saved_by_rows(
     device: torch.device,
     rounded: bool,
 ) -> Need:
-    """Return the bytes that a forward pass saves for its backward pass, by the rows of the micro-batch.
+    """Estimate the bytes that a forward pass saves for its backward pass, as a line over the rows.
 
     Args:
-        make_model: makes the model; called twice with activation checkpointing.
-        rows_of: a batch of so many rows.
-        rounded: weights are read in bf16.
+        make_model: builds the model; called twice with activation checkpointing.
+        rows_of: returns a batch with a number of rows.
+        rounded: forwards read bf16 weights.
 
     Raises:
-        RefusedError: the forward pass needs the content of its tensors.
+        RefusedError: the forward pass reads the content of its tensors, so it does not run on fake tensors.
     """
     model, how = without_content(make_model), config.training.activation_checkpointing
     shares = [(model, 1.0)]
     if how != "none":
         checkpointed = without_content(make_model)
         checkpoint_blocks(checkpointed, how)
-        shares = [(checkpointed, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a block, made again
+        shares = [(checkpointed, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a recomputed block
     half, saved = config.training.precision != "fp32", [0.0, 0.0]
     batches = [rows_of(rows) for rows in FITTED]
     try:
@@ -289,7 +283,7 @@ def saved_by_rows(
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise RefusedError(
-            f"--batch.micro_size auto: what a row takes cannot be counted, the forward pass does not run on fake "
+            f"--batch.micro_size auto: cannot estimate the memory of a row, the forward pass does not run on fake "
             f"tensors ({type(error).__name__}: {first}); allowed: a number"
         ) from error
     few, more = map(round, saved)
@@ -298,9 +292,10 @@ def saved_by_rows(
 
 
 def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
-    """Bytes a parameter of fp32 weights, gradients and two moments on one rank (benchmarks/memory.py): 16 whole; by
-    FSDP2 shared by the ranks; ZeRO-1 and 2 keep weights and gradients whole, and beside them a third of the rest a
-    second time; ZeRO-3 keeps the weights twice."""
+    """Return the bytes per parameter of fp32 weights, gradients and two moments on one rank (benchmarks/memory.py).
+
+    16 in all. FSDP2 shards them over the ranks. ZeRO-1 and 2 keep weights and gradients whole and shard 12 bytes (a
+    second copy of the weights, and the moments). ZeRO-3 keeps the weights twice."""
     if engine_rules(engine_name).shards_everything:
         return 16 / ranks
     if stage in (1, 2):
@@ -311,5 +306,5 @@ def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
 
 
 def first_rows(upstream: Upstream, count: int) -> Batch:
-    """Return the first rows of the order, padded to the largest size that so many rows can take."""
+    """Return the first `count` rows of the data order as a batch of worst-case size."""
     return upstream.worst_case_batch(upstream.sources.train.first_rows(count))

@@ -1,5 +1,5 @@
-"""Observers of a run, none of which makes a collective call: metrics, display and report on rank 0; the device's peak,
-memory and the time until the first step is made; a trace of a few steps."""
+"""Observers of a run: metrics, display and report on rank 0; peak FLOP/s and memory; start-up time; a trace of a few
+steps. None of them makes a collective call."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("A10", 125e12),
 )
-"""Dense bf16 matrix FLOP/s from the makers' data sheets, by a part of the device's name; the first that fits counts."""
+"""Dense bf16 FLOP/s from data sheets, by a part of the device's name; the first match counts."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s, None where it is not known: a CPU, an unlisted GPU, or full precision
-    (whose peak depends on the TF32 setting)."""
+    """Return the dense peak of a device in FLOP/s; `None` for a CPU, an unlisted GPU, or fp32 (its peak depends on the
+    TF32 setting)."""
     if precision == "fp32":
         return None
     name = device_name.lower()
@@ -61,7 +61,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def peak_memory_bytes(*, on_gpu: bool) -> int:
-    """Largest memory of this process since it began: what torch allocated on its GPU, or the resident set on a CPU."""
+    """Return the peak memory of this process: torch's allocations on its GPU, or the resident set on a CPU."""
     if on_gpu:
         return int(torch.cuda.max_memory_allocated())
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -69,7 +69,8 @@ def peak_memory_bytes(*, on_gpu: bool) -> int:
 
 
 def seconds_of_process() -> float:
-    """Since this process was started, imports included; on other systems than Linux since this module was imported."""
+    """Return the seconds since the start of this process, including imports; since the import of this module on systems
+    other than Linux."""
     if not sys.platform.startswith("linux"):
         return time.monotonic() - _IMPORTED
     after_the_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -80,16 +81,16 @@ _IMPORTED = time.monotonic()
 
 
 class StartUp:
-    """How long a run takes to start: until its first step is made, most of which may be compiling; and which graphs it
-    made later that none of its modes needed. Call it at the start of every step, and once after the last.
+    """Measure the time until the first step is made, and log surplus graphs. Call it at the start of every step, and
+    once after the last.
 
-    On a GPU the host is a little ahead: the first step may still be under way there.
+    On a GPU the host runs ahead: the first step may not be complete yet.
 
     Args:
-        graphs: of the engine; None where nothing is compiled.
+        graphs: graphs of the engine; None without compilation.
     Attributes:
-        seconds: from the start of the process to the end of the first step; None before that.
-        compiling: how many of them were spent on compiling.
+        seconds: from the start of the process to the end of the first step; None before.
+        compiling: seconds of them spent on compilation.
     """
 
     def __init__(self, graphs: CompiledGraphs | None, say: Callable[[str], None]) -> None:
@@ -100,7 +101,7 @@ class StartUp:
         self._told = 0
 
     def __call__(self) -> None:
-        """A step begins, or the last has ended."""
+        """Record that a step starts, or that the last one has ended."""
         if self.seconds is None and self._begun:
             self._first_step_made()
         self._begun = True
@@ -114,7 +115,7 @@ class StartUp:
         if self.graphs is not None:
             self.compiling = self.graphs.seconds()
             made, found = self.graphs.made, self.graphs.found()
-            line += f", {self.compiling:.1f} s of them for compiling (graphs: {made}, found in the cache: {found})"
+            line += f", {self.compiling:.1f} s of them compilation (graphs: {made}, found in the cache: {found})"
         self.say(line)
 
     def figures(self) -> dict[str, Any]:
@@ -131,16 +132,15 @@ class StartUp:
 
 DIRECTORY = "profile"
 COSTLIEST = 10
-"""Operations in the table."""
+"""Number of operations in the table."""
 
 
 class StepProfile:
-    """Traces the steps that `logging.profile` names, in this process. Call it at the start of every step.
+    """Trace the steps of `logging.profile` in this process. Call it at the start of every step.
 
-    Writes into the run directory profile/steps-START-STOP.json.gz, a Chrome trace (chrome://tracing, ui.perfetto.dev),
-    a table of the costliest operations beside it, and with `logging.memory_snapshot` what the GPU's allocator did
-    (pytorch.org/memory_viz). Tracing slows the traced steps down; their numbers stay.
-
+    Writes RUN_DIR/profile/steps-START-STOP.json.gz, a Chrome trace (chrome://tracing, ui.perfetto.dev), a table of the
+    costliest operations, and with `logging.memory_snapshot` the history of the GPU's allocator
+    (pytorch.org/memory_viz). Traced steps are slower; their results do not change.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, device: torch.device, say: Callable[[str], None]) -> None:
@@ -152,7 +152,7 @@ class StepProfile:
         self._step = 0
 
     def __call__(self, step: int) -> None:
-        """Step `step` begins; the first step of a run is 1."""
+        """Record that step `step` (from 1) starts."""
         if step == self.first:
             self._begin()
         elif self._trace is not None and step > self.last:
@@ -170,7 +170,7 @@ class StepProfile:
         self._trace.start()
 
     def close(self) -> None:
-        """Write what has been traced; nothing if no trace is under way."""
+        """Write the running trace, if any."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
@@ -183,18 +183,18 @@ class StepProfile:
         if self.memory:
             torch.cuda.memory._dump_snapshot(str(path.with_suffix("").with_suffix(".memory.pickle")))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
-        self.say(f"steps {self.first} to {self._step} are traced in {path}")
+        self.say(f"trace of steps {self.first} to {self._step}: {path}")
 
 
 class Observer:
-    """Writes metrics, shows progress, and ends with the report. Makes no collective call.
+    """Write metrics, show progress, and write the report at the end. Makes no collective call.
 
     Args:
         config: the run's settings (`logging`, `validation`, `training.steps`, `training.precision` are read).
         tasks: names of the objective's tasks, in order.
-        info: what does not change during the run.
+        info: constants of the run.
         enabled: True on rank 0; elsewhere every method does nothing.
-        cache_use: what this rank has done with the cache of remote tars since the last call; empty if nothing.
+        cache_use: returns this rank's use of the cache of remote tars since the last call; empty without use.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Observer:
         self._used: list[float] = []
         self._waits: list[float] = []
         self._held: dict[str, Any] | None = None
-        # Not the first step of a resumed run: its lines are those of a run that was never stopped.
+        # Not the first step of a resumed run: it logs the same lines as an uninterrupted run.
         self._first = info.start_step == 0
         self._made = False
         self._summary: dict[str, Any] | None = None
@@ -233,15 +233,15 @@ class Observer:
             self._display: PlainDisplay = open_display(config, info, self.run_dir)
 
     def wants(self, step: int) -> bool:
-        """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
+        """Whether this step gets a line: every `logging.every` steps, the run's first and last, validated steps."""
         every, last = self.config.logging.every, self.config.training.steps
         return self._first or step % max(1, every) == 0 or step >= last or self._is_validated(step)
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step; call it for each one. Writes a line when `wants` says so or the step was skipped.
+        """Record a step; call it for every step. Writes a line if `wants` is true or the step was skipped.
 
-        The line of a step that is validated is written together with its validation: call `validation` next, and write
-        the checkpoint of that step after it.
+        The line of a validated step is written with its validation: call `validation` next, and write the checkpoint of
+        that step after it.
         """
         if not self.enabled:
             return
@@ -269,7 +269,7 @@ class Observer:
                 self._write_held()
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
-        """Losses over the held-out split after `step`, as `validate` gives them."""
+        """Record the result of `validate` after `step`."""
         if not self.enabled:
             return
         self._made = True
@@ -287,7 +287,7 @@ class Observer:
             self._display.message(text)
 
     def divergence(self) -> str:
-        """Return the reason why the run's end is no result (`RunHistory.diverged`), or ""."""
+        """Return why the run diverged (`RunHistory.diverged`), or ""."""
         self._write_held()
         why = read_history(self.run_dir).diverged
         return why and f"diverged: {why}"
@@ -297,10 +297,10 @@ class Observer:
 
         Args:
             reason: why the run ends: "finished", "SIGTERM", "max_hours", an error's text.
-            start: of its start and its graphs (StartUp.figures).
+            start: further fields of the summary (StartUp.figures).
 
         Returns:
-            the contents of summary.json; empty on other ranks than 0.
+            Contents of summary.json; empty on ranks other than 0.
         """
         if not self.enabled:
             return {}
@@ -320,7 +320,7 @@ class Observer:
         return self._summary
 
     def _is_told_already(self) -> bool:
-        """Whether this start has made nothing, and the summary is that of the start that made the last step."""
+        """Whether this start has made no step, and the summary of the start that made the last step exists."""
         path = self.run_dir / SUMMARY_FILE
         return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
 
@@ -332,7 +332,7 @@ class Observer:
         missing = [name for name in self.tasks if name not in record.tasks]
         if missing:
             raise ValueError(
-                f"step {record.step}: tasks {missing} are not listed; absent ones come with count 0, loss None"
+                f"step {record.step}: tasks {missing} are missing; expected: absent tasks with count 0 and loss None"
             )
         seconds, on_gpu = statistics.fmean(self._seconds), self.info.device_name != "cpu"
         utilisation = None
@@ -360,7 +360,7 @@ class Observer:
             line["cache"] = dict(use)
         collisions = sorted(set(line) & set(record.hooks))
         if collisions:
-            raise ValueError(f"hook names {collisions} are fields of a line of metrics: rename the hooks")
+            raise ValueError(f"hook names {collisions} are also fields of metrics.jsonl; rename the hooks")
         return line | {name: dict(values) for name, values in record.hooks.items()}
 
     def _write_held(self) -> None:
@@ -375,16 +375,16 @@ class Observer:
             self._to_sink(sink, partial(sink.write, line))
 
     def _to_sink(self, sink: Sink, action: Callable[[], None]) -> None:
-        """Write to a sink; log its storage errors, since metrics.jsonl is the truth."""
+        """Write to a sink. Storage errors are only logged, since metrics.jsonl has all values."""
         try:
             action()
         except OSError as error:
             if sink not in self._refused:
-                self.message(f"{type(sink).__name__}: cannot be written ({error}); its curves lack steps")
+                self.message(f"{type(sink).__name__}: cannot be written ({error}); its curves miss steps")
                 self._refused.append(sink)
 
     def _write_file(self, name: str, content: Callable[[], str]) -> None:
-        """Write a file of the run directory, whole or not at all; storage that refuses it is asked a few times."""
+        """Write a file of the run directory atomically; retry if storage fails."""
         path = self.run_dir / name
         for pause in (0.2, 1.0, 0.0):
             try:

@@ -1,4 +1,4 @@
-"""A pre-training run from start to end: parts are made and joined here; the steps are in loop.py."""
+"""A pre-training run: builds and connects its parts. loop.py makes the steps."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
-    """How a run ended.
+    """End of a run.
 
     Attributes:
-        run_dir: what it left behind.
         reason: "finished", or why it stopped before its last step.
-        status: DONE, DIVERGED or STORAGE; other ends are errors, or the watchdog's.
+        status: DONE, DIVERGED or STORAGE; other ends raise, or the watchdog exits.
     """
 
     run_dir: Path
@@ -84,7 +83,7 @@ def pretrain(arguments: Arguments) -> Ended:
 
 def _set_arithmetic(config: Config) -> None:
     if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.training.tf32
@@ -98,16 +97,16 @@ class Rollback(NamedTuple):
 
 
 class Run:
-    """The parts of one run, joined.
+    """Connected parts of a run.
 
     Args:
-        run_dir: made, and the same on all ranks.
+        run_dir: existing directory, the same on all ranks.
         engine_name: plain, ddp, fsdp, megatron or deepspeed.
-        build: opens what the run learns from; it may complete the settings from the data.
-        rollback: resume the newest checkpoint with the rows after these; None: resume as the arguments say.
+        build: builds the upstream; it may complete the settings from the data.
+        rollback: resume the newest checkpoint with the rows after its cursors; None: resume by the arguments.
     Attributes:
         ended: why the loop ended; empty until then.
-        diverged: why a run that made all its steps has no result; empty where it has.
+        diverged: why a run that made all its steps diverged; empty otherwise.
     """
 
     ended = diverged = ""
@@ -154,7 +153,7 @@ class Run:
         stored: CheckpointDocument | None,
         document: dict[str, Any] | None,
     ) -> None:
-        """Replace `auto` in training.compile and batch.micro_size; all ranks choose the same."""
+        """Resolve `auto` in training.compile and batch.micro_size, equally on all ranks."""
         config = self.config
         if config.training.compile == "auto":
             stage = None if document is None else document.get("zero_optimization", {}).get("stage")
@@ -182,7 +181,7 @@ class Run:
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
         config, path = self.config, str(self.arguments.ds_config or "")
         if config.training.compile != "none":
-            self.notices.append(f"compiled graphs are kept in {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
+            self.notices.append(f"cache of compiled graphs: {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
         if document is not None:
             self.notices += ds_config.notices(document, config, path=path)
         settings: dict[str, Any] = {
@@ -224,12 +223,12 @@ class Run:
         step = self.state.step
         if step >= self.config.training.steps:
             self.notices.append(
-                f"all {step} steps are done already: nothing is trained; a larger {self.config.length_flag} goes on"
+                f"all {step} steps are done: nothing to train; to continue set a larger {self.config.length_flag}"
             )
         self.notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(self.run_dir, step))
 
     def _attach_observers(self) -> None:
-        """Describe the run in its directory; open metrics, checkpoints and profile; build the loop."""
+        """Write the description of the run; open metrics, checkpoints and profile; build the loop."""
         config, rules = self.config, engine_rules(self.engine_name)
         self._describe()
         self.observer = self._observer()
@@ -243,7 +242,7 @@ class Run:
             beat=lambda: self.guard.watchdog.beat("a checkpoint"),
             tell=self.observer.message,
             whole=self.hooks.after_checkpoint,
-            no_copy="weights and moments lie in files" if rules.keeps_states_in_files(config) else "",
+            no_copy="weights and moments are in files" if rules.keeps_states_in_files(config) else "",
         )
         self.profile = StepProfile(self.run_dir, config.logging, self.environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
@@ -270,11 +269,10 @@ class Run:
         )
 
     def train(self, then: Callable[[], None] = lambda: None) -> ExitStatus:
-        """The loop, then the report; returns the exit status.
+        """Run the loop, then write the report; return the exit status.
 
         Args:
-            then: what all ranks do with the engine before it is closed, where the run has made all its steps or
-                patience has ended it; not called for a run that was stopped.
+            then: called on all ranks before the engine is closed, if all steps are made or patience has ended the run.
         """
         try:
             try:
@@ -288,7 +286,7 @@ class Run:
                     self.profile.close()
             except BaseException as error:
                 self.checkpoints.abandon()
-                # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
+                # Only work that waits for no other rank: release the terminal, write the report.
                 self.observer.close(f"{type(error).__name__}: {error}", self.start_up.figures())
                 raise
             self.start_up()
@@ -302,7 +300,7 @@ class Run:
             if self.state.step >= self.config.training.steps or nothing_left(self.ended):
                 then()
         finally:
-            self.sources.close()  # whatever happened, no loader worker is left
+            self.sources.close()  # always ends the loader workers
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()
         too_many = len(self.state.skips) > self.config.training.max_skipped_steps
@@ -312,24 +310,25 @@ class Run:
 
     @property
     def should_roll_back(self) -> bool:
-        """Whether it ended to go on from a checkpoint before a spike."""
+        """Whether the run must continue from a checkpoint before a spike."""
         count = 0 if self.rollback is None else self.rollback.rollbacks
         return bool(self.state.roll_back_from) and count < self.config.reliability.max_rollbacks
 
     def _can_roll_back(self) -> bool:
-        """Whether a regular checkpoint exists: one that a stop wrote would lead elsewhere than the run without it."""
+        """Whether a regular checkpoint exists; with one from a stop, a stopped run would differ from an unstopped
+        one."""
         every = self.config.checkpoint.every
         return every > 0 and on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir, every)))
 
     def begin_step(self, step: int) -> None:
-        """Tell watchdog, start-up measurement and profile that this step begins."""
+        """Notify watchdog, start-up measurement and profile that a step starts."""
         self.guard.watchdog.step(step)
         if self.world.rank == 0:
             self.start_up()
             self.profile(step)
 
     def _check_checkpoint(self, stored: CheckpointDocument | None) -> list[str]:
-        """Refuse settings that may not change on resume, before anything is built; returns what does change."""
+        """Refuse settings that may not change on resume, before anything is built; return notices of other changes."""
         if stored is None:
             return []
         steps = self.config.training.steps
@@ -346,14 +345,14 @@ class Run:
         )
 
     def _capped_workers(self) -> list[str]:
-        """Report that there are fewer loader workers than requested, if so."""
+        """Return a notice if there are fewer loader workers than requested."""
         asked, cpus = self.config.data.workers, self.environment.cpus
         if asked <= cpus:
             return []
-        return [f"--data.workers {asked}: {cpus} on a rank, as many as it has CPUs"]
+        return [f"--data.workers {asked}: {cpus} on each rank, limited by its CPUs"]
 
     def resume(self, path: Path) -> None:
-        """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
+        """Restore weights, moments, hooks, cursors and step from a checkpoint."""
         loaded = manager.load(path, engine=self.engines, group=self.world, checked=True)
         self.hooks.load_state_dict(loaded.hooks)
         self.sources.seek(loaded.cursors)
@@ -369,7 +368,7 @@ class Run:
         self.agreement.corrupt = set(loaded.extra["corrupt"])
 
     def save(self) -> None:
-        """Write a checkpoint of the present step, or begin to. The last one, which nothing follows, is waited for."""
+        """Write a checkpoint of the present step, or start to; wait for the last one."""
         self.guard.watchdog.beat("a checkpoint")
         self.engines.prepare()
         content = Content(
@@ -395,7 +394,7 @@ class Run:
         self.checkpoints.save(content, wait=alone, before=self.state.fault, best=best)
 
     def validate(self) -> dict[str, Any] | None:
-        """Losses over the held-out rows, reported; None: left for a request to stop."""
+        """Compute and report the losses of the held-out rows; `None` if a stop request interrupted it."""
         corrupt: dict[str, str] = {}
 
         def should_leave() -> bool:
@@ -412,7 +411,7 @@ class Run:
         return losses
 
     def _describe(self) -> None:
-        """Write what the run directory says of the run itself; after the checks of a resume."""
+        """Write config.yaml, environment.json and the assets, after the checks of a resume."""
         rundir.write_config(self.run_dir, self.config, self.world)
         self.upstream.save_assets(self.run_dir, self.world)
         rundir.write_environment(
@@ -427,7 +426,7 @@ class Run:
         )
 
     def _observer(self) -> Observer:
-        """The observer; one that cannot be made on rank 0 (a missing extra, say) is refused on all ranks."""
+        """Open the observer; if that fails on rank 0 (a missing extra, for example), raise on all ranks."""
         observers: list[Observer] = []
 
         def make() -> None:
@@ -465,21 +464,21 @@ class Run:
 def train_run(
     make: Callable[[Rollback | None], Run], then: Callable[[Run], None] = lambda run: None
 ) -> tuple[Run, ExitStatus]:
-    """Make a run and train it; where it ends to go back to a checkpoint before a spike, make it anew and go on.
+    """Build a run and train it; after a spike that needs a rollback, build it again and continue.
 
     Args:
-        make: the run; what it passes over, None at first.
-        then: as of `Run.train`, of the run that comes to its end.
+        make: builds a run from a rollback, None at first.
+        then: `Run.train`'s `then`, called with the last run.
 
     Returns:
-        the last run, and its exit status.
+        The last run and its exit status.
     """
     run = make(None)
     status = run.train(partial(then, run))
     while run.should_roll_back:
         rollback = Rollback(run.sources.cursors(), 1 if run.rollback is None else run.rollback.rollbacks + 1)
-        del run  # there may be no room for its weights and moments beside those of the next
-        gc.collect()  # a run and its trainer refer to each other
+        del run  # memory may not hold the states of two runs
+        gc.collect()  # run and trainer form a reference cycle
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         run = make(rollback)

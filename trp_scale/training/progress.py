@@ -1,5 +1,5 @@
-"""The live display on rank 0's terminal; plain lines where the output is not a terminal. Both show losses smoothed over
-steps, and what the last lines of metrics say.
+"""Progress display of rank 0: live on a terminal, plain lines elsewhere. Both show smoothed losses and the last lines
+of metrics.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from trp_scale.training.metrics import RunInfo, StepRecord
 from trp_scale.training.report import REPORT_WIDTH
 
 PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
-"""live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
+"""Environment variable live, plain or off; overrides the terminal check, for launchers that pipe the output."""
 
 PLAIN_SECONDS = 10.0
 """Time between two plain lines."""
 
 SMOOTHING_SECONDS = 30.0
-"""Steps of this long ago still count in the remaining time of the live display."""
+"""Time over which the live display estimates the remaining time."""
 
 HORIZON = 20
-"""Steps that a shown loss looks back over: an exponential moving average, without the bias of its start."""
+"""Steps of the exponential moving average (bias-corrected) of displayed losses."""
 
 POINTS = 64
-"""A curve has at most so many; the longer the run, the further apart."""
+"""Maximum number of points of a curve."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 CURVE, WEIGHT = 24, 16
-"""Characters of a task's curve, and of the bar of a whole weight."""
+"""Characters of a task's curve, and of the bar of weight 1."""
 
 
 @dataclass(kw_only=True)
 class SparkLine:
-    """A loss over the steps.
+    """Curve of a loss.
 
     Attributes:
-        points: smoothed, at even distances.
-        first: the first value.
+        points: smoothed values at even distances.
+        first: first value.
     """
 
     points: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class SparkLine:
     _stride: int = 1
 
     def add(self, value: float) -> None:
-        """Add the loss of one more step."""
+        """Add the loss of a step."""
         if not self._seen:
             self.first = value
         self._sum += (value - self._sum) / HORIZON
@@ -78,7 +78,7 @@ class SparkLine:
 
     @property
     def now(self) -> float:
-        """The smoothed loss."""
+        """Smoothed loss."""
         return self._sum / self._weight
 
     @property
@@ -87,7 +87,7 @@ class SparkLine:
         return self.now - self.first
 
     def draw(self, width: int) -> str:
-        """Return the curve in one line of so many characters, from its lowest value to its highest."""
+        """Return the curve as `width` block characters, scaled to its minimum and maximum."""
         values = [self.points[place * len(self.points) // width] for place in range(width)] if self.points else []
         low, high = min(values, default=0.0), max(values, default=0.0)
         scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -95,15 +95,15 @@ class SparkLine:
 
 
 class PlainDisplay:
-    """Show how far the run is by some lines each PLAIN_SECONDS: for logs and pipes.
+    """Print progress lines every PLAIN_SECONDS, for logs and pipes.
 
     Args:
-        steps: of the whole run.
+        steps: steps of the whole run.
         lines: False: messages and the report only.
     Attributes:
-        curves: of the tasks that have occurred.
-        record: of the last step; None before it.
-        hook_lines: the last display line of each hook, such as "adversary: norm 0.12 effect 0.004".
+        curves: curves of the tasks that have occurred.
+        record: record of the last step; None before the first.
+        hook_lines: last line of each hook, such as "adversary: norm 0.12 effect 0.004".
     """
 
     def __init__(self, steps: int, info: RunInfo, console: Console | None = None, *, lines: bool = True) -> None:
@@ -119,12 +119,12 @@ class PlainDisplay:
         self._validation: tuple[int, float] | None = None
         self._right: dict[str, float] = {}
         self._began = time.monotonic()
-        self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
+        self._paced: tuple[int, float] | None = None  # first displayed step (it may have compiled), and its time
         self._next = 0.0
         self._shown: list[str] = []
 
     def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
-        """Take note of a step, and show it where it is time."""
+        """Record a step and display it if an update is due."""
         self.record, self._speed, self.worst = record, positions_per_second, worst_task
         self._loss.add(record.loss)
         for name, task in record.tasks.items():
@@ -133,7 +133,7 @@ class PlainDisplay:
         self.show_step(record.step)
 
     def show_step(self, step: int) -> None:
-        """Print lines on the last step, unless some were printed a moment ago."""
+        """Print the lines of a step if PLAIN_SECONDS have passed or it is the last."""
         now = time.monotonic()
         if not self._lines or (now < self._next and step < self._steps):
             return
@@ -151,7 +151,7 @@ class PlainDisplay:
                 self.message(f"  {line}")
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        """Take note of a line of metrics that was written."""
+        """Record a written line of metrics."""
         self._line = {**self._line, **line}
         validation = line.get("validation") or {}
         if (loss := validation.get("loss")) is not None:
@@ -165,7 +165,7 @@ class PlainDisplay:
                 self.hook_lines[hook] = f"{hook}: {'  '.join(figures)}"
 
     def describe_step(self) -> str:
-        """Return loss, worst task and speed in one line: images/s for image runs, tokens/s otherwise."""
+        """Return loss, worst task and speed (images/s for image runs, tokens/s otherwise) in one line."""
         assert self.record is not None, "a step was made"
         parts = [f"loss {self._loss.now:.4f}", f"lr {self.record.lr:.2e}"]
         if self.worst is not None and len(self.record.tasks) > 1:
@@ -177,7 +177,7 @@ class PlainDisplay:
         return "  ".join([*parts, f"{speed:,.0f} {'images' if images else 'tokens'}/s"])
 
     def describe_lines(self) -> Iterator[str]:
-        """Yield what the last lines of metrics say."""
+        """Yield lines about the last validation, memory, waits and hooks."""
         parts = []
         if self._validation is not None:
             parts.append(f"held out {self._validation[1]:.4f} at step {self._validation[0]}")
@@ -192,24 +192,24 @@ class PlainDisplay:
         yield from self.hook_lines.values()
 
     def message(self, text: str) -> None:
-        """Print a line of its own."""
-        # Logs are searched: a message is not to be broken at 80 columns.
+        """Print a message."""
+        # No line breaks at 80 columns: logs are searched.
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, content: RenderableType) -> None:
         """Print the report."""
         console = self.console
-        if not console.is_terminal:  # a log has no width: nothing is cut at the 80 columns that rich takes
+        if not console.is_terminal:  # a log has no width; rich would wrap at 80 columns
             console = Console(file=console.file, width=max(REPORT_WIDTH, console.width))
         console.print(content)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
 
 
 class LiveDisplay(PlainDisplay):
-    """Show a progress bar, and a table of the tasks with the curves of their losses and their weights as bars, redrawn
-    in place four times a second."""
+    """Show a progress bar and a table of the tasks with loss curves and weight bars, redrawn in place four times a
+    second."""
 
     def __init__(
         self,
@@ -235,11 +235,11 @@ class LiveDisplay(PlainDisplay):
         self._task = self._progress.add_task("steps", total=steps, completed=info.start_step)
         self._live = Live(get_renderable=self.draw, console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
-        # A run that ends in an error without close() would leave the terminal without a cursor.
+        # Otherwise a run that fails without close() leaves the terminal without a cursor.
         atexit.register(self._live.stop)
 
     def show_step(self, step: int) -> None:
-        # The thread of rich draws what is current: a fast run pays for some sums here, not for a redraw.
+        # The thread of rich draws: a fast run pays only for this update, not for a redraw.
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
@@ -278,7 +278,7 @@ class LiveDisplay(PlainDisplay):
 
 
 def open_display(config: Config, info: RunInfo, run_dir: Path) -> PlainDisplay:
-    """The display that fits the terminal, `logging.progress` and TRP_SCALE_PROGRESS.
+    """Open the display for the terminal, `logging.progress` and TRP_SCALE_PROGRESS.
 
     Raises:
         RefusedError: TRP_SCALE_PROGRESS is none of live, plain, off.
@@ -288,7 +288,7 @@ def open_display(config: Config, info: RunInfo, run_dir: Path) -> PlainDisplay:
         raise RefusedError(
             f"{PROGRESS_VARIABLE} is {wish!r}; allowed: live, plain, off, or unset to choose by the terminal"
         )
-    outlet: Any = Outlet(sys.stdout, f"the run goes on: see {run_dir / METRICS_FILE}")
+    outlet: Any = Outlet(sys.stdout, f"the run continues: see {run_dir / METRICS_FILE}")
     console = Console(file=outlet, force_terminal=True if wish == "live" else None)
     shown = config.logging.progress and wish != "off"
     steps = config.training.steps

@@ -1,5 +1,5 @@
-"""The report at the end of a run, made from its run directory alone; reporting/ makes the page with the same table and
-sentences."""
+"""Report at the end of a run, from its run directory alone; reporting/ uses the same table and sentences in its
+page."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ REPORT_FILE = "report.txt"
 REPORT_WIDTH = 100
 
 DIGITS = 5
-"""Digits of losses in the table and the text."""
+"""Digits of losses."""
 
 RANDOM_MASKS = "random masks, no weights"
-"""Of the held-out loss where masks are learned: it is not what the training loss measures."""
+"""Label of the held-out loss of learned masks, which differs from the training loss."""
 
 
 def to_words(name: str) -> str:
-    """A metric's name as words."""
+    """Convert a metric's name to words."""
     return name.replace("_", " ")
 
 
 def read_summary(run_dir: Path) -> Mapping[str, Any]:
-    """summary.json of a run that ended, empty for one that is running or was killed."""
+    """Return summary.json; empty for a run that is running or was killed."""
     path = Path(run_dir) / SUMMARY_FILE
     if not path.exists():
         return {}
@@ -76,15 +76,15 @@ class _Summary(PartOf):
 
 
 def marked_task(history: RunHistory) -> str | None:
-    """The worst of several tasks; None where there is one."""
+    """Return the worst of several tasks; `None` for a single task."""
     return history.worst_task if len(history.tasks) > 1 else None
 
 
 def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = None) -> Table:
-    """A row a task: start, end, change, weight, elements, and what was measured on held-out rows.
+    """Return a table with a row for each task: start, end, change, weight, elements, figures of the held-out rows.
 
     Args:
-        colour_of: of each task, on a page, which has room for changes in per cent, too.
+        colour_of: colours of the tasks on a page, which also has changes in percent; None: the text report.
     """
     worst, is_page = marked_task(history), colour_of is not None
     measured: Mapping[str, Any] = (history.validation or {}).get("tasks", {})
@@ -136,7 +136,7 @@ def _describe_columns(history: RunHistory) -> str:
 
 
 def describe_outcome(history: RunHistory) -> list[str]:
-    """Return sentences on what the run's losses did, and what its hooks had to say."""
+    """Return sentences about the run's losses, and the notices of its hooks."""
     sentences = []
     if history.loss_start is not None and history.loss_end is not None:
         change = _describe_change(history.loss_start, history.loss_end)
@@ -186,7 +186,7 @@ def _describe_held_out(history: RunHistory) -> str:
 
 
 def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
-    """The lines under the table: how the run ended, its outcome, and what it took."""
+    """Return the lines under the table: end of the run, outcome, speed, memory."""
     reason = summary.get("exit_reason", "no summary.json: still running, or killed")
     steps = summary.get("steps_asked", history.last_step)
     lines = [f"steps {history.last_step}{f' of {steps}' if steps > history.last_step else ''} ({reason})"]
@@ -213,7 +213,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
 
 
 def describe_changes(history: RunHistory) -> list[str]:
-    """Describe which balanced tasks improved from start to end, and which did not; empty for a single task."""
+    """Describe which balanced tasks improved and which did not; empty for a single task."""
     known = {
         name: task
         for name, task in history.tasks.items()
@@ -238,7 +238,7 @@ def describe_changes(history: RunHistory) -> list[str]:
 
 
 def held_out_name(history: RunHistory) -> str:
-    """Return what a run's held-out loss is, where it is not what the run minimises."""
+    """Return the name of the held-out loss, with its differences from the training loss."""
     parts = ["mean of the balanced tasks"] * (len(history.tasks) > 1) + [RANDOM_MASKS] * (history.lesson is not None)
     return f"held-out loss ({'; '.join(parts)})" if parts else "held-out loss"
 
@@ -255,15 +255,15 @@ def describe_cache(cache: Mapping[str, int]) -> str:
     local = f"{cache['found'] / opened:.1%}" if opened else "none"
     size = (cache["fetched_bytes"] + cache["ahead_bytes"]) / 1e9
     return (
-        f"cache: {local} of {opened:,} tars or blocks opened were there; {fetched:,} fetched, "
-        f"{cache['ahead']:,} of them ahead, {size:,.3f} GB (rank 0)"
+        f"cache: {local} of {opened:,} tars or blocks opened were cached; {fetched:,} fetched, "
+        f"{cache['ahead']:,} of them prefetched, {size:,.3f} GB (rank 0)"
     )
 
 
 def describe_lesson(lesson: LastLesson) -> str:
     """Describe the overlap with the untrained network's masks and with those before the last update."""
     if lesson.overlap_untrained is None or lesson.overlap_last is None:
-        return f"learned masks: {lesson.lessons:,} lessons; whose masks they are is compared at the next one"
+        return f"learned masks: {lesson.lessons:,} lessons; the next one compares the masks"
     return (
         f"learned masks: {lesson.overlap_untrained:.1%} of the patches are those of the untrained network, "
         f"{lesson.overlap_last:.1%} those before the last of {lesson.lessons:,} lessons"
@@ -271,23 +271,23 @@ def describe_lesson(lesson: LastLesson) -> str:
 
 
 def _workers(summary: Mapping[str, Any]) -> str:
-    """Return the number of loader workers in words; "" for an unfinished run."""
+    """Return the number of loader workers as text; "" for an unfinished run."""
     if "loader_workers" not in summary:
         return ""
     workers = summary["loader_workers"]
     wished = summary.get("loader_workers_asked", workers)
-    return f", loader workers: {workers}" + (f" of {wished}, capped by its CPUs" if workers < wished else "")
+    return f", loader workers: {workers}" + (f" of {wished}, limited by its CPUs" if workers < wished else "")
 
 
 def describe_start(history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the cache of remote tars, the duration of the last start, and the graphs of torch.compile."""
+    """Return lines on the cache of remote tars, the duration of the last start, and the graphs of torch.compile."""
     lines = [describe_cache(history.cache)] if history.cache else []
     graphs = summary.get("graphs")
     if (seconds := summary.get("start_seconds")) is not None:
-        compiling = f", {summary.get('start_compile_seconds') or 0.0:.1f} s of them for compiling" if graphs else ""
+        compiling = f", {summary.get('start_compile_seconds') or 0.0:.1f} s of them compilation" if graphs else ""
         lines.append(f"start: the first step was made after {seconds:.1f} s{compiling}")
     if graphs:
-        surplus = f"; {graphs['surplus']} that no mode of the run needed" if graphs["surplus"] else ""
+        surplus = f"; {graphs['surplus']} not needed" if graphs["surplus"] else ""
         lines.append(
             f"graphs compiled: {graphs['made']} in {graphs['seconds']:.1f} s, {graphs['found']} found in the "
             f"cache{surplus}"
@@ -296,33 +296,33 @@ def describe_start(history: RunHistory, summary: Mapping[str, Any]) -> list[str]
 
 
 def is_fine_tuning(run_dir: Path) -> bool:
-    """Whether the run's settings have a section of fine-tuning."""
+    """Whether the run's settings have a section `downstream`."""
     path = Path(run_dir) / "config.yaml"
     return path.is_file() and "downstream" in Fields(read_yaml(path) or {}, str(path))
 
 
 def report_table(run_dir: Path, history: RunHistory | None = None) -> RenderableType:
-    """The report as something rich prints. Raises what `read_metrics` raises.
+    """Return the report for rich. Raises what `read_metrics` raises.
 
     Args:
-        history: of the run, where it has been read.
+        history: the run's history, if already read.
     """
     history, summary = history or read_history(run_dir), read_summary(run_dir)
     title = "Fine-tuning report" if is_fine_tuning(run_dir) else "Pre-training report"
     head = ": ".join(part for part in (title, str(summary.get("description", ""))) if part)
-    # Text, not markup: a path or a task name may hold square brackets.
+    # Text, not markup: a path or a task name may contain square brackets.
     lines = [Text(line) for line in report_lines(Path(run_dir), history, summary)]
     return Group(Text(head, style="bold"), task_table(history).to_rich(), *lines)
 
 
 def report(run_dir: Path, history: RunHistory | None = None) -> str:
-    """The report as plain text, from metrics.jsonl and, when the run has ended, summary.json.
+    """Return the report as plain text, from metrics.jsonl and, if the run has ended, summary.json.
 
     Args:
-        history: of the run, where it has been read.
+        history: the run's history, if already read.
 
     Raises:
-        RefusedError: no metrics.jsonl there, or a file that is damaged.
+        RefusedError: no metrics.jsonl exists, or a file is damaged.
     """
     console = Console(file=io.StringIO(), width=REPORT_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as capture:

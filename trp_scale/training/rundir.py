@@ -1,10 +1,10 @@
-"""The run directory: everything one run leaves behind.
+"""The run directory: all files of a run.
 
 runs/pos_bert_tiny-20260101-120000/
-  config.yaml        every setting, resolved
+  config.yaml        all settings, resolved
   environment.json   versions, git commit, machines, engine, launcher, command line; of each start
-  stop.json          why the last start ended
-  incidents.jsonl    what went wrong while the run went on
+  stop.json          end of the last start
+  incidents.jsonl    faults that did not end the run
   tokenizer/         copy of the data set's tokenizer
   metrics.jsonl summary.json report.txt    written by metrics.py and observer.py
   checkpoints/step_00000123/               written by trp_scale.checkpoint
@@ -60,20 +60,20 @@ _PACKAGES = (
 
 
 class NamesDirectory(Protocol):
-    """A command line that says where its results go."""
+    """Command line with an output directory."""
 
     run_dir: Path | None
 
     def recipe_name(self) -> str:
-        """Start of the directory's name where run_dir is None."""
+        """Prefix of the directory's name if run_dir is None."""
         ...
 
 
 def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
-    """Decide the run directory on rank 0 (--run_dir, or a new one under runs/), make it, and tell all ranks.
+    """Create the run directory on rank 0 (--run_dir, or a new one under runs/) and return it on all ranks.
 
     Raises:
-        RefusedError: on every rank, when rank 0 cannot make it, or it holds a data set.
+        RefusedError: on every rank, if rank 0 cannot create it, or it contains a data set.
     """
     problem, path = None, Path()
     if world.rank == 0:
@@ -82,9 +82,9 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "dataset.json").is_file():
-                problem = f"--run_dir {path} holds a data set; give another directory"
+                problem = f"--run_dir {path} contains a data set; use another directory"
         except OSError as error:
-            problem = f"--run_dir {path} cannot be made: {error.strerror}"
+            problem = f"--run_dir {path} cannot be created: {error.strerror}"
     problem, path = world.broadcast_object((problem, path))
     if problem is not None:
         raise RefusedError(problem)
@@ -92,28 +92,25 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
 
 
 def refuse_runs(run_dir: Path, pattern: str, what: str, world: Group) -> None:
-    """Refuse a directory that another command has trained into.
+    """Raise RefusedError on every rank if the directory contains runs of another command.
 
     Args:
-        pattern: files that tell so.
-        what: whose runs these are.
-
-    Raises:
-        RefusedError: on every rank.
+        pattern: files of such runs.
+        what: description of such runs.
     """
     if on_rank_zero(world, f"looking into {run_dir}", lambda: any(run_dir.glob(pattern))):
-        raise RefusedError(f"--run_dir {run_dir} holds {what}; give another one")
+        raise RefusedError(f"--run_dir {run_dir} contains {what}; use another directory")
 
 
 def continue_command(words: Sequence[str], run_dir: Path) -> str:
-    """Return the command that continues a run: the words of its start, which may have left its directory to chance."""
+    """Return the command that continues a run: that of its start, with --run_dir."""
     named = any(word.partition("=")[0] == "--run_dir" for word in words)
     directory = run_dir.parents[1] if run_dir.name.startswith("seed_") else run_dir  # finetune: RUN/TASK/seed_N
     return shlex.join([*words, *([] if named else ["--run_dir", str(directory)])])
 
 
 def write_config(run_dir: Path, config: Config, world: Group) -> None:
-    """Write config.yaml on rank 0. After the checks of a resume: it replaces the last start's."""
+    """Write config.yaml on rank 0, after the checks of a resume: it replaces that of the last start."""
     if world.rank == 0:
         write_text(run_dir / CONFIG_FILE, dump(config))
 
@@ -129,12 +126,10 @@ def write_environment(
     micro_size: int,
     cpus: int,
 ) -> dict[str, Any]:
-    """Write environment.json: how this start was made, and under `earlier` the starts before it.
-
-    All ranks call it: hosts and devices are gathered.
+    """Write environment.json: this start, and earlier starts under `earlier`. Collective: gathers hosts and devices.
 
     Returns:
-        what was written, the same on every rank.
+        The contents, on every rank.
     """
     machines = world.gather_objects((socket.gethostname(), _device_name(device)))
     start: dict[str, Any] = {}
@@ -164,25 +159,25 @@ def write_environment(
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that holds `directory`, and whether it has changes; None when it is in no checkout."""
+    """Return the commit of the checkout of `directory` and whether it has changes; `None` outside a checkout."""
 
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(
                 ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=20, check=True
             )
-        except (OSError, subprocess.SubprocessError):  # no git, or no checkout: the same answer
+        except (OSError, subprocess.SubprocessError):  # no git, or no checkout
             return None
         return done.stdout.strip()
 
-    # An installed package may lie in a virtual environment inside somebody's checkout: only tracked files count.
+    # An installed package may be in a virtual environment inside another checkout: only tracked files count.
     if not git("ls-files", "--", "__init__.py"):
         return None
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def _unused_name(parent: Path, recipe: str, now: datetime) -> Path:
-    """runs/<recipe>-<date>-<time>; two runs of one second get a number, so that neither continues the other."""
+    """Return runs/<recipe>-<date>-<time>, with a number if it exists: two runs of the same second stay separate."""
     name = f"{recipe}-{now:%Y%m%d-%H%M%S}"
     candidates = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
@@ -191,7 +186,7 @@ def _unused_name(parent: Path, recipe: str, now: datetime) -> Path:
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # an optional one, or the checkout is not installed
+    except metadata.PackageNotFoundError:  # an optional package, or a checkout that is not installed
         return None
 
 
@@ -204,7 +199,7 @@ def _device_name(device: torch.device) -> str:
 def _earlier(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    advice = "move it away to go on without the record of the starts before"
+    advice = "move it away to continue without the record of earlier starts"
     try:
         last = read_object(path)
     except RefusedError as error:
@@ -219,17 +214,17 @@ STOP_RECORD = "stop.json"
 
 @dataclass(kw_only=True)
 class Ending:
-    """RUN_DIR/stop.json: why a start ended, in words for a person and in fields for a batch script.
+    """Writer of RUN_DIR/stop.json: why a start ended, for people and batch scripts.
 
     {"why": "SIGTERM (rank 0)", "status": 0, "step": 120, "again": true, "advice": "...", "rank": 0, "at": "..."}
 
-    `again` is true where the same command should simply be started once more: the run was asked to stop by a scheduler,
-    or it broke and had come further than at its start, so that a fault that comes back does not start it for ever. A
-    network that is down for a run which has a checkpoint is waited for, however many starts that takes.
+    `again` is true if the same command should be started again: a scheduler stopped the run, or it failed after it had
+    written a new checkpoint, so that a repeating fault does not restart it forever. After a network failure it is also
+    true for any run with a checkpoint.
 
     Attributes:
-        began_with: step of the newest checkpoint when the run was started, -1 without one.
-        finished_before: rank 0's record of a start that made all steps, which a refused command does not change.
+        began_with: step of the newest checkpoint at the start, -1 without one.
+        finished_before: rank 0's record of a start that made all steps; a refused command does not change it.
     """
 
     run_dir: Path
@@ -238,10 +233,10 @@ class Ending:
     finished_before: bytes = b""
 
     def begin(self, attempt: int = 0) -> None:
-        """Take away the record of the start before, on rank 0, once the other ranks wait.
+        """Remove the record of the previous start on rank 0.
 
         Args:
-            attempt: ranks that start again in their places: so often. Why they do is noted in incidents.jsonl.
+            attempt: in-place restarts so far; a restart is recorded in incidents.jsonl with its reason.
         """
         self.began_with = newest_step(self.run_dir)
         if self.rank != 0:
@@ -256,7 +251,7 @@ class Ending:
         record.unlink(missing_ok=True)
 
     def note_stop(self, why: str, step: int, status: ExitStatus) -> None:
-        """All ranks ended the run together."""
+        """Record an end of the run on all ranks."""
         if self.rank != 0:
             return
         finished = status is ExitStatus.DONE and nothing_left(why)
@@ -266,7 +261,7 @@ class Ending:
         self._write(why=why, step=step, status=status, again=again, advice=advice)
 
     def broke(self, error: BaseException, step: int | None = None) -> None:
-        """An error ends this rank, and with it the run. The first rank's record stays."""
+        """Record an error of this rank that ends the run. The record of the first rank stays."""
         status, _ = exit_status_and_message(error)
         if status is ExitStatus.REFUSED and self.finished_before and not self._got_on():
             with contextlib.suppress(OSError):
@@ -283,18 +278,18 @@ class Ending:
         )
 
     def hung(self, step: int, why: str) -> None:
-        """The watchdog ends the run."""
+        """Record that the watchdog ends the run."""
         self._write(why=why, step=step, status=ExitStatus.HUNG, again=self._got_on(), advice=ExitStatus.HUNG.advice)
 
     def _got_on(self) -> bool:
         return newest_step(self.run_dir) > self.began_with
 
     def _write(self, **fields: Any) -> None:
-        """Write the record, unless another rank has."""
+        """Write the record unless another rank has written one."""
         origin = {"rank": self.rank, "host": socket.gethostname()}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         document = {**fields, "why": str(fields["why"])[:2000], **origin, "at": now}
-        with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
+        with contextlib.suppress(OSError):  # a full disk must not hide the original error
             write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")
 
 
@@ -302,14 +297,14 @@ INCIDENTS_FILE = "incidents.jsonl"
 
 
 class Incidents:
-    """RUN_DIR/incidents.jsonl: what went wrong while a run went on, a line each, over all its starts.
+    """Writer of RUN_DIR/incidents.jsonl: a line for each fault that did not end the run, over all starts.
 
     {"at": "...", "step": 120, "kind": "unreadable", "key": "image-000001/scene-00000148", "reason": "..."}
 
-    Appended to on rank 0. A disk that takes no line does not stop the run: they are kept, and written with the next.
+    If storage fails the run continues, and the lines are written with the next one.
 
     Args:
-        enabled: False on other ranks: nothing is written.
+        enabled: False on ranks other than 0: nothing is written.
     """
 
     def __init__(self, run_dir: Path, *, enabled: bool = True) -> None:
@@ -317,7 +312,7 @@ class Incidents:
         self._waiting: list[str] = []
 
     def add(self, kind: str, step: int, **fields: Any) -> None:
-        """One incident at `step`; the fields are JSON values."""
+        """Add an incident at `step`; the fields are JSON values."""
         if not self._enabled:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -333,7 +328,7 @@ _MOST_WAITING = 1000
 
 
 def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines that can be read, oldest first; none where there is no such file."""
+    """Return the readable incidents, oldest first; empty without the file."""
     incidents = []
     with contextlib.suppress(RefusedError):
         for number, line in json_lines(run_dir / INCIDENTS_FILE):
@@ -345,12 +340,12 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class Guard(NamedTuple):
-    """Watchers of a run while it trains.
+    """Watchers of a run.
 
     Attributes:
-        stop_requested: why this rank wants to stop, or None.
-        watchdog: ends the run when it hangs.
-        ending: leaves the record of why it ended.
+        stop_requested: returns why this rank was asked to stop, or None.
+        watchdog: ends a hung run.
+        ending: records why the run ended.
     """
 
     stop_requested: Callable[[], str | None]
@@ -362,14 +357,14 @@ class Guard(NamedTuple):
 def guard_run(
     run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
 ) -> Iterator[Guard]:
-    """Context in which a directory belongs to this run, requests to stop are heard, and hangs end. All ranks enter it.
+    """Context that holds the lease of a directory, listens for stop requests and ends hangs. All ranks enter it.
 
     Args:
-        run_dir: there, and shared by all ranks.
-        asked_in: where a file named STOP is looked for; None: in run_dir.
+        run_dir: existing directory, shared by all ranks.
+        asked_in: directory of the file STOP; None: run_dir.
 
     Raises:
-        RefusedError: on every rank: another run trains into the directory.
+        RefusedError: on every rank: another run uses the directory.
     """
     info, world = environment.info, environment.world
     with ExitStack() as stack:

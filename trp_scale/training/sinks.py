@@ -1,5 +1,4 @@
-"""Weights & Biases and TensorBoard, imported only when asked for, and the pictures that they get; metrics.jsonl stays
-the truth."""
+"""Sinks for Weights & Biases and TensorBoard, imported on demand; they receive metrics, pictures and the report."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from trp_scale.training.report import REPORT_FILE
 WANDB_ID_FILE = "wandb_id.txt"
 
 LARGEST_PICTURE = 4 << 20
-"""Bytes of the largest picture that is sent or shown."""
+"""Maximum size in bytes of a picture that is sent or shown."""
 
 
 class NewPictures:
-    """The PNG files of RUN/pictures that were not there before, or were drawn again."""
+    """New and changed PNG files of RUN/pictures."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / PICTURES
         self._known = {_version(path) for path in list_pictures(self._folder)}
 
     def take(self) -> Iterator[tuple[str, int, Path]]:
-        """(what it shows, step, file) of each that has come since the last call; one whose turn ends in an error comes
-        again."""
+        """Yield (name, step, file) of each picture since the last call; a picture is repeated if the caller fails on
+        it."""
         for path in list_pictures(self._folder):
             if (version := _version(path)) not in self._known and path.stat().st_size <= LARGEST_PICTURE:
                 yield f"{PICTURES}/{re.sub('_?[0-9]+$', '', path.stem)}", _step(self._folder, path), path
@@ -49,20 +48,20 @@ def _version(path: Path) -> tuple[Path, int]:
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The PNG files in a folder and the folders in it, in the order of the last numbers in their names; not those of
-    steps that the run went back behind."""
+    """Return the PNG files in a folder and its subfolders, ordered by the last number of their paths, without those
+    that a resume has set aside."""
     paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern) if path.is_file()]
     paths = [path for path in paths if not path.parent.name.startswith(SET_ASIDE)]
     return sorted(paths, key=lambda path: (_step(folder, path), str(path)))
 
 
 def _step(folder: Path, path: Path) -> int:
-    """The last number in the path of a picture; 0 without one."""
+    """Return the last number in the path of a picture; 0 without one."""
     return int((re.findall(r"\d+", str(path.relative_to(folder))) or ["0"])[-1])
 
 
 class Sink(Protocol):
-    """Somewhere else the lines of metrics go."""
+    """Further destination of metrics."""
 
     def write(self, line: Mapping[str, Any]) -> None: ...
 
@@ -70,7 +69,7 @@ class Sink(Protocol):
 
 
 def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a nested line by path, {"tasks/verb/loss": 2.1}; text, lists and absent values are left out."""
+    """Return the numbers of a nested line by path, {"tasks/verb/loss": 2.1}, without text, lists and absent values."""
     flat: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
@@ -81,7 +80,7 @@ def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def require(package: str, extra: str, flag: str) -> None:
-    """Raise `RefusedError` with the command that installs what `flag` needs."""
+    """Raise RefusedError with the install command if the package that `flag` needs is missing."""
     if find_spec(package) is None:
         raise RefusedError(
             f"{flag} needs the package {package}, which is not installed: "
@@ -90,10 +89,10 @@ def require(package: str, extra: str, flag: str) -> None:
 
 
 class WandbSink:
-    """Weights & Biases. The id is kept in the run directory, so that a resumed run goes on in the same curve.
+    """Sink for Weights & Biases. The run directory stores the id, so that a resumed run continues the same curve.
 
     Raises:
-        RefusedError: it is not installed, or refuses: nobody is logged in, say.
+        RefusedError: wandb is not installed or fails, for example without a login.
     """
 
     def __init__(self, run_dir: Path, config: Config) -> None:
@@ -118,7 +117,7 @@ class WandbSink:
                 f"--logging.wandb: W&B cannot be used ({error_text(error)}); run `wandb login`, or set "
                 "WANDB_MODE=offline and send the run later with `wandb sync`"
             ) from error
-        # Our own step as the x axis: W&B's counter refuses to go back, and a resume repeats steps after its checkpoint.
+        # x axis from our own field: W&B's counter cannot go back, and a resume repeats steps after its checkpoint.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -139,13 +138,13 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files in `run_dir`/tensorboard."""
+    """Sink for TensorBoard event files in `run_dir`/tensorboard."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         require("tensorboard", "tensorboard", "--logging.tensorboard")
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # purge_step hides what a killed run wrote after the checkpoint that this one starts from.
+        # purge_step hides the steps that a killed run wrote after the checkpoint of this start.
         self._run_dir, self._pictures = run_dir, NewPictures(run_dir)
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
             log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
@@ -171,6 +170,6 @@ class TensorBoardSink:
 
 
 def read_report(run_dir: Path) -> str:
-    """The table at the end of a run; empty where it was not written."""
+    """Return report.txt; empty if it does not exist."""
     path = run_dir / REPORT_FILE
     return "\n".join(read_lines(path)) if path.is_file() else ""

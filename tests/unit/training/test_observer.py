@@ -216,7 +216,7 @@ def test_use_of_the_cache_is_in_lines_and_report(config: Config, tmp_path: Path)
     assert first["cache"]["found"] == third["cache"]["found"] == 3 and "cache" not in second
     assert observer.close("finished")["cache"]["ahead_bytes"] == 2 * 10**9
     text = " ".join(report(tmp_path / "run").split())
-    assert "cache: 75.0% of 8 " in text and "; 6 fetched, 4 of them ahead, 4.000 GB (rank 0)" in text
+    assert "cache: 75.0% of 8 " in text and "; 6 fetched, 4 of them prefetched, 4.000 GB (rank 0)" in text
     local = Observer(tmp_path / "local", config, TASKS, RunInfo(positions_per_step=10))
     local.step(record(1))
     assert local.close("finished")["cache"] is None and "cache: " not in report(tmp_path / "local")

@@ -125,8 +125,8 @@ def record(run_dir: Path) -> dict[str, Any]:
     [
         ("finished", 0, False),
         ("SIGTERM (rank 3)", 0, True),
-        ("its launcher, process 12, is gone", 0, True),
-        ("--training.max_hours 1 are over", 0, True),
+        ("its launcher, process 12, has ended", 0, True),
+        ("--training.max_hours 1 reached", 0, True),
         ("Ctrl-C", 0, False),
         ("the file /runs/a/STOP", 0, False),
         ("11 steps skipped, --training.max_skipped_steps allows 10", 3, False),
@@ -159,7 +159,7 @@ def test_what_is_refused_is_not(tmp_path: Path) -> None:
 
 def test_the_first_ranks_record_stays_until_the_next_start(tmp_path: Path) -> None:
     first, second = ending(tmp_path, 1), ending(tmp_path, 0)
-    first.hung(7, "rank 0 did not answer")
+    first.hung(7, "rank 0 did not report")
     second.broke(RuntimeError("connection closed by peer"))
     assert record(tmp_path)["status"] == 4
     ending(tmp_path)
