@@ -78,7 +78,8 @@ class Kernel:
             if storage(tensor) not in self.created:
                 self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), tensor_bytes(tensor))
         for tensor in writes:
-            self.created[storage(tensor)] = (weak(tensor), tensor_bytes(tensor))
+            weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self.created[storage(tensor)] = (weak, tensor_bytes(tensor))
 
     def moved_bytes(self) -> int:
         """Return the bytes read from earlier storages, plus the bytes of created storages that are still alive."""
@@ -127,11 +128,11 @@ class RecordsOperations(TorchDispatchMode):
             writes = written_tensors(function, arguments, named, outputs)
             if self.fused and not alone:
                 self.kernel = self.kernel or Kernel()
-                self.kernel.add(short(function), inputs, writes)
+                self.kernel.add(str(function._opname), inputs, writes)
                 return result
             count = flop_registry.get(function._overloadpacket)
             flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
-            self.add(short(function), sum(map(tensor_bytes, [*inputs, *writes])), flops)
+            self.add(str(function._opname), sum(map(tensor_bytes, [*inputs, *writes])), flops)
         return result
 
     def end_kernel(self) -> None:
@@ -143,16 +144,6 @@ class RecordsOperations(TorchDispatchMode):
     def add(self, name: str, moved: int, flops: int) -> None:
         """Record one operation in the current phase."""
         self.recorded.append(Operation(phase=self.phase, name=name, moved=moved, flops=flops))
-
-
-def short(function: Any) -> str:
-    """Return an operation's name without namespace and overload."""
-    return str(function._opname)
-
-
-def weak(tensor: Tensor) -> StorageWeakRef:
-    """Return a weak reference to the tensor's storage."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def tensor_bytes(tensor: Tensor) -> int:

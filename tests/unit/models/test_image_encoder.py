@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
-from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.models.image_encoder import ImageEncoder, interpolate
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
-from trp_scale.pretraining.mae.model import MaskedAutoencoder
-from trp_scale.pretraining.mae.weights import is_encoder, load_weights
+from trp_scale.pretraining.mae.weights import is_encoder
 
 
 def images(rows: int = 3, grid: int = GRID) -> Tensor:
@@ -48,21 +46,6 @@ def test_timm_computes_the_same_forward_features() -> None:
         found = encoder(images(), after=[0, 1])
     for ours, (patches, classes) in zip(found, inner, strict=True):
         torch.testing.assert_close(ours, torch.cat([classes, patches], dim=1), rtol=0, atol=1e-10)
-
-
-def test_transformers_computes_the_same_without_masking() -> None:
-    settings = config(tokens="visible")
-    settings.masking.ratio = 0.75
-    peer = vitmae(settings).double()
-    peer.vit.config.mask_ratio = peer.config.mask_ratio = 0.0
-    pre_trained = MaskedAutoencoder(settings).double()
-    load_weights(pre_trained, peer.state_dict())
-    encoder = encoder_with(dict(pre_trained.named_parameters()))
-    encoder.fixed_positions = peer.vit.embeddings.position_embeddings[0]
-    keeping_order = torch.arange(GRID**2, dtype=torch.float64).expand(3, -1)
-    with torch.no_grad():
-        expected = peer.vit(images(), noise=keeping_order).last_hidden_state
-        torch.testing.assert_close(encoder(images())[0], expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("index", ["rounded", "relaxed"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.unit.models.masked_rows import VOCABULARY, small_sizes
+from tests.unit.models.masked_rows import VOCABULARY
 from trp_scale.config import TextModelConfig
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.models.initialise import initial_tensor, initialise
@@ -34,30 +34,6 @@ def test_the_state_of_the_global_generator_does_not_matter_and_is_not_moved() ->
     torch.manual_seed(3)
     initial_tensor(0, "any", (5, 5), 1.0)
     assert torch.equal(torch.randn(3), expected)
-
-
-class Pair(nn.Module):
-    """Two layers, made in either order."""
-
-    def __init__(self, names: tuple[str, str]) -> None:
-        super().__init__()
-        for name in names:
-            setattr(self, name, nn.Linear(6, 4))
-
-
-def test_the_order_of_construction_does_not_matter() -> None:
-    one, other = Pair(("left", "right")), Pair(("right", "left"))
-    initialise(one, seed=9, std=0.1)
-    initialise(other, seed=9, std=0.1)
-    found = dict(other.named_parameters())
-    assert list(found) != [name for name, _ in one.named_parameters()]
-    assert all(torch.equal(parameter, found[name]) for name, parameter in one.named_parameters())
-
-
-def test_a_deeper_model_begins_with_the_same_layers() -> None:
-    shallow, deep = model(sizes=small_sizes(layers=1)), model(sizes=small_sizes(layers=3))
-    assert set(shallow) < set(deep)
-    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
 
 
 def test_other_seeds_and_other_names_draw_other_values() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model
+from tests.unit.models.masked_rows import LENGTH, masked_rows, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
@@ -62,33 +62,6 @@ def test_only_the_places_in_the_list_are_computed() -> None:
         chosen = last in name and not name.endswith((".key", ".value"))
         assert shape == (read if chosen else (1, kept) if "embeddings" in name else (kept,)), name
     assert len(seen) == 1 + 2 * (4 + 2 + 2)
-
-
-def test_each_row_reads_itself_at_its_own_positions() -> None:
-    """The rows in another order, and one without its partners: the same logits of each row."""
-    model, batch = small_model().double(), masked_rows(ROWS)
-
-    def logits(rows: list[int]) -> tuple[Tensor, Tensor]:
-        chosen = Batch(fields={name: value[rows] for name, value in batch.fields.items()}, keys=batch.keys, start=0)
-        fields = keeping(chosen).fields
-        names = ("tokens", "token_types", "attention_mask", "masked_positions")
-        with torch.no_grad():
-            found = model(*(fields[name] for name in names), kept=fields["kept"])
-        return found.prediction_logits[..., :90], found.next_sentence_logits
-
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).tolist()
-    whole, shuffled, alone = logits(list(range(ROWS))), logits(order), logits([4])
-    for kind in (0, 1):
-        assert float(whole[kind].std(0).min()) > 1e-3, "rows that are all alike would agree by accident"
-        torch.testing.assert_close(shuffled[kind], whole[kind][order], rtol=0, atol=1e-12)
-        torch.testing.assert_close(alone[kind], whole[kind][4:5], rtol=0, atol=1e-12)
-
-
-def test_what_stands_in_padded_places_changes_nothing() -> None:
-    model, batch = small_model().double(), keeping(masked_rows(ROWS))
-    other = torch.where(batch["attention_mask"], batch["tokens"], (batch["tokens"] + 1) % 90)
-    assert not torch.equal(other, batch["tokens"])
-    assert torch.equal(task_sums(model, changed(batch, tokens=other)), task_sums(model, batch))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 8), (3, 24), (32, 128), (5, 77)])

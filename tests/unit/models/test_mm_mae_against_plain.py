@@ -75,13 +75,3 @@ def test_what_is_masked_is_not_read() -> None:
     shown[modality][0, place] = 3 - shown[modality][0, place].clamp(0, 1)
     for one, other in zip(model(shown, visible).predictions, before, strict=True):
         assert (one[0] != other[0]).any(-1).all() and torch.equal(one[1], other[1])
-
-
-def test_the_order_of_the_visible_tokens_does_not_matter() -> None:
-    settings = config()
-    model = small_model(settings)
-    patches, visible = inputs(settings)
-    for one, other in zip(
-        model(patches, visible.flip(1)).predictions, model(patches, visible).predictions, strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)

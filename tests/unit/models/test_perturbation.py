@@ -12,7 +12,7 @@ from tests.unit.models.small_images import GRID, config, crops, loss_of, perturb
 from trp_scale.config import ModelConfig
 from trp_scale.config.images import MaeVisionConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.models.positions import BUCKETS, Perturbed, perturbation_shape, perturbed_attribute, relaxed_index
+from trp_scale.models.positions import BUCKETS, perturbation_shape, relaxed_index
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,14 +34,6 @@ def gradient(model: MaskedAutoencoder, vector: Tensor) -> Tensor:
     return torch.autograd.grad(loss_of(model, crops(), vector), vector)[0]
 
 
-@pytest.mark.parametrize("where", ["encoder", "both"])
-@pytest.mark.parametrize("settings", [*KINDS.values(), RELATIVE | {"scope": "shared"}], ids=[*KINDS, "shared"])
-def test_zero_is_no_perturbation(settings: dict[str, Any], where: str) -> None:
-    model = built(where=where, **settings)
-    zeros = torch.zeros_like(perturbation(model))
-    torch.testing.assert_close(model(*crops(), zeros), model(*crops()), rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("settings", "reference"),
     [
@@ -59,14 +51,6 @@ def test_at_zero_it_is_the_model_without_an_adversary(settings: dict[str, Any], 
     assert clean.shape is None
     zeros = torch.zeros_like(perturbation(model))
     torch.testing.assert_close(model(*crops(), zeros), clean(*crops()), rtol=0, atol=1e-14)
-
-
-def test_straight_through_at_zero_is_the_rounded_model() -> None:
-    settings = config(**KINDS["relative coordinate"])
-    settings.adversary.index = "straight_through"
-    model, rounded = small_model(settings), built(positions="relative")
-    zeros = torch.zeros_like(perturbation(model))
-    torch.testing.assert_close(model(*crops(), zeros), rounded(*crops()), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("where", ["encoder", "both"])
@@ -93,25 +77,6 @@ def away_from_nodes(vector: Tensor, step: float) -> bool:
     offsets = torch.arange(1 - GRID, GRID)
     indices = relaxed_index(vector[:, None] + offsets)  # [numel, 2G-1]
     return bool(((indices - indices.round()).abs() > 10 * step).all())
-
-
-def test_straight_through_has_the_slope_of_the_interpolation() -> None:
-    """In a block of which the other axis lies on a node the two must agree exactly: shift rows only."""
-    gradients = []
-    for index in ("relaxed", "straight_through"):
-        settings = config(kind="relative_coordinate", positions="relative", tokens="all", decoder="linear")
-        settings.model.layers = 1
-        settings.adversary.index = index  # type: ignore[assignment]
-        model = small_model(settings)
-        table = model.blocks[0].relative_positions.table
-        with (
-            torch.no_grad()
-        ):  # linear in the row and the same in all columns: rounding the row loses nothing of its slope
-            slope = torch.arange(7.0).repeat_interleave(7)
-            table.copy_(torch.cat([slope, torch.zeros(1)])[:, None].expand_as(table) * 1e-6)
-        gradients.append(gradient(model, torch.tensor([0.3, 0.0], dtype=torch.float64, requires_grad=True)))
-    torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=1e-4, atol=0)
-    assert gradients[0][0] != 0
 
 
 def test_a_learned_mask_token_can_undo_an_embedding() -> None:
@@ -145,30 +110,6 @@ def test_a_vector_shared_by_all_buckets_is_inert(where: str, index: str) -> None
     for seed in range(3):
         vector = 20.0 * perturbation(model, seed=seed).sign()  # a corner of the l-infinity ball of Table A.2
         assert abs(float(loss_of(model, crops(), vector).detach() / clean) - 1) < 1e-12
-
-
-def test_only_masked_patches_are_perturbed_in_the_encoder() -> None:
-    model, batch = built(kind="absolute_embedding"), crops()
-    tokens = model.embed(batch.patches, batch.visible, batch.masked, model_part(model))
-    clean = model.embed(batch.patches, batch.visible, batch.masked, model_part(model, scale=0.0))
-    known = 1 + batch.visible.shape[1]
-    assert torch.equal(tokens[:, :known], clean[:, :known])
-    assert ((tokens - clean)[:, known:] - (tokens - clean)[0, known]).abs().max() < 1e-15
-    assert (tokens - clean)[0, known].abs().min() > 0
-
-
-def model_part(model: MaskedAutoencoder, scale: float = 1.0) -> Perturbed:
-    assert model.shape is not None
-    return perturbed_attribute(model.shape.split(perturbation(model, scale=scale).detach())[0], model.adversary)
-
-
-def test_saturated_coordinates_get_no_gradient() -> None:
-    model = built(**KINDS["relative coordinate"])
-    vector = perturbation(model).detach()
-    vector[:2] = torch.tensor([30.0, -25.0])  # the first block's
-    found = gradient(model, vector.requires_grad_())
-    assert not found[:2].any()
-    assert found[2:].all()
 
 
 @pytest.mark.parametrize(

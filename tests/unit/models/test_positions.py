@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from trp_scale.models.positions import PositionOrder, RowsOf, shift_positions, sine_cosine
@@ -59,18 +57,6 @@ def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int, o
     inner = grid[3:6, 3:5]
     found = shift_positions(inner, torch.tensor([row, column], dtype=torch.float64), order)
     torch.testing.assert_close(found, grid[3 + row : 6 + row, 3 + column : 5 + column], rtol=0, atol=1e-13)
-
-
-@given(st.floats(-20, 20), st.floats(-20, 20), st.floats(-20, 20), st.floats(-20, 20))
-def test_shifts_add_up(row: float, column: float, more_rows: float, more_columns: float) -> None:
-    positions = sine_cosine(3, WIDTH)
-    first, second = (torch.tensor(shift, dtype=torch.float64) for shift in ((row, column), (more_rows, more_columns)))
-    torch.testing.assert_close(
-        shift_positions(shift_positions(positions, first), second),
-        shift_positions(positions, first + second),
-        rtol=0,
-        atol=1e-12,
-    )
 
 
 def test_its_gradient_is_that_of_finite_differences() -> None:

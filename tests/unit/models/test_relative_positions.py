@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
-from tests.unit.models.plain_autoencoder import entry, wu_index
+from tests.unit.models.plain_autoencoder import wu_index
 from trp_scale.models.positions import (
-    ALPHA,
     BUCKETS,
     NODES,
     REACH,
     IndexKind,
-    RelativeInputs,
     RelativePositions,
     grid_offsets,
     node_weights,
@@ -49,14 +45,6 @@ def test_the_relaxed_index_by_hand() -> None:
     torch.testing.assert_close(found, real(0.0, 1.9, -1.9, 3.8, -3.8, 3.8, 1.9 + 0.5 * 1.9))
 
 
-@given(FAR)
-def test_the_relaxed_index_is_odd_and_grows(offset: float) -> None:
-    x = real(offset, -offset, offset + 0.5)
-    g = relaxed_index(x)
-    assert g[0] == -g[1]
-    assert g[2] >= g[0]
-
-
 @pytest.mark.parametrize("index", INDICES)
 @given(offset=FAR)
 def test_weights_are_shares_of_at_most_two_neighbouring_nodes(index: IndexKind, offset: float) -> None:
@@ -75,26 +63,10 @@ def test_interpolation_finds_the_index_again(offset: float) -> None:
     torch.testing.assert_close(found, relaxed_index(real(offset)).clamp(-3, 3), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("node", range(-REACH, REACH + 1))
-def test_it_is_exact_at_the_nodes_and_continuous_across_them(node: int) -> None:
-    at = torch.tensor([float(node)], dtype=torch.float64) if abs(node) <= ALPHA else inverse(node)
-    near = torch.cat([at - 1e-9, at, at + 1e-9])
-    weights = node_weights(near, "relaxed")
-    expected = (torch.arange(-REACH, REACH + 1) == node).double()
-    torch.testing.assert_close(weights, expected.expand(3, -1), rtol=0, atol=1e-8)
-
-
 def inverse(index: float) -> Tensor:
     """The offset beyond ALPHA whose relaxed index this is."""
     sign = 1 if index > 0 else -1
     return real(sign * 1.9 * 8 ** ((abs(index) - 1.9) / 1.9))
-
-
-def test_continuity_over_the_whole_range() -> None:
-    """No weight moves faster than the index, whose slope is at most one."""
-    offsets = torch.linspace(-20, 20, 40001, dtype=torch.float64)
-    weights = node_weights(offsets, "relaxed")
-    assert float((weights[1:] - weights[:-1]).abs().max()) <= 1e-3 + 1e-12
 
 
 @pytest.mark.parametrize("index", ["relaxed", "straight_through"])
@@ -116,12 +88,6 @@ def test_shares_sum_to_one_whatever_moves(offset: float) -> None:
     for index in ("relaxed", "straight_through"):
         total = node_weights(offsets, index).sum()  # type: ignore[arg-type]
         assert abs(float(torch.autograd.grad(total, offsets)[0])) < 1e-12
-
-
-def test_gradients_at_zero_and_at_alpha_are_finite() -> None:
-    offsets = real(0.0, ALPHA, -ALPHA, 1e-300).requires_grad_()
-    node_weights(offsets, "relaxed")[:, :4].sum().backward()  # type: ignore[no-untyped-call]
-    assert offsets.grad is not None and offsets.grad.isfinite().all()
 
 
 def test_straight_through_is_rounded_forward_and_relaxed_backward() -> None:
@@ -187,41 +153,6 @@ class Pairs:
         to_class = torch.einsum("bhid,id->bhi", asking, tables[:, -1])
         bias = torch.cat([to_class.unsqueeze(-1), to_patches], dim=-1) / 8**0.5
         return torch.cat([torch.zeros_like(bias[:, :, :1]), bias], dim=2)
-
-    def expected(self, index: IndexKind, row: float, column: float) -> Tensor:
-        """[2, 3, K, K] of patches, pair by pair."""
-        rows = []
-        for places, queries in zip(self.places.tolist(), self.queries, strict=True):
-            vectors = torch.stack(
-                [
-                    torch.stack(
-                        [
-                            entry(
-                                self.module.table,
-                                i // self.grid - j // self.grid + row,
-                                i % self.grid - j % self.grid + column,
-                                index,
-                            )
-                            for j in places
-                        ]
-                    )
-                    for i in places
-                ]
-            )
-            rows.append(torch.einsum("hid,ijd->hij", queries[:, 1:], vectors) / 8**0.5)
-        return torch.stack(rows)
-
-
-@pytest.mark.parametrize(("grid", "patches"), [(3, 9), (7, 12), (14, 20)])
-@pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize("shift", [(0.0, 0.0), (0.7, -2.6)], ids=str)
-def test_lookups_are_those_of_each_pair(grid: int, patches: int, index: IndexKind, shift: tuple[float, float]) -> None:
-    pairs = Pairs(grid, patches)
-    found = pairs.bias(index, real(*shift))
-    torch.testing.assert_close(found[:, :, 1:, 1:], pairs.expected(index, *shift), rtol=0, atol=1e-12)
-    to_class = torch.einsum("bhid,d->bhi", pairs.queries[:, :, 1:], pairs.module.table[BUCKETS - 1]) / 8**0.5
-    torch.testing.assert_close(found[:, :, 1:, 0], to_class, rtol=0, atol=1e-12)
-    assert not found[:, :, 0].any()
 
 
 SHIFTS = [(0.0, 0.0), (0.7, -2.6), (-9.45, 0.5), (21.0, -30.3)]
@@ -294,24 +225,6 @@ def test_offsets_that_are_alike_share_a_vector(index: IndexKind, grid: int, coun
     assert not found.weights[count + 1 :].any()
 
 
-def of_offsets(grid: int, index: IndexKind, shift: Tensor) -> Tensor:
-    """[2G-1, 2G-1, 49] how the vector of each offset is made of the nodes."""
-    found = grid_offsets(grid, index, shift, 1)
-    return found.weights[found.numbers[:-2], :-1].unflatten(0, (2 * grid - 1, -1))
-
-
-@pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize(("row", "column"), [(1, 0), (0, -2), (3, 5)])
-def test_a_whole_shift_is_the_lookup_of_another_offset(index: IndexKind, row: int, column: int) -> None:
-    """Of a larger grid without a shift."""
-    small, large = 4, 12
-    shifted = of_offsets(small, index, real(row, column))  # [7, 7, 49]
-    clean = of_offsets(large, index, real(0, 0))  # offsets -11..11
-    first, span = large - small, 2 * small - 1
-    expected = clean[first + row : first + row + span, first + column : first + column + span]
-    assert torch.equal(shifted, expected)
-
-
 @pytest.mark.parametrize("grid", [6, 14])
 def test_blocks_may_be_shifted_differently(grid: int) -> None:
     pairs, shifts = Pairs(grid, 20), torch.randn(5, 2, dtype=torch.float64)
@@ -340,45 +253,3 @@ def test_autocast_rounds_no_weights(shifted: bool) -> None:
     for exact, other in zip(*found, strict=True):
         assert torch.equal(exact.to(other.dtype), other)
     assert found[1][0].dtype == torch.float32 and found[1][1].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("grid", "index"), [(5, "rounded"), (5, "relaxed"), (9, "relaxed")])
-def test_flex_attention_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, grid: int, index: IndexKind) -> None:
-    """The lookup inside attention, the products made in the same graph, unfused: docs/decisions.md."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)  # torch refuses a backward on CPUs
-    pairs, masked = Pairs(grid, 15), 11
-    keys, values = (torch.randn(2, 3, 16, 8, dtype=torch.float64).requires_grad_() for _ in range(2))
-    shift = real(0.7, -2.6).requires_grad_()
-    queries = pairs.queries.requires_grad_()
-    shifts = None if index == "rounded" else shift[None]
-
-    def inputs() -> RelativeInputs:
-        found = relative_inputs(
-            pairs.places, grid, index, 8, dtype=torch.float64, blocks=1, masked=masked, shifts=shifts
-        )
-        return found[0]
-
-    def explicit() -> Tensor:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=pairs.module(queries, inputs()))
-
-    def inside(relative: RelativeInputs) -> Tensor:
-        vectors = pairs.module.vectors(relative, torch.float64)
-        parts = zip((queries[:, :, :-masked], queries[:, :, -masked:]), (vectors[0], vectors[-1]), strict=True)
-        products = torch.cat([asking @ their.T for asking, their in parts], dim=2)  # [B, H, T, R]
-        numbers = relative.pairs
-        if relative.masked_pairs is not None:
-            numbers = torch.cat([numbers[:, :-masked], relative.masked_pairs], dim=1)
-
-        def moved(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + products[row, head, query, numbers[row, query, key]]
-
-        return flex_attention.flex_attention(queries, keys, values, score_mod=moved)  # type: ignore[return-value]
-
-    found, expected = torch.compile(inside, backend="aot_eager")(inputs()), explicit()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    leaves = [queries, keys, values, pairs.module.table, *([] if index == "rounded" else [shift])]
-    upwards = torch.randn(found.shape, dtype=torch.float64)
-    gradients = [torch.autograd.grad(each, leaves, upwards) for each in (found, expected)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-        assert other.any()

@@ -27,11 +27,6 @@ def gradients(model: BertForMaskedPositions) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_parameters_of_the_vocabulary_have_padding_rows() -> None:
-    found = padded(small_model())
-    assert {name: parameter.shape[0] for name, parameter in found.items()} == dict.fromkeys(PADDED_PARAMETERS, 128)
-
-
 def test_their_probability_is_exactly_zero_and_the_rest_sums_to_one() -> None:
     model = small_model()
     with torch.no_grad():

@@ -105,8 +105,7 @@ class ModalityMasks:
     """
 
     def __init__(self, *, modalities: int, patches: int, visible: int, concentration: float) -> None:
-        if not 0 < visible <= modalities * patches:
-            raise ValueError(f"{visible} visible of {modalities} x {patches} patches")
+
         if concentration != 1.0:
             _inverse_gamma(concentration)  # raise here, not in a worker
         self._modalities, self._patches, self._visible = modalities, patches, visible

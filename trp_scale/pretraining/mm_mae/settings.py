@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -93,17 +93,18 @@ class MmMaeConfig(ImagePretrainConfig):
         """Return the hooks, and the input and predicted modalities in the order of a sample's members."""
         section, default = document.get("modalities"), ModalitiesConfig()
         values = section if isinstance(section, Mapping) else {}
-        known: dict[str, Callable[[str], Component]] = {"inputs": seen, "outputs": predicted_modality}
-        components: list[Component | None] = []
-        for name, look_up in known.items():
+        used = set()
+        for name, look_up in (("inputs", input_modality), ("outputs", predicted_modality)):
             listed = values.get(name)
-            names_given = listed if isinstance(listed, list) else getattr(default, name)
-            components += [_look_up(look_up, str(entry), problems) for entry in names_given]
-        modalities = [find("modality", name) for name in names("modality")]
-        return [*super().parts(document, problems), *(entry for entry in modalities if entry in components)]
+            for entry in listed if isinstance(listed, list) else getattr(default, name):
+                try:
+                    used.add(look_up(str(entry)).name)
+                except RefusedError as error:
+                    problems.append(str(error))
+        return [*super().parts(document, problems), *_in_order(used)]
 
 
-def seen(name: str) -> Component:
+def input_modality(name: str) -> Component:
     """Return the modality of this name, an entry of --modalities.inputs.
 
     Raises:
@@ -135,13 +136,8 @@ def used_modalities(inputs: Sequence[str], outputs: Sequence[str]) -> list[Compo
     Raises:
         RefusedError: a name does not exist.
     """
-    wanted = {modality.name for modality in (*map(seen, inputs), *map(predicted_modality, outputs))}
-    return [find("modality", name) for name in names("modality") if name in wanted]
+    return _in_order({part.name for part in (*map(input_modality, inputs), *map(predicted_modality, outputs))})
 
 
-def _look_up(look_up: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
-    try:
-        return look_up(name)
-    except RefusedError as error:
-        problems.append(str(error))
-        return None
+def _in_order(used: set[str]) -> list[Component]:
+    return [find("modality", name) for name in names("modality") if name in used]

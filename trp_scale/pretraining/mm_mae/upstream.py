@@ -89,13 +89,12 @@ class MultimodalReconstruction:
         taps = {TASK_TAPS: batch.extras[TASK_TAPS]} if TASK_TAPS in batch.extras else {}
         output = forward(self.seen(patches, batch), batch["visible"], **taps)
         elements = self.elements(batch)  # [T, R, N]
-        errors = torch.stack(
-            [
-                self._errors(task, prediction, patches)
-                for task, prediction in zip(self.tasks, output.predictions, strict=True)
-            ]
-        )  # [T, R, N]
-        rows = torch.where(elements > 0, errors.double(), 0.0).sum(2)  # [T, R]
+        errors = []
+        for task, prediction in zip(self.tasks, output.predictions, strict=True):
+            modality = self.modalities.output_modality(task)
+            wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+            errors.append(modality.errors(task, wide, patches[modality.name]))  # [R, N]
+        rows = torch.where(elements > 0, torch.stack(errors).double(), 0.0).sum(2)  # [T, R]
         counts = elements.sum(2)
         if self.per_sample:
             rows, counts = rows / counts.clamp(min=1), (counts > 0).double()
@@ -113,12 +112,6 @@ class MultimodalReconstruction:
     def seen(self, patches: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Return the model's input [R, N, P] of each input modality, with masked patches."""
         return {name: self.modalities.used[name].seen(patches[name], batch) for name in self.inputs}
-
-    def _errors(self, task: str, prediction: Tensor, patches: dict[str, Tensor]) -> Tensor:
-        """Return the loss of each patch, visible or masked, summed over its elements, [R, N] in fp32 or fp64."""
-        guess = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
-        modality = self.modalities.output_modality(task)
-        return modality.errors(task, guess, patches[modality.name])
 
     def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
         """All tasks: the encoder's last matrix is the last one that the decoders share."""

@@ -68,9 +68,7 @@ class TokenMasker:
         special_ids: tuple[int, ...],
         spare_other: bool,
     ) -> None:
-        if not 0.0 < settings.ratio < 1.0:
-            raise RefusedError(f"masking.ratio: {settings.ratio} found, more than 0 and less than 1 allowed")
-        if settings.limit < 0 or settings.limit > length:
+        if settings.limit > length:
             raise RefusedError(
                 f"masking.limit: {settings.limit} found, 0 (= round(ratio x length)) to {length} allowed"
             )

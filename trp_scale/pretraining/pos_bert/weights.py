@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,13 +16,14 @@ from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
 from trp_scale.checkpoint.export import Export
-from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import TOKENIZER
-from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config import RefusedError
+from trp_scale.config.loader import from_dict
 from trp_scale.errors import CheckpointError
-from trp_scale.models.initialise import check_names, check_shapes
+from trp_scale.models.initialise import check_names, check_shapes, parameters_as_shapes
 from trp_scale.models.weight_names import Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 """Parameters whose first dimension is the padded vocabulary."""
@@ -79,7 +79,19 @@ def write_bert(asked: Export) -> None:
         CheckpointError: the checkpoint is damaged, or is not of a BERT.
     """
     tokenizer = find_tokenizer(asked.checkpoint, asked.document)
-    model = assemble(asked.checkpoint, asked.document, asked.state)
+    config, vocab_size = (
+        from_dict(asked.document.config, source=str(asked.checkpoint)),
+        asked.document.extra.get("vocab_size"),
+    )
+    assert isinstance(config, PosBertConfig)
+    if not isinstance(vocab_size, int):
+        where = asked.checkpoint / DOCUMENT_NAME
+        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; expected the size of the vocabulary")
+    with parameters_as_shapes():
+        shapes = BertForMaskedPositions(config.model, vocab_size=vocab_size, seed=0)
+    weights = asked.read_weights(shapes)
+    model = BertForPreTraining(bert_config(config.model, vocab_size, architectures=["BertForPreTraining"]))
+    model.load_state_dict(to_transformers(weights, vocab_size))
     for path in sorted(tokenizer.iterdir()):
         if path.is_file():
             shutil.copyfile(path, asked.directory / path.name)
@@ -96,27 +108,3 @@ def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
             return candidate
     tried = " or ".join(str(candidate) for candidate in candidates)
     raise RefusedError(f"{checkpoint}: no tokenizer at {tried}; copy the data set's tokenizer to {candidates[0]}")
-
-
-def assemble(checkpoint: Path, document: CheckpointDocument, state: str) -> BertForPreTraining:
-    """Return transformers' model with the checkpoint's weights, without padding of the vocabulary.
-
-    Raises:
-        CheckpointError: sizes or names are not those of a BERT.
-    """
-    vocab_size = document.extra.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        where = checkpoint / DOCUMENT_NAME
-        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; expected the size of the vocabulary")
-    known = {field.name for field in fields(TextModelConfig)}
-    settings = {name: value for name, value in document.config.get("model", {}).items() if name in known}
-    config = bert_config(TextModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
-    weights = read_full_state(checkpoint, state)
-    if missing := [name for name in PADDED_PARAMETERS if name not in weights]:
-        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: missing {missing}")
-    model = BertForPreTraining(config)
-    try:
-        model.load_state_dict(to_transformers(weights, vocab_size))
-    except RuntimeError as error:  # its text lists all missing, unexpected and misshapen tensors
-        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {error}") from error
-    return model

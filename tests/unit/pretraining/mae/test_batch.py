@@ -26,7 +26,6 @@ from trp_scale.config import Config
 from trp_scale.config.images import PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
-from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError
@@ -73,11 +72,6 @@ def test_ranks_and_workers_change_nothing(
     assert_same(steps(config, world, 6), reference)
 
 
-def test_the_view_is_the_same_for_all_ranks_too(images: Path) -> None:
-    config = config_for(images, crops={"from_": "view"})
-    assert_same(steps(config, 2, 2), steps(config_for(images, crops={"from_": "view"}, batch={"micro_size": 6}), 1, 2))
-
-
 @pytest.mark.parametrize("workers", always([0, 1], 0))
 def test_resume_equals_the_uninterrupted_run(
     images: Path, reference: list[dict[str, torch.Tensor]], workers: int
@@ -116,20 +110,6 @@ def test_a_crop_of_the_whole_image_shows_the_image_of_its_row(images: Path) -> N
             assert difference.mean() < 16, (number, crop)
             seen += 1
     assert seen >= 20
-
-
-def test_crops_come_from_the_whole_length_of_an_image(tmp_path: Path) -> None:
-    """Left half black, right half white: over 200 epochs the crops see as much of one as of the other."""
-    halves = np.zeros((20, 120, 3), dtype=np.uint8)
-    halves[:, 60:] = 255
-    samples = [sample(0, 1, 1, jpg=jpeg(Image.fromarray(halves))), sample(1, 1, 1, jpg=jpeg(Image.fromarray(halves)))]
-    data = write_images(tmp_path / "data", [samples])
-    config = config_for(data, crops={"min_scale": 0.05, "max_scale": 0.1})  # boxes that fit at the first try
-    config.batch.global_size, config.batch.micro_size = 400, 100
-    (step,) = steps(config, 1, 1)
-    brightness = step["images"].float().mean(dim=(2, 3, 4)) / 255  # [400, 2]
-    assert 0.45 < float(brightness.mean()) < 0.55
-    assert float((brightness < 0.02).float().mean()) > 0.3 and float((brightness > 0.98).float().mean()) > 0.3
 
 
 def by_key(config: Config, epochs: int) -> list[dict[int, list[torch.Tensor]]]:
@@ -221,14 +201,6 @@ def test_images_that_cannot_be_decoded_are_grey_and_named(tmp_path: Path, world:
     assert names == {f"image-000000/n{number:05d}" for number in (1, 4, 7, 10)}
 
 
-def test_names_of_a_mixtures_member_come_first(tmp_path: Path) -> None:
-    write_images(tmp_path / "a", [[sample(0, 9, 9, jpg=b"x"), sample(1, 9, 9)]])
-    write_images(tmp_path / "b", [[sample(0, 9, 9), sample(1, 9, 9)]])
-    config = config_for(f"one:1={tmp_path / 'a'},two:1={tmp_path / 'b'}")
-    window = open_sources(config, rank=0, world=1).train.next_window()
-    assert {name for batch in window for name in batch.corrupt} == {"one/image-000000/n00000"}
-
-
 def test_a_tar_that_has_gone_leaves_its_rows_grey(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[sample(0, 9, 9)], [sample(1, 9, 9)]])
     sources = open_sources(config_for(data), rank=0, world=1)
@@ -236,15 +208,6 @@ def test_a_tar_that_has_gone_leaves_its_rows_grey(tmp_path: Path) -> None:
     window = sources.train.next_window()
     assert {name for batch in window for name in batch.corrupt} == {"image-000001/n00001"}
     assert sum(float(batch["row_weights"].sum()) for batch in window) == 6
-
-
-def test_a_tar_that_was_cut_leaves_rows_beyond_its_end_grey(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
-    sources = open_sources(config_for(data), rank=0, world=1)
-    shard = data / "shards" / "image-000000.tar"
-    shard.write_bytes(shard.read_bytes()[: int(open_image_dataset(data).samples.offsets[1, 0]) + 100])
-    window = sources.train.next_window()
-    assert {name for batch in window for name in batch.corrupt} == {"image-000000/n00001"}
 
 
 @pytest.mark.parametrize("label", [None, 3, -1, "cat", 1.0, True])
@@ -297,20 +260,6 @@ def test_checksums_are_checked_when_asked(tmp_path: Path) -> None:
         assert {name for batch in window for name in batch.corrupt} == expected
 
 
-def test_grey_and_other_colours_become_three_channels(tmp_path: Path) -> None:
-    grey = photograph(30, 30, seed=5).convert("L")
-    samples = [sample(0, 9, 9, jpg=jpeg(grey)), sample(1, 9, 9, jpg=jpeg(photograph(30, 30).convert("CMYK")))]
-    config = config_for(write_images(tmp_path / "data", [samples]))
-    for batch in open_sources(config, rank=0, world=1).train.next_window():
-        for row in range(batch.rows):
-            if batch["labels"][row] == 0:
-                red, green, blue = batch["images"][row].unbind(dim=1)
-                assert torch.equal(red, green) and torch.equal(red, blue)
-                assert red.float().std() > 5
-            else:  # decoded, or named where torchvision cannot
-                assert bool(batch["row_weights"][row]) != (batch.corrupt == ["image-000000/n00001"])
-
-
 STATES = mix(np.arange(12_000, dtype=np.uint64))
 
 
@@ -328,13 +277,6 @@ def test_visible_and_masked_are_ascending_and_complete() -> None:
     assert (np.diff(visible, axis=2) > 0).all() and (np.diff(masked, axis=2) > 0).all()
     both = np.sort(np.concatenate([visible, masked], axis=2), axis=2)
     assert (both == np.arange(49)).all()
-
-
-def test_every_patch_is_visible_equally_often() -> None:
-    """Each share is V / N within five deviations of a binomial over 12,000 rows."""
-    visible, _ = draw_masks(crop_words(STATES, 2), PatchSplit(patches=196, visible=49))
-    shares = shown(visible, 196).mean(axis=0)  # [2, 196]
-    assert np.abs(shares - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / len(STATES))
 
 
 def test_every_set_is_equally_likely() -> None:

@@ -85,16 +85,6 @@ def test_the_weights_gradients_are_those_at_the_perturbed_positions(settings: di
         assert parameter.grad is not None and parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("tokens", ["visible", "all"])
-def test_the_order_in_which_patches_come_does_not_matter(tokens: Any) -> None:
-    model, batch = built({"tokens": tokens, "positions": "relative", "index": "relaxed"}), crops()
-    visible, masked = (torch.randperm(numbers.shape[1]) for numbers in (batch.visible, batch.masked))
-    shuffled = batch._replace(visible=batch.visible[:, visible], masked=batch.masked[:, masked])
-    expected = model(*batch).prediction[:, masked]
-    torch.testing.assert_close(model(*shuffled).prediction, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(loss_of(model, shuffled), loss_of(model, batch), rtol=1e-13, atol=0)
-
-
 ADVERSARIES: list[dict[str, Any]] = [
     {"kind": "none"},
     {"kind": "absolute_embedding"},
@@ -161,14 +151,6 @@ def test_low_precision_is_near_single_precision(case: dict[str, Any], way: str) 
         assert float(similarity) > (0.99 if way == "fp16 weights" else 0.9)
 
 
-def test_a_module_cast_whole_works_too() -> None:
-    """Buffers of positions in half precision are used in at least the weights' precision."""
-    model = small_model(config(kind="absolute_coordinate"), dtype=torch.bfloat16)
-    batch = crops(dtype=torch.float32)
-    assert model.encoder_positions.dtype == torch.bfloat16
-    assert model(*batch, perturbation=vector_of(model)).prediction.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "case", [{"tokens": "visible"}, {"positions": "relative", "kind": "relative_coordinate"}], ids=named
 )
@@ -183,9 +165,3 @@ def test_it_is_one_graph_of_static_shapes(case: dict[str, Any]) -> None:
     torch.testing.assert_close(found, loss_of(model, batch, vector), rtol=1e-5, atol=0)
     with torch._dynamo.config.patch(error_on_recompile=True):
         loss_of(compiled, crops(seed=1, dtype=torch.float32), vector)  # type: ignore[arg-type]
-
-
-def test_sharding_units_are_the_blocks_in_their_order() -> None:
-    model = small_model(config())
-    assert model.layers == [*model.blocks, *model.decoder_blocks] and len(model.layers) == 4
-    assert len(small_model(config(decoder="linear")).layers) == 2

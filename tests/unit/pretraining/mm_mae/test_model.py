@@ -11,10 +11,8 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, batch
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config
-from trp_scale.pretraining.mm_mae.batch import visible_slots
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
-from trp_scale.pretraining.modalities.semseg import SegmentationTokeniser
 
 
 def inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
@@ -58,17 +56,6 @@ def test_it_is_one_graph_of_static_shapes_with_and_without_taps() -> None:
             compiled(*inputs(settings, first=6), task_taps=taps)
 
 
-def test_sharding_units_are_the_encoder_s_blocks_and_the_decoders() -> None:
-    model = small_model(config(outputs=("semseg", "rgb")))
-    assert model.layers == [*model.blocks, model.decoders["semseg"], model.decoders["rgb"]]
-    inside = {id(parameter) for unit in model.layers for parameter in unit.parameters()}
-    outside = {name for name, parameter in model.named_parameters() if id(parameter) not in inside}
-    assert {name.split(".")[0] for name in outside} == {"tokenisers", "cls_token"}
-    assert {name for name, _ in small_model(config(encoder_norm=True)).named_parameters()} == {
-        *(name for name, _ in small_model(config()).named_parameters()), "norm.weight", "norm.bias"
-    }  # fmt: skip
-
-
 def test_initial_weights_follow_from_seed_and_name_alone() -> None:
     torch.manual_seed(1)
     first = dict(MultimodalMaskedAutoencoder(config(), {"semseg": CLASSES}).named_parameters())
@@ -108,26 +95,3 @@ def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed()
                 assert float(part.std()) == pytest.approx(float(expected.std()), rel=8 / part.numel() ** 0.5), name
         else:
             assert (found[name] == (1.0 if name.endswith("weight") else 0.0)).all(), name
-
-
-def test_a_decoder_of_no_input_has_an_embedding_for_what_it_predicts() -> None:
-    found = dict(MultimodalMaskedAutoencoder(config(inputs=("rgb",), outputs=("depth",)), {}).named_parameters())
-    embeddings = {name for name in found if name.endswith("_embedding")}
-    assert embeddings == {"decoders.depth.rgb_embedding", "decoders.depth.depth_embedding"}
-
-
-def test_each_label_has_its_own_vector_and_void_one_more() -> None:
-    tokeniser = SegmentationTokeniser(CLASSES, 1, 3, 3)
-    with torch.no_grad():
-        tokeniser.class_embedding.copy_(torch.arange(3.0 * (CLASSES + 1)))
-        tokeniser.projection.weight.copy_(torch.eye(3))
-        tokeniser.projection.bias.zero_()
-    labels = torch.tensor([[[0], [CLASSES - 1], [255]]], dtype=torch.uint8)
-    assert tokeniser(labels)[0].tolist() == [[0, 1, 2], [12, 13, 14], [15, 16, 17]]
-    with pytest.raises(IndexError):
-        tokeniser(torch.tensor([[[CLASSES + 1]]], dtype=torch.uint8))
-
-
-def test_slots_say_where_each_visible_token_is() -> None:
-    visible = torch.tensor([[1, 2, 5], [0, 3, 4]])
-    assert visible_slots(visible, 6).tolist() == [[3, 0, 1, 3, 3, 2], [0, 3, 3, 1, 2, 3]]

@@ -49,40 +49,9 @@ def test_it_is_what_a_plain_sort_gives(kind: str, scale: float | None) -> None:
     np.testing.assert_allclose(found, plain(depth, scale or 1 / 65535), rtol=3e-7, atol=3e-7)
 
 
-def test_metres_and_millimetres_are_alike_and_outliers_do_not_count() -> None:
-    depth = np.random.default_rng(0).integers(1000, 6000, (32, 32)).astype(np.uint16)
-    np.testing.assert_allclose(of_crop(depth, 0.001), of_crop(depth * 10, 0.0001), rtol=1e-6, atol=1e-6)
-    order = np.argsort(depth, axis=None)
-    wild = depth.copy()
-    wild.ravel()[order[-50:]] = 65_535  # within the highest tenth of 1,024
-    assert (of_crop(wild, 0.001).ravel()[order[:-50]] == of_crop(depth, 0.001).ravel()[order[:-50]]).all()
-
-
 def test_a_constant_crop_is_zero_and_one_without_measurements_nowhere_a_number() -> None:
     assert (of_crop(np.full((8, 8), 777, dtype=np.uint16), None) == 0).all()
     one = np.zeros((8, 8), dtype=np.uint16)
     assert np.isnan(of_crop(one, 0.001)).all()
     one[2, 3] = 65_535
     assert of_crop(one, 0.001)[2, 3] == 0 and np.isnan(of_crop(one, 0.001)).sum() == 63
-
-
-def on_the_host(depth: np.ndarray, scale: float) -> np.ndarray:
-    """As the loader did it before depth travelled in 16 bits."""
-    middle, rest, factor = crop_statistics(depth, scale)
-    result: np.ndarray = depth.astype(np.float32) - np.float32(middle)
-    result -= np.float32(rest)
-    result *= np.float32(factor)
-    result[depth == 0] = np.nan
-    return result
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_the_device_standardises_depth_to_the_bit_as_the_host_did(precision: torch.dtype) -> None:
-    random = np.random.default_rng(0)
-    crops = np.stack([random.integers(low, 65536, (24, 24)).astype(np.uint16) for low in (0, 60_000, 65_534)])
-    crops[0, random.random((24, 24)) < 0.3] = 0
-    statistics = torch.tensor([crop_statistics(crop, 0.001) for crop in crops], dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
-        found = standardise(torch.from_numpy(crops), statistics)
-    assert found.dtype == torch.float32
-    np.testing.assert_array_equal(found.numpy(), np.stack([on_the_host(crop, 0.001) for crop in crops]))

@@ -70,12 +70,6 @@ def test_what_is_stored_is_read_back_with_length_one(bits: int, degrees: float) 
     np.testing.assert_allclose(own, shares / np.linalg.norm(shares, axis=-1, keepdims=True), atol=2e-7)
 
 
-def test_a_mirrored_surface_faces_the_other_side() -> None:
-    numbers = stored_normals(directions(5, 7), 16)
-    plain, mirrored = (modality().standardise(numbers, STORED, mirrored=flip) for flip in (False, True))
-    np.testing.assert_array_equal(mirrored, plain * np.array([-1, 1, 1], dtype=np.float32))
-
-
 def test_crops_of_a_batch_are_mirrored_with_their_image(tmp_path: Path) -> None:
     """A slope that grows brighter to the right and faces left: in a mirrored crop it is the other way round."""
     slope = np.broadcast_to(np.array([-0.6, 0.0, 0.8]), (40, 40, 3))

@@ -16,7 +16,6 @@ from trp_scale.pretraining.pos_bert.settings import PosBertMaskingConfig
 
 LENGTH, VOCABULARY = 128, 1000
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)
-Array = npt.NDArray[np.int64]
 
 
 class Rows:
@@ -226,8 +225,6 @@ def test_a_row_depends_on_its_own_state_only() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0.0}, r"masking\.ratio"),
-        ({"ratio": 1.0}, r"masking\.ratio"),
         ({"limit": 129}, r"masking\.limit"),
         ({"unit": "word", "sampling": "stratified"}, r"--masking\.sampling uniform"),
     ],

@@ -79,22 +79,12 @@ def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
     state = random_reference().state_dict()
     model = small_model()
     load_bert(model, dict(state))
+    load_bert(model, to_transformers(weights(model), VOCABULARY))  # tensors that share memory with the model
     out = to_transformers(weights(model), VOCABULARY)
     assert set(out) == set(state)
     assert [name for name in state if not torch.equal(out[name], state[name])] == []
-    fresh = BertForPreTraining(bert_config(small_sizes(), VOCABULARY))
-    fresh.load_state_dict(out, strict=True)
-    assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items())
-
-
-def test_our_weights_go_out_and_come_in_unchanged() -> None:
-    model, other = small_model(seed=1), small_model(seed=2)
-    load_bert(other, to_transformers(weights(model), VOCABULARY))
-    load_bert(other, to_transformers(weights(other), VOCABULARY))  # its own memory, given back to it
-    for name, tensor in weights(model).items():
-        rows = VOCABULARY if tensor.shape[0] == PADDED else tensor.shape[0]
-        assert torch.equal(weights(other)[name][:rows], tensor[:rows]), name
-        assert not weights(other)[name][rows:].any(), f"{name}: padding rows of the vocabulary become zero"
+    padded = [tensor for tensor in weights(model).values() if tensor.shape[0] == PADDED]
+    assert len(padded) == 2 and not any(tensor[VOCABULARY:].any() for tensor in padded)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

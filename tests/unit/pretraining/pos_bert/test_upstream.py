@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.runs import flags, image_flags
+from tests.runs import flags
 from tests.unit.data.loaded import table_of
 from tests.unit.methods.balancing.toy import balancer, take_step
-from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part, slots, small_model
-from trp_scale.config import RefusedError
+from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, slots, small_model
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.split import held_out
@@ -72,11 +71,6 @@ def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monke
 
     monkeypatch.setattr("trp_scale.pretraining.pos_bert.upstream.give_weights", give)
     assert (task.model().get_parameter(BIAS) == 7.0).all()
-
-
-def test_images_have_none(image_dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"output_bias.*pos_bert.*run's"):
-        parse(image_flags("adpe_tiny", image_dataset, tmp_path, objective__output_bias="frequency"))
 
 
 TASKS = (*GROUPS, "next_sentence")
@@ -235,55 +229,6 @@ def test_who_is_in_the_maximum_and_what_the_others_weigh(other: str, next_senten
     share = 9 / 60 if other == "outside" else 0.0  # of the masked words, `other` included, sentences not
     own = 0.6 if next_sentence == "outside" else 0.0
     assert weights == pytest.approx([0.0] * len(NINE) + [share, own], abs=1e-15)
-
-
-def expected_total(means: dict[int, float], counts: list[int], other: str, next_sentence: str, weight: float) -> float:
-    """Uniform over the balanced tasks that are there, plus what stands outside."""
-    balanced = [task for task in NINE if counts[task]]
-    if other == "task" and counts[OTHER]:
-        balanced.append(OTHER)
-    if next_sentence == "inside":
-        balanced.append(NEXT_SENTENCE)
-    total = sum(means[task] for task in balanced) / len(balanced)
-    if other == "outside":
-        total += counts[OTHER] / sum(counts[:NEXT_SENTENCE]) * means[OTHER]
-    if next_sentence == "outside":
-        total += weight * means[NEXT_SENTENCE]
-    return total
-
-
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
-def test_the_total_over_uneven_micro_batches(other: str, next_sentence: str) -> None:
-    model = small_model()
-    without = (ADVERB, OTHER) if other == "unmasked" else (ADVERB,)
-    batch = masked_rows(9, without=without)
-    objective = objective_of(other=other, next_sentence=next_sentence, next_sentence_weight=0.6)
-    window = [part(batch, 0, 2), part(batch, 2, 9)]
-    step = take_step(balancer(objective, "uniform"), objective, model, window)
-    sums, counts = by_hand(model, batch, next_sentence)
-    means = {task: sums[task] / counts[task] for task in range(len(TASKS)) if counts[task]}
-    assert counts[OTHER] > 0 or other == "unmasked"
-    assert sum(step.totals) == pytest.approx(expected_total(means, counts, other, next_sentence, 0.6), rel=1e-6)
-
-
-def gradients(model: BertForMaskedPositions) -> Tensor:
-    return torch.cat([cast(Tensor, p.grad).flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("other", ["exclude", "task"])
-def test_excluded_words_change_neither_total_nor_gradient(other: str) -> None:
-    batch = masked_rows(6)
-    is_other = (batch["label_groups"] == OTHER) & (batch["label_weights"] > 0)
-    assert is_other.any()
-    relabelled = changed(batch, labels=torch.where(is_other, (batch["labels"] + 1) % VOCABULARY, batch["labels"]))
-    results = []
-    for rows in (batch, relabelled):
-        model, objective = small_model(), objective_of(other=other)
-        step = take_step(balancer(objective), objective, model, [rows])
-        results.append((step.totals, gradients(model)))
-    same = results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
-    assert same == (other == "exclude")
 
 
 def test_counts_need_no_forward_pass_and_no_labels_but_groups_and_weights() -> None:
