@@ -50,7 +50,7 @@ from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.models.initialise import without_content
+from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -153,7 +153,7 @@ def measure_start(layout: str, options: Options, way: Literal["shapes", "whole"]
     make = partial(BertForMaskedPositions, config.model, vocab_size=8192, seed=0)
     with ranks_environment(layout) as environment:
         base = resident_bytes()
-        module = make() if way == "whole" else without_content(make)
+        module = make() if way == "whole" else build_with_initialisers(make)
         parameters = sum(parameter.numel() for parameter in module.parameters())
         engine = engine_on(environment, layout, module, config)
         peak = resident_bytes() - base

@@ -171,7 +171,7 @@ class PlantedRun:
         patches = mae_objective(self.config).patches(batch)
         patches = patches.to(next(self.model.parameters()).dtype)
         every = torch.arange(PATCHES).expand(count, -1)
-        tokens = self.model(patches, every, every[:, :0], give="features")  # [count, 1 + N, D]
+        tokens = self.model(patches, every, every[:, :0], output="features")  # [count, 1 + N, D]
         return tokens[:, 1:].mean(1).double(), batch["labels"]
 
     def probe(self, train: int = 40, test: int = 2000) -> float:

@@ -56,7 +56,7 @@ from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.counting import RecordsOperations, attention_of_a_gpu, launches, replace_parameters, storage
+from trp_scale.models.counting import RecordsOperations, gpu_attention, launches, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.training.decisions import Agreed
 
@@ -176,7 +176,7 @@ class FakeTraining:
 
             engine.create_optimizer_state()
             with (
-                attention_of_a_gpu(),
+                gpu_attention(),
                 entering(engine, "backward", counter, "backward"),
                 entering(engine, "check_gradients", counter, "update"),
                 saved_tensors_hooks(keep, lambda tensor: tensor),

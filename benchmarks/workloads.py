@@ -33,7 +33,7 @@ from trp_scale.pretraining.mm_mae.batch import RunModalities
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
-from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
@@ -90,7 +90,7 @@ def ending_early(batch: Batch) -> Batch:
     fields = {
         **batch.fields,
         "attention_mask": attended,
-        "kept": torch.from_numpy(kept_places(attended.numpy())),
+        "kept": torch.from_numpy(kept_positions(attended.numpy())),
         "label_weights": batch["label_weights"] * attended.gather(1, batch["masked_positions"]),
     }
     return replace(batch, fields=fields)

@@ -20,8 +20,8 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
-from trp_scale.models.initialise import without_content
-from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.models.initialise import build_with_initialisers
+from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
@@ -59,7 +59,7 @@ def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    fields["kept"] = torch.from_numpy(kept_places(fields["attention_mask"].numpy()))
+    fields["kept"] = torch.from_numpy(kept_positions(fields["attention_mask"].numpy()))
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
 
@@ -146,7 +146,7 @@ def data_group(config: Config | None = None) -> Group:
 
 def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:
     """The engine of a layout with the small model in it, made as a run makes it."""
-    module = without_content(
+    module = build_with_initialisers(
         lambda: BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
     )
     document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None

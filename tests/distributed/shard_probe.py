@@ -39,7 +39,7 @@ class Losses:
     def recognition(self, forward: Forward, micro: Batch) -> Tensor:
         """The decoder, the mask token and the prediction take no part."""
         patches = self.objective.patches(micro)
-        tokens = self.objective.run(forward, micro, patches, give="features")  # [B, 1 + V, D]
+        tokens = self.objective.run(forward, micro, patches, output="features")  # [B, 1 + V, D]
         return (tokens[:, 1:].mean(1).double().cos() ** 2).sum() / self.rows
 
     def share(self, kind: str, forward: Forward, micro: Batch) -> Tensor:

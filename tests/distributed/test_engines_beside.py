@@ -69,7 +69,7 @@ class Pair:
         for place, micro in enumerate(window):
             with torch.no_grad():
                 patches = objective.patches(micro)
-                embeddings = objective.run(self.probe.engine, micro, patches, give="patch_embedding")
+                embeddings = objective.run(self.probe.engine, micro, patches, output="patch_embedding")
             probabilities = self.second(embeddings)  # [B, N]
             loss = (probabilities * torch.arange(probabilities.shape[1])).sum() / self.probe.losses.rows
             self.second.backward(loss, last=place == len(window) - 1)

@@ -17,7 +17,7 @@ from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, small_con
 from tests.synthetic_images import image_config
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.engines.build import build_engine
-from trp_scale.models.initialise import initial_tensor, without_content
+from trp_scale.models.initialise import build_with_initialisers, initial_tensor
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
@@ -41,7 +41,7 @@ def model_of(name: str, layout: Layout) -> nn.Module:
 def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
     """What an engine holds of a model that was made without content; and that it was."""
     config = image_config(layout) if name == "MAE" else small_config(layout)
-    module = without_content(lambda: model_of(name, layout))
+    module = build_with_initialisers(lambda: model_of(name, layout))
     assert all(parameter.is_meta for parameter in module.parameters())
     document = {"zero_optimization": {"stage": layout.stage}} if layout.stage is not None else None
     engine = build_engine(
@@ -73,7 +73,7 @@ def peak_rise(whole: bool) -> tuple[int, int]:
     allocator.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
-    module = make() if whole else without_content(make)
+    module = make() if whole else build_with_initialisers(make)
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
     engine = build_engine("fsdp", module, config, device=torch.device("cpu"), data_group=data_group())
     rise = resident("VmHWM") - before
@@ -108,7 +108,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_model_with_first_values_of_its_own_is_made_whole(touched: bool) -> None:
-    assert not any(parameter.is_meta for parameter in without_content(lambda: Own(touched)).parameters())
+    assert not any(parameter.is_meta for parameter in build_with_initialisers(lambda: Own(touched)).parameters())
 
 
 def test_values_that_change_after_they_were_noted_are_not_lost() -> None:
@@ -118,6 +118,6 @@ def test_values_that_change_after_they_were_noted_are_not_lost() -> None:
             next(model.parameters())[:2].add_(1.0)
         return model
 
-    found = without_content(changed)
+    found = build_with_initialisers(changed)
     for value, wanted in zip(found.parameters(), changed().parameters(), strict=True):
         assert torch.equal(value, wanted)

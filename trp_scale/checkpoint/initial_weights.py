@@ -22,7 +22,7 @@ from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.config import ModelConfig, RefusedError
 from trp_scale.config.json_files import read_object
 from trp_scale.errors import error_text, shorten
-from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, give
+from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, set_value
 
 
 def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None:
@@ -93,7 +93,7 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
     if why := outline.differs_from(here):
         raise RefusedError(f"--model.weights {checkpoint}: {why}")
     for name, parameter in parameters.items():
-        give(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
+        set_value(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
 
 KINDS = ("bert", "vit_mae")

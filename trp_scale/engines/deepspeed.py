@@ -32,7 +32,7 @@ from trp_scale.engines.zero_layout import (
     WholeLayout,
     ZeroLayout,
 )
-from trp_scale.models.initialise import fill_module, first_values
+from trp_scale.models.initialise import fill_module, initialisers
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -91,7 +91,7 @@ class DeepSpeedEngine(ShardOperations):
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
             deepspeed.init_distributed(dist_init_required=False)
             self._group_for_backward(document)
-            if first_values(module):
+            if initialisers(module):
                 self._cut(module, document)
         else:
             fill_module(module, device)

@@ -25,7 +25,7 @@ from trp_scale.core.pieces import Piece, whole_tensors
 from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import sum_of_squares
-from trp_scale.models.initialise import Value, allocate, first_values
+from trp_scale.models.initialise import Value, allocate, initialisers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,7 +53,7 @@ class FsdpEngine(PlainEngine):
         if not torch.distributed.is_initialized():
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
         self.decides_on_host = self.offloads  # the host's optimizer cannot read what the device has decided
-        values = first_values(module)
+        values = initialisers(module)
         if not values:
             module = module.to(self.device)
         mesh = self._mesh()

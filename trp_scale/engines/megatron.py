@@ -36,7 +36,7 @@ from trp_scale.engines.sequence_parallel import (
 )
 from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
-from trp_scale.models.initialise import Value, allocate, first_values
+from trp_scale.models.initialise import Value, allocate, initialisers
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
 try:
@@ -287,7 +287,7 @@ class MegatronEngine(DdpEngine):
         values: dict[str, Callable[[], Value]] = {
             name: partial(_value, parameter.detach()) for name, parameter in module.named_parameters()
         }
-        values |= first_values(module)
+        values |= initialisers(module)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         cut = CutOverRanks(self.tensor_group, self.device)
         for name, layer in list(module.named_modules()):

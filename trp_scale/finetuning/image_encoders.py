@@ -33,7 +33,7 @@ from trp_scale.pretraining.mae.weights import (
     published_name,
 )
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.weights import images_alone
+from trp_scale.pretraining.mm_mae.weights import image_encoder_weights
 
 HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
 """Modules and parameters of a timm model outside the encoder."""
@@ -52,7 +52,7 @@ def image_encoder_from_run(
 
     def read() -> dict[str, Tensor]:
         whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
-        named = images_alone(whole) if isinstance(config, MmMaeConfig) else whole
+        named = image_encoder_weights(whole) if isinstance(config, MmMaeConfig) else whole
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         # With mean pooling a classifier's last norm is fc_norm.
         of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}

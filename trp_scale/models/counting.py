@@ -176,16 +176,16 @@ def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Ten
     return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
-WIDENING = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
+ATTENTION_MODULES = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
 """Modules whose `attend` casts bf16 to fp32 on a CPU."""
 
 
 @contextmanager
-def attention_of_a_gpu() -> Iterator[None]:
+def gpu_attention() -> Iterator[None]:
     """Context with fused attention in the inputs' precision and without dropout, as on a GPU. On a CPU the models cast
     bf16 to fp32 (vit.attend), and torch does not fuse attention with dropout."""
     fused = nn.functional.scaled_dot_product_attention
-    places: list[Any] = [sys.modules[name] for name in WIDENING if name in sys.modules]
+    places: list[Any] = [sys.modules[name] for name in ATTENTION_MODULES if name in sys.modules]
 
     def attention(*arguments: Any, dropout_p: float = 0.0, **named: Any) -> Tensor:
         return fused(*arguments, **named)

@@ -39,18 +39,18 @@ def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts
 Value = Tensor | float
 """Value of a parameter: a tensor, or one number for all elements."""
 
-SHOWN = 4
+LISTED_NAMES = 4
 """Most names of tensors in a message."""
 
-NOTED = "first_value"
+INITIALISER = "first_value"
 """Attribute of a meta parameter: its initialiser, and its version at that time. Writes to a meta tensor have no effect,
 but they increase its version."""
 
 
-def give(parameter: Tensor, make: Callable[[], Value]) -> None:
+def set_value(parameter: Tensor, make: Callable[[], Value]) -> None:
     """Set a parameter to the value of `make`; on the meta device, store `make` as its initialiser."""
     if parameter.is_meta:
-        setattr(parameter, NOTED, (make, parameter._version))
+        setattr(parameter, INITIALISER, (make, parameter._version))
         return
     value = make()
     with torch.no_grad():
@@ -64,12 +64,12 @@ def current_value(parameter: Tensor) -> Tensor:
     """Return the parameter's value; on the meta device, the value of its initialiser."""
     if not parameter.is_meta:
         return parameter.detach()
-    value = getattr(parameter, NOTED)[0]()
+    value = getattr(parameter, INITIALISER)[0]()
     return value if isinstance(value, Tensor) else torch.full(parameter.shape, value)
 
 
 class OtherTensorsError(ValueError):
-    """Tensors do not fit a model; the message has the first SHOWN names of each kind.
+    """Tensors do not fit a model; the message has the first LISTED_NAMES names of each kind.
 
     Args:
         tensors: {kind of error, for example "missing": names, with shapes if these differ}.
@@ -87,7 +87,7 @@ class OtherTensorsError(ValueError):
     @property
     def are_shortened(self) -> bool:
         """Whether the message leaves names out."""
-        return any(len(names) > SHOWN for names in self.tensors.values())
+        return any(len(names) > LISTED_NAMES for names in self.tensors.values())
 
 
 def check_names(wanted: Collection[str], names: Collection[str]) -> None:
@@ -105,11 +105,13 @@ def check_shapes(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[in
 
 
 def _some(names: Sequence[str]) -> str:
-    """Join the first SHOWN names, and the number of further ones."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    """Join the first LISTED_NAMES names, and the number of further ones."""
+    return ", ".join(names[:LISTED_NAMES]) + (
+        f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    )
 
 
-def take(
+def set_converted(
     module: nn.Module,
     sources: Mapping[str, Sequence[str]],
     tensors: Mapping[str, Tensor],
@@ -135,22 +137,22 @@ def take(
         return ours(name, [tensors[source] for source in sources[name]])
 
     for name in sources:
-        give(parameters[name], partial(value, name))
+        set_value(parameters[name], partial(value, name))
 
 
-def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:
+def set_all(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:
     """Set every parameter to the value of `rule`, whatever its module initialised."""
     for name, parameter in module.named_parameters():
-        give(parameter, partial(rule, name, parameter))
+        set_value(parameter, partial(rule, name, parameter))
 
 
-def without_content(make: Callable[[], nn.Module]) -> nn.Module:
+def build_with_initialisers(make: Callable[[], nn.Module]) -> nn.Module:
     """Return the model of `make` on the meta device with initialisers; or a model with content if a parameter has no
     initialiser, or was changed in place after it was set."""
     with parameters_as_shapes():
         module = make()
     for parameter in module.parameters():
-        noted = getattr(parameter, NOTED, None)
+        noted = getattr(parameter, INITIALISER, None)
         if noted is None or noted[1] != parameter._version:
             return make()
     return module
@@ -173,9 +175,11 @@ def parameters_as_shapes() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def first_values(module: nn.Module) -> dict[str, Callable[[], Value]]:
+def initialisers(module: nn.Module) -> dict[str, Callable[[], Value]]:
     """Return the initialisers of meta parameters, by name; call this before the module is sharded."""
-    return {name: getattr(parameter, NOTED)[0] for name, parameter in module.named_parameters() if parameter.is_meta}
+    return {
+        name: getattr(parameter, INITIALISER)[0] for name, parameter in module.named_parameters() if parameter.is_meta
+    }
 
 
 def allocate(
@@ -195,11 +199,11 @@ def allocate(
 
 def fill_module(module: nn.Module, device: torch.device) -> nn.Module:
     """Move the module to the device, and fill meta parameters."""
-    values = first_values(module)
+    values = initialisers(module)
     allocate(module, device)
     for name, parameter in module.named_parameters():
         if name in values:
-            give(parameter, values[name])
+            set_value(parameter, values[name])
     return module
 
 
@@ -220,14 +224,14 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
             value[padding[name]].zero_()
         return value
 
-    write(module, rule)
+    set_all(module, rule)
 
 
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
     """Initialise as MAE (He et al., A.1; Wu et al.): matrices xavier uniform, with queries, keys and values as one
     matrix of 3 D rows; class and mask tokens and embeddings normal with `std`; biases and relative tables 0; norm
     weights 1; trained positions sine-cosine."""
-    write(module, lambda name, parameter: vision_weights(seed, name, parameter, std))
+    set_all(module, lambda name, parameter: vision_weights(seed, name, parameter, std))
 
 
 def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
@@ -240,7 +244,7 @@ def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
         parts = 3 if name.endswith("qkv.weight") else 2 if name.endswith("key_value.weight") else 1
         return vision_weights(seed, name, parameter, std, parts=parts)
 
-    write(module, rule)
+    set_all(module, rule)
 
 
 def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Value:

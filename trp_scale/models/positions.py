@@ -71,7 +71,7 @@ def shift_positions(positions: Tensor, shift: Tensor, order: PositionOrder = "co
     return torch.stack(turned, dim=-2).flatten(-3)
 
 
-class RowsOf(torch.autograd.Function):
+class IndexRows(torch.autograd.Function):
     """Index a small table with many indices. The table's gradient is one matrix product with one-hot indices; torch's
     indexing would sort them."""
 
@@ -85,8 +85,8 @@ class RowsOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        asked = places.flatten().unsqueeze(1) == torch.arange(ctx.rows, device=places.device)  # [..., N]
-        return asked.to(gradient.dtype).T @ gradient.flatten(0, -2), None
+        one_hot = places.flatten().unsqueeze(1) == torch.arange(ctx.rows, device=places.device)  # [..., N]
+        return one_hot.to(gradient.dtype).T @ gradient.flatten(0, -2), None
 
 
 def interpolate(positions: Tensor, grid: int) -> Tensor:
@@ -308,13 +308,13 @@ class RelativePositions(nn.Module):
         vectors = self.vectors(relative, queries.dtype)
         pairs = relative.pairs[:, -count:]
         if len(vectors) == 1:
-            return looked_up(queries, vectors[0], pairs)
+            return look_up_pairs(queries, vectors[0], pairs)
         others = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
         if count == masked:
-            return looked_up(queries, vectors[1], others)
+            return look_up_pairs(queries, vectors[1], others)
         clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # the gradient of split is one copy
         return torch.cat(
-            [looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], others)], dim=2
+            [look_up_pairs(clean, vectors[0], pairs[:, :-masked]), look_up_pairs(moved, vectors[1], others)], dim=2
         )
 
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ class RelativePositions(nn.Module):
         return vectors.chunk(2) if relative.moved else (vectors,)
 
 
-def looked_up(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+def look_up_pairs(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
     """Return products of queries [B, H, Q, D / H] and vectors [R, D / H] at pairs [B, Q, T], [B, H, Q, T]."""
     products = F.linear(queries, vectors)  # [B, H, Q, R]
     return products.gather(-1, pairs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1))
@@ -401,7 +401,7 @@ def _part(adversary: Any, layers: int, width: int, heads: int) -> tuple[int, ...
     }[adversary.kind]
 
 
-class Perturbed(NamedTuple):
+class Perturbation(NamedTuple):
     """Perturbation of the encoder or of the decoder; at most one attribute is not `None`.
 
     Attributes:
@@ -419,16 +419,16 @@ class Perturbed(NamedTuple):
     offsets: Tensor | None = None
 
 
-def perturbed_attribute(part: Tensor | None, adversary: Any) -> Perturbed:
+def to_perturbation(part: Tensor | None, adversary: Any) -> Perturbation:
     """Return a part of a perturbation as the attribute that it perturbs."""
     if part is None:
-        return Perturbed()
+        return Perturbation()
     if adversary.kind == "absolute_embedding":
-        return Perturbed(embedding=part[0])
+        return Perturbation(embedding=part[0])
     if adversary.kind == "absolute_coordinate":
-        return Perturbed(coordinate=part[0])
+        return Perturbation(coordinate=part[0])
     if adversary.kind == "relative_coordinate":
-        return Perturbed(offsets=part)
+        return Perturbation(offsets=part)
     if adversary.scope == "value":
-        return Perturbed(values=part)
-    return Perturbed(tables=part if adversary.scope == "per_bucket" else part.unsqueeze(1))
+        return Perturbation(values=part)
+    return Perturbation(tables=part if adversary.scope == "per_bucket" else part.unsqueeze(1))

@@ -10,7 +10,7 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from trp_scale.models.initialise import check_names, take
+from trp_scale.models.initialise import check_names, set_converted
 
 COLOURS = 3
 """Channels of an image in an exported patch embedding."""
@@ -114,7 +114,7 @@ class WeightNames:
         """
         sources = {name: self.sources(name) for name, _ in model.named_parameters() if name not in kept}
         check_names({source for names in sources.values() for source in names}, state)
-        take(model, sources, state, self.to_ours)
+        set_converted(model, sources, state, self.to_ours)
 
     def _pair(self, name: str) -> Pair:
         for pair in self.pairs:

@@ -20,8 +20,8 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import Objective
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.methods.learned_masks.masks import NETWORKS
-from trp_scale.models.counting import Operation, RecordsOperations, attention_of_a_gpu, fake_pass
-from trp_scale.models.initialise import without_content
+from trp_scale.models.counting import Operation, RecordsOperations, fake_pass, gpu_attention
+from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.planning.clusters import Gpu
 from trp_scale.planning.tensor_parallel import TensorSum, cut_over, declared_plan, watch
 from trp_scale.pretraining.base import DataFacts, Outline, find_upstream
@@ -93,7 +93,7 @@ class Counted:
     @cached_property
     def model(self) -> nn.Module:
         """Model of fake tensors."""
-        return without_content(self.outline.model)
+        return build_with_initialisers(self.outline.model)
 
     @cached_property
     def parameters(self) -> int:
@@ -115,7 +115,7 @@ class Counted:
         masks = getattr(self.config, "multilevel", None)
         if masks is None or not masks.learns:
             return 0
-        network = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
+        network = build_with_initialisers(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
         return sum(parameter.numel() for parameter in network.parameters())
 
     def _share_of_rank(self, ranks: int, split: bool) -> Counted:
@@ -150,7 +150,7 @@ class Counted:
 
     def _count_saved(self, how: Checkpointing, rounded: bool) -> Need:
         """Return the bytes that a forward pass saves for its backward pass."""
-        with attention_of_a_gpu():
+        with gpu_attention():
             return saved_by_rows(
                 self.outline.model,
                 self.outline.objective,
@@ -183,11 +183,11 @@ class Counted:
 
     def _record_operations(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
         """Return the operations of both passes over `rows` rows."""
-        model = without_content(self.outline.model)
+        model = build_with_initialisers(self.outline.model)
         checkpoint_blocks(model, how)
         batch = self.outline.rows(rows)
         with (
-            attention_of_a_gpu(),
+            gpu_attention(),
             self._fake_pass(model, rounded=rounded) as losses_of,
             RecordsOperations(fused=fused) as recorder,
         ):
@@ -198,10 +198,10 @@ class Counted:
         return operations
 
     def _note_saved(self, rows: int, *, rounded: bool) -> list[TensorSum]:
-        model = without_content(self.outline.model)
+        model = build_with_initialisers(self.outline.model)
         sums = watch(model)
         batch = self.outline.rows(rows)
-        with attention_of_a_gpu(), self._fake_pass(model, rounded=rounded) as losses_of:
+        with gpu_attention(), self._fake_pass(model, rounded=rounded) as losses_of:
             losses_of(self.outline.objective, batch)
         return sums.noted
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.sequence_parallel import Operation, exchange, products, split_tokens
-from trp_scale.models.initialise import give
+from trp_scale.models.initialise import set_value
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
 NUMBER = 4
@@ -168,7 +168,7 @@ def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable
                     setattr(owner, name.rpartition(".")[2], kept)
         for parameter in model.parameters():
             if parameter.is_meta:
-                give(parameter, float)
+                set_value(parameter, float)
         return model
 
     return made

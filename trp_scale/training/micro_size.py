@@ -32,7 +32,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.models.counting import fake_pass, saved_bytes
-from trp_scale.models.initialise import without_content
+from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.base import Upstream
 
 POSITIONS_A_CORE, POSITIONS = 6144, 16384
@@ -121,7 +121,7 @@ def choose(
             document = None if ds_document is None else dict(ds_document)
             return build_engine(
                 engine_name,
-                without_content(upstream.model),
+                build_with_initialisers(upstream.model),
                 sized,
                 device=environment.device,
                 data_group=group,
@@ -238,7 +238,7 @@ def count_memory(
         device=environment.device,
         rounded=config.training.weights == "bf16",
     )
-    model = without_content(upstream.model)
+    model = build_with_initialisers(upstream.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
     # Other engines refuse FSDP2's settings. Offloaded states are not on the device.
@@ -267,10 +267,10 @@ def saved_by_rows(
     Raises:
         RefusedError: the forward pass reads the content of its tensors, so it does not run on fake tensors.
     """
-    model, how = without_content(make_model), config.training.activation_checkpointing
+    model, how = build_with_initialisers(make_model), config.training.activation_checkpointing
     shares = [(model, 1.0)]
     if how != "none":
-        checkpointed = without_content(make_model)
+        checkpointed = build_with_initialisers(make_model)
         checkpoint_blocks(checkpointed, how)
         shares = [(checkpointed, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a recomputed block
     half, saved = config.training.precision != "fp32", [0.0, 0.0]

@@ -31,7 +31,7 @@ from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, r
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.errors import ExitStatus
-from trp_scale.models.initialise import without_content
+from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.base import Upstream, build_upstream
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_tracker, require_same_settings
@@ -190,7 +190,7 @@ class Run:
             "ds_document": document,
             "ds_path": path,
         }
-        self.engine = build_engine(self.engine_name, without_content(self.upstream.model), config, **settings)
+        self.engine = build_engine(self.engine_name, build_with_initialisers(self.upstream.model), config, **settings)
         self.context = RunContext(
             config=config,
             objective=self.objective,

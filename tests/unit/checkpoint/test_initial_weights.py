@@ -20,7 +20,7 @@ from tests.unit.models.vitmae_peer import vitmae
 from tests.unit.pretraining.mae.test_weights import loaded, timm_vit
 from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_weights
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.models.initialise import fill_module, without_content
+from trp_scale.models.initialise import build_with_initialisers, fill_module
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.weights import is_encoder, load_weights, stored_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
@@ -42,7 +42,7 @@ def made_as_shapes(make: Callable[[], nn.Module], file: Path, load: Load[nn.Modu
         load_given_weights(made, str(file), load)
         return made
 
-    shapes = without_content(model)
+    shapes = build_with_initialisers(model)
     assert all(parameter.is_meta for parameter in shapes.parameters()), "no rank makes the whole model"
     whole = model()
     assert all(equal(whole, fill_module(shapes, torch.device("cpu"))).values())

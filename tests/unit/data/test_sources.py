@@ -14,7 +14,7 @@ from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
 from trp_scale.pretraining.base import open_sources
-from trp_scale.pretraining.pos_bert.batch import kept_places
+from trp_scale.pretraining.pos_bert.batch import kept_positions
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_shapes_and_types(dataset: Path) -> None:
     for number, batch in enumerate(window):
         assert batch.start == 3 * number and batch.rows == 3 and batch.keys.dtype == torch.int64
         assert set(batch.fields) == {*FIELDS, "kept"}
-        assert torch.equal(batch["kept"], torch.from_numpy(kept_places(batch["attention_mask"].numpy())))
+        assert torch.equal(batch["kept"], torch.from_numpy(kept_positions(batch["attention_mask"].numpy())))
         assert batch["kept"].is_contiguous()
         for name, (dtype, shape) in FIELDS.items():
             assert (batch[name].dtype, tuple(batch[name].shape)) == (dtype, (3, *shape)), name

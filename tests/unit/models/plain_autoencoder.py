@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.small_images import GRID, Crops
-from trp_scale.models.positions import Perturbed, PositionOrder
+from trp_scale.models.positions import Perturbation, PositionOrder
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 CLASS = -1
@@ -89,7 +89,12 @@ def position(place: int, width: int, shift: Tensor | None, order: PositionOrder)
 
 
 def blocks(
-    modules: Iterable[nn.Module], tokens: Tensor, places: list[int], masked: set[int], index: str, acting: Perturbed
+    modules: Iterable[nn.Module],
+    tokens: Tensor,
+    places: list[int],
+    masked: set[int],
+    index: str,
+    acting: Perturbation,
 ) -> Tensor:
     """[T, D] through whole blocks."""
     for number, block in enumerate(modules):
@@ -119,12 +124,15 @@ def blocks(
 
 
 def plain_forward(
-    model: MaskedAutoencoder, batch: Crops, encoder: Perturbed | None = None, decoder: Perturbed | None = None
+    model: MaskedAutoencoder,
+    batch: Crops,
+    encoder: Perturbation | None = None,
+    decoder: Perturbation | None = None,
 ) -> Tensor:
     """[B, M, P] predictions."""
     everything = zip(batch.patches, batch.visible.tolist(), batch.masked.tolist(), strict=True)
     return torch.stack(
-        [one_image(model, *image, encoder or Perturbed(), decoder or Perturbed()) for image in everything]
+        [one_image(model, *image, encoder or Perturbation(), decoder or Perturbation()) for image in everything]
     )
 
 
@@ -133,13 +141,13 @@ def one_image(
     patches: Tensor,
     visible: list[int],
     masked_list: list[int],
-    encoder: Perturbed,
-    decoder: Perturbed,
+    encoder: Perturbation,
+    decoder: Perturbation,
 ) -> Tensor:
     """[M, P]."""
     masked, index = set(masked_list), model.index
 
-    def positioned(token: Tensor, place: int, acting: Perturbed) -> Tensor:
+    def positioned(token: Tensor, place: int, acting: Perturbation) -> Tensor:
         hidden = place in masked
         shift = acting.coordinate if hidden else None
         found = token + position(place, len(token), shift, model.vision.position_order)

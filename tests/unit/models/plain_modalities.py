@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.plain_autoencoder import blocks
-from trp_scale.models.positions import Perturbed, sine_cosine
+from trp_scale.models.positions import Perturbation, sine_cosine
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, TaskDecoder
 
 Seen = dict[tuple[str, int], Tensor]
@@ -48,7 +48,7 @@ def token(tokeniser: nn.Module, patch: Tensor) -> Tensor:
 
 
 def whole_blocks(modules: nn.ModuleList, tokens: Tensor) -> Tensor:
-    return blocks(modules, tokens, [], set(), "", Perturbed())
+    return blocks(modules, tokens, [], set(), "", Perturbation())
 
 
 def decode(decoder: TaskDecoder, encoded: Tensor, names: list[tuple[str, int]], positions: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ def decode(decoder: TaskDecoder, encoded: Tensor, names: list[tuple[str, int]], 
     seen: Seen = {}
     for (modality, place), one in zip(names, entered[1:], strict=True):
         seen[modality, place] = one + positions[place] + getattr(decoder, f"{modality}_embedding")
-    unseen = decoder.mask_token + getattr(decoder, f"{decoder.own}_embedding")
-    queries = [seen.get((decoder.own, place), unseen + positions[place]) for place in range(len(positions))]
+    unseen = decoder.mask_token + getattr(decoder, f"{decoder.predicted}_embedding")
+    queries = [seen.get((decoder.predicted, place), unseen + positions[place]) for place in range(len(positions))]
     context = torch.stack([entered[0], *seen.values()])
     found = cross_attention(decoder, torch.stack(queries), context)
     found = found + decoder.mlp.fc2(nn.functional.gelu(decoder.mlp.fc1(decoder.norm(found))))

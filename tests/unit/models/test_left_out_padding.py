@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.models.masked_rows import LENGTH, masked_rows, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
-from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_places
+from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
@@ -22,7 +22,7 @@ ROWS = 11
 
 def keeping(batch: Batch, places: Tensor | None = None) -> Batch:
     """The batch with the places that its builder keeps, or with these."""
-    found = torch.from_numpy(kept_places(batch["attention_mask"].numpy())) if places is None else places
+    found = torch.from_numpy(kept_positions(batch["attention_mask"].numpy())) if places is None else places
     return replace(batch, fields={**batch.fields, "kept": found})
 
 
@@ -70,7 +70,7 @@ def test_lists_have_few_lengths(rows: int, length: int) -> None:
     generator, lengths = np.random.default_rng(0), set()
     for _ in range(200):
         real = np.arange(length) < generator.integers(3, length + 1, (rows, 1))
-        kept, flat = kept_places(real), real.ravel()
+        kept, flat = kept_positions(real), real.ravel()
         part = -(-rows * length // KEPT_LENGTHS)
         assert (np.diff(kept) > 0).all() and flat[kept].sum() == flat.sum()
         assert flat.sum() <= len(kept) < flat.sum() + part and (len(kept) % part == 0 or len(kept) == rows * length)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from trp_scale.models.positions import PositionOrder, RowsOf, shift_positions, sine_cosine
+from trp_scale.models.positions import IndexRows, PositionOrder, shift_positions, sine_cosine
 
 WIDTH = 24
 
@@ -73,8 +73,8 @@ def test_half_precision_positions_are_shifted_in_single_precision() -> None:
 def test_rows_that_many_ask_for_have_the_gradient_of_indexing() -> None:
     table = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     places = torch.tensor([[0, 2, 2], [5, 2, 0]])
-    assert torch.equal(RowsOf.apply(table, places), table[places])  # type: ignore[no-untyped-call]
-    assert torch.autograd.gradcheck(lambda given: RowsOf.apply(given, places), table)  # type: ignore[no-untyped-call]
+    assert torch.equal(IndexRows.apply(table, places), table[places])  # type: ignore[no-untyped-call]
+    assert torch.autograd.gradcheck(lambda given: IndexRows.apply(given, places), table)  # type: ignore[no-untyped-call]
     none = places[:, :0]
-    (gradient,) = torch.autograd.grad(RowsOf.apply(table, none).sum(), table)  # type: ignore[no-untyped-call]
+    (gradient,) = torch.autograd.grad(IndexRows.apply(table, none).sum(), table)  # type: ignore[no-untyped-call]
     assert torch.equal(gradient, torch.zeros_like(table))

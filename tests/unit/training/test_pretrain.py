@@ -29,7 +29,7 @@ from trp_scale.data.fetch import Fetcher, MicroBatches
 from trp_scale.distributed import environment
 from trp_scale.distributed.environment import Environment
 from trp_scale.errors import ExitStatus
-from trp_scale.models.initialise import fill_module, without_content
+from trp_scale.models.initialise import build_with_initialisers, fill_module
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training.observer import Observer
@@ -130,7 +130,7 @@ def test_a_checkpoint_s_weights_are_read_one_by_one_when_a_rank_fills_its_pieces
     config = parse(words).config
     with Environment() as environment:
         upstream = build_upstream(config, environment)
-        module, whole = without_content(upstream.model), upstream.model()
+        module, whole = build_with_initialisers(upstream.model), upstream.model()
         upstream.sources.close()
     stored = read_full_state(find_checkpoint(tmp_path / "one"))
     assert all(parameter.is_meta for parameter in module.parameters())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
 from trp_scale.models.image_encoder import EncoderShape, ImageEncoder, OnImageEncoder
-from trp_scale.models.initialise import initialise_vision, write
+from trp_scale.models.initialise import initialise_vision, set_all
 
 NORM_CHANNELS = 16
 """Fewest channels in a group of a group norm: on a 1 x 1 map, a norm over fewer channels loses too much."""
@@ -90,7 +90,7 @@ def initialise_head(head: DenseHead, *, seed: int) -> None:
         bound = math.sqrt(1.0 / fans[layer]) * (OUTPUT_SCALE if layer in head.outputs else 1.0)
         return (2.0 * torch.rand(tuple(parameter.shape), generator=generator) - 1.0) * bound
 
-    write(head, rule)
+    set_all(head, rule)
 
 
 def _fan_in(module: nn.Module) -> int:

@@ -24,7 +24,7 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
 from trp_scale.finetuning.dense.model import as_map, quarters
 from trp_scale.finetuning.detection.settings import DetectionConfig, DetectionTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
-from trp_scale.models.initialise import initial_tensor, initialise_vision, write
+from trp_scale.models.initialise import initial_tensor, initialise_vision, set_all
 
 LEVELS = ("0", "1", "2", "3")
 """torchvision's names of the maps of strides p/4, p/2, p and 2p; "pool" has stride 4p."""
@@ -264,7 +264,7 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
         small = [std for begin, std in SMALL.items() if whole.startswith(begin)]
         return initial_tensor(seed, whole, tuple(parameter.shape), small[0] if small else math.sqrt(2.0 / inputs))
 
-    write(module, rule)
+    set_all(module, rule)
 
 
 @torch.no_grad()

@@ -149,12 +149,12 @@ def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.M
         with torch.enable_grad():
             network(embeddings).sum().backward()
 
-    embed = count_flops(make_model, lambda model: model(image, order, order[:, :0], give="patch_embedding"))
+    embed = count_flops(make_model, lambda model: model(image, order, order[:, :0], output="patch_embedding"))
     choose = count_flops(make_network, lambda network: network(embeddings))
     rows, whole = config.batch.global_size * crops.count, 0.0
     if settings.reads_labels:
         images = settings.batch_size or config.batch.global_size
-        encode = count_flops(make_model, lambda model: model(image, order, order[:, :0], give="features"))
+        encode = count_flops(make_model, lambda model: model(image, order, order[:, :0], output="features"))
         whole = images * crops.count * encode
     return Passes(
         masked=masked,

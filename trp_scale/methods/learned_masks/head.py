@@ -224,7 +224,7 @@ class HeadLevel:
         patches = [self.objective.patches(batch) for batch in batches]  # [B, N, P] each
         joined = torch.cat(patches)
         every = torch.arange(joined.shape[1], device=joined.device).expand(len(joined), -1)
-        tokens = engine(joined, every, every[:, :0], give="features")  # [sum B, 1 + N, D]
+        tokens = engine(joined, every, every[:, :0], output="features")  # [sum B, 1 + N, D]
         pooled = tokens[:, 0] if self.config.multilevel.pooling == "class" else tokens[:, 1:].mean(1)
         wide = pooled.to(torch.promote_types(pooled.dtype, self.head.own.weight.dtype))
         return list(wide.split([len(part) for part in patches]))

@@ -20,7 +20,7 @@ from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
 from trp_scale.core.pieces import Shards, foreach_chunks
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
-from trp_scale.models.initialise import write, xavier_uniform_tensor
+from trp_scale.models.initialise import set_all, xavier_uniform_tensor
 from trp_scale.models.positions import sine_cosine
 
 
@@ -208,7 +208,7 @@ class Masker:
         for micro in window:
             patches = self.objective.patches(micro)
             every = torch.arange(split.patches, device=patches.device).expand(len(patches), -1)
-            embeddings = engine(patches, every, every[:, :0], give="patch_embedding")
+            embeddings = engine(patches, every, every[:, :0], output="patch_embedding")
             with self.network.exact_forwards():  # cheap; in bf16 many probabilities would be equal
                 probabilities = self.network(embeddings)
             selections.append(select(probabilities, split, embeddings if keep else None))
@@ -354,7 +354,7 @@ class MaskingNetwork(nn.Module):
                 return 0.0
             return xavier_uniform_tensor(seed, f"masking_network.{name}", tuple(parameter.shape))
 
-        write(self, rule)
+        set_all(self, rule)
 
 
 class FlattenedMasking(MaskingNetwork):

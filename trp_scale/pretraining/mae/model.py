@@ -17,14 +17,14 @@ from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import (
     IndexKind,
-    Perturbed,
+    IndexRows,
+    Perturbation,
     RelativeInputs,
-    RowsOf,
     perturbation_shape,
-    perturbed_attribute,
     relative_inputs,
     shift_positions,
     sine_cosine,
+    to_perturbation,
 )
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, block_plan, stack_blocks
@@ -32,7 +32,7 @@ from trp_scale.pretraining.mae.settings import MaeConfig
 
 CHANNELS = 3
 
-Wanted = Literal["prediction", "prediction_and_class", "class_token", "features", "patch_embedding"]
+ForwardOutput = Literal["prediction", "prediction_and_class", "class_token", "features", "patch_embedding"]
 """Output of a forward pass."""
 
 
@@ -118,7 +118,7 @@ class MaskedAutoencoder(nn.Module):
         perturbation: Tensor | None = None,
         *,
         gate: Tensor | None = None,
-        give: Wanted = "prediction",
+        output: ForwardOutput = "prediction",
     ) -> MaeOutput | Tensor:
         """Predict the masked patches.
 
@@ -128,25 +128,25 @@ class MaskedAutoencoder(nn.Module):
             masked: [B, M] int64, numbers of the masked patches.
             perturbation: [shape.numel] fp32; `None` = zeros.
             gate: [B, V], multiplied with the visible patches' tokens at the encoder's input; `None` = ones.
-            give: output. All go through `forward`, because sharded weights are gathered there. prediction: `MaeOutput`;
-                prediction_and_class: with the class token; class_token: [B, D] of the same pass, without the decoder;
+            output: kind of output. All go through `forward`, because sharded weights are gathered there. prediction:
+                `MaeOutput`; prediction_and_class: with the class token; class_token: [B, D], without the decoder;
                 features: [B, 1 + V, D], encoder output without perturbation and gate; patch_embedding: [B, N, D] of all
                 patches, without positions.
         """
-        if give == "features":
+        if output == "features":
             return self.features(patches, visible)
-        if give == "patch_embedding":
+        if output == "patch_embedding":
             return self.patch_embed(patches.to(self.cls_token.dtype))  # type: ignore[no-any-return]
         parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
-        encoder, decoder = (perturbed_attribute(part, self.adversary) for part in parts)
+        encoder, decoder = (to_perturbation(part, self.adversary) for part in parts)
         seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches in the encoder
         tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
         count = masked.shape[1]
-        last = None if self.decoder_blocks or give != "prediction" else count
+        last = None if self.decoder_blocks or output != "prediction" else count
         tokens = self.run(self.blocks, tokens, torch.cat([visible, seen], dim=1), seen.shape[1], encoder, last)
         tokens = self.norm(tokens)
-        class_token = None if give == "prediction" else tokens[:, 0]
-        if give == "class_token":
+        class_token = None if output == "prediction" else tokens[:, 0]
+        if output == "class_token":
             return class_token  # type: ignore[return-value]
         if self.decoder_blocks:
             tokens = self.enter_decoder(tokens, visible, masked, decoder)  # [B, 1 + V + M, D']
@@ -157,12 +157,12 @@ class MaskedAutoencoder(nn.Module):
 
     def features(self, patches: Tensor, visible: Tensor) -> Tensor:
         """Return the unperturbed encoder output of the visible patches: [B, N, P] and [B, V] -> [B, 1 + V, D]."""
-        clean = Perturbed()
+        clean = Perturbation()
         tokens = self.embed(patches, visible, visible[:, :0], clean)
         return self.norm(self.run(self.blocks, tokens, visible, 0, clean, None))  # type: ignore[no-any-return]
 
     def embed(
-        self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed, gate: Tensor | None = None
+        self, patches: Tensor, visible: Tensor, masked: Tensor, active: Perturbation, gate: Tensor | None = None
     ) -> Tensor:
         """Return the encoder's input [B, 1 + V + M, D]; the class token has no position."""
         dtype = self.cls_token.dtype
@@ -172,35 +172,35 @@ class MaskedAutoencoder(nn.Module):
             seen = seen * gate.unsqueeze(-1).to(dtype)
         tokens = [self.cls_token.expand(len(seen), 1, -1), seen]
         if masked.shape[1]:
-            tokens.append(self.masked_tokens(self.encoder_positions, masked, acting))
+            tokens.append(self.masked_tokens(self.encoder_positions, masked, active))
         return torch.cat(tokens, dim=1)
 
-    def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+    def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, active: Perturbation) -> Tensor:
         """[B, 1 + V (+ M), D] -> [B, 1 + V + M, D']: add positions, and mask tokens unless the encoder had them."""
         tokens = self.decoder_embed(tokens)
         dtype, known = self.cls_token.dtype, 1 + visible.shape[1]
         seen = tokens[:, 1:known] + self.decoder_positions[visible].to(dtype)
         if self.vision.tokens == "visible":
-            hidden = self.masked_tokens(self.decoder_positions, masked, acting)
+            hidden = self.masked_tokens(self.decoder_positions, masked, active)
         else:
-            hidden = tokens[:, known:] + self.masked_positions(self.decoder_positions, masked, acting).to(dtype)
+            hidden = tokens[:, known:] + self.masked_positions(self.decoder_positions, masked, active).to(dtype)
         return torch.cat([tokens[:, :1], seen, hidden], dim=1)
 
-    def masked_tokens(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+    def masked_tokens(self, positions: Tensor, masked: Tensor, active: Perturbation) -> Tensor:
         """Return mask tokens with perturbed positions [B, M, D], summed in fp32 or fp64."""
         token: Tensor = self.mask_token
         if self.adversary.kind == "absolute_embedding" and self.adversary.mask_token == "frozen":
             # The token stays in the graph: ZeRO-3 keeps the last gradient of a parameter outside it.
             token = token.detach() + 0.0 * token
-        return (token + self.masked_positions(positions, masked, acting)).to(token.dtype)
+        return (token + self.masked_positions(positions, masked, active)).to(token.dtype)
 
-    def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+    def masked_positions(self, positions: Tensor, masked: Tensor, active: Perturbation) -> Tensor:
         """Return the perturbed positions of masked patches: [N, D] and [B, M] -> [B, M, D], not in half precision."""
-        if acting.coordinate is not None:  # one shift for all patches: shift the table, not each image's rows
-            positions = shift_positions(positions, acting.coordinate, self.vision.position_order)
-            return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
+        if active.coordinate is not None:  # one shift for all patches: shift the table, not each image's rows
+            positions = shift_positions(positions, active.coordinate, self.vision.position_order)
+            return cast(Tensor, IndexRows.apply(positions, masked))  # type: ignore[no-untyped-call]
         queries = positions[masked]  # [B, M, D]
-        return queries if acting.embedding is None else queries + acting.embedding
+        return queries if active.embedding is None else queries + active.embedding
 
     def run(
         self,
@@ -208,7 +208,7 @@ class MaskedAutoencoder(nn.Module):
         tokens: Tensor,
         places: Tensor,
         masked: int,
-        acting: Perturbed,
+        active: Perturbation,
         last: int | None,
     ) -> Tensor:
         """Run the blocks on [B, 1 + K, D]; the last block computes only the final `last` tokens.
@@ -227,11 +227,11 @@ class MaskedAutoencoder(nn.Module):
                 dtype=torch.promote_types(self.encoder_positions.dtype, torch.float32),
                 blocks=len(blocks),
                 masked=masked,
-                shifts=acting.offsets,
-                tables=acting.tables,
+                shifts=active.offsets,
+                tables=active.tables,
             )
         tokens = self.cut.split(tokens)
         for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):
-            value = None if acting.values is None or not masked else acting.values[number]
+            value = None if active.values is None or not masked else active.values[number]
             tokens = block(tokens, inputs, value, masked, last if number == len(blocks) - 1 else None)
         return self.cut.whole(tokens)

@@ -30,7 +30,7 @@ from trp_scale.models.patches import ImagePatches, gather_patches, normalise_pat
 from trp_scale.models.positions import PERTURBATION, PIXEL_SHIFT
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.mae.batch import open_rows
-from trp_scale.pretraining.mae.model import MaeOutput, MaskedAutoencoder, Wanted
+from trp_scale.pretraining.mae.model import ForwardOutput, MaeOutput, MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
 
@@ -92,12 +92,12 @@ class MaskedPatchReconstruction:
         clean = self.patches(batch)  # [B, N, P], B = R k
         return self.compute_errors(self.run(forward, batch, clean).prediction, batch, clean)
 
-    def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
-        """Return the model's output for patches [B, N, P] and the extras of hooks; `wanted` is its argument `give`."""
+    def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **options: ForwardOutput) -> Any:
+        """Return the model's output for patches [B, N, P] and the extras of hooks."""
         seen = clean
         if (shift := batch.extras.get(PIXEL_SHIFT)) is not None:
             seen = self.patches(batch, shift)
-        arguments: dict[str, Any] = {**wanted}
+        arguments: dict[str, Any] = {**options}
         if (perturbation := batch.extras.get(PERTURBATION)) is not None:
             arguments["perturbation"] = perturbation
         if (gate := batch.extras.get(GATE)) is not None:
@@ -160,9 +160,9 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         if MOMENT not in batch.extras and ROWS not in batch.extras:
             return super().__call__(forward, batch)
         clean = self.patches(batch)  # [B, N, P], B = R k
-        output = self.run(forward, batch, clean, give="prediction_and_class")
+        output = self.run(forward, batch, clean, output="prediction_and_class")
         reconstruction = self.losses(self.compute_errors(output.prediction, batch, clean), batch)
-        uniformity = self.spread(output.class_token, batch).reshape(1)
+        uniformity = self.uniformity_sum(output.class_token, batch).reshape(1)
         return TaskLosses(sums=torch.cat([reconstruction.sums[:1], uniformity]), counts=self.count(batch))
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
@@ -171,7 +171,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         absent = losses.counts.new_zeros(1)
         return TaskLosses(sums=torch.cat([losses.sums, absent]), counts=torch.cat([losses.counts[:1], absent]))
 
-    def spread(self, class_token: Tensor, batch: Batch) -> Tensor:
+    def uniformity_sum(self, class_token: Tensor, batch: Batch) -> Tensor:
         """Return the sum of f_i^T S f_i over class tokens [B, D], a scalar, with the gradient of twice this sum."""
         features = F.normalize(class_token.double(), dim=-1)
         moment = batch.extras.get(MOMENT)
@@ -183,7 +183,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
 
     def moment(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
         """Return the sum of f_i f_i^T over this micro-batch, [D, D], from a forward pass of the encoder."""
-        class_token: Tensor = self.run(forward, batch, self.patches(batch), give="class_token")
+        class_token: Tensor = self.run(forward, batch, self.patches(batch), output="class_token")
         return self.compute_moment(F.normalize(class_token.double(), dim=-1), batch)
 
     def compute_moment(self, features: Tensor, batch: Batch) -> Tensor:

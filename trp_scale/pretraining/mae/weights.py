@@ -128,13 +128,13 @@ def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
         names, positions = VITMAE, VITMAE_POSITIONS
         tensors = {published_name(name): tensor for name, tensor in state.items()}
         kept = {name for name in parameters if is_table(name)}
-        take_positions(tensors, VITMAE_DECODER_POSITIONS, order)
+        pop_positions(tensors, VITMAE_DECODER_POSITIONS, order)
     else:
         names, positions = TIMM, TIMM_POSITIONS
         tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
         has_tables = any(is_table(names.our_name(name) or "") for name in tensors)
         kept = {name for name in parameters if not is_encoder(name) or (is_table(name) and not has_tables)}
-    class_position = take_positions(tensors, positions, order)  # [D], added to our class token
+    class_position = pop_positions(tensors, positions, order)  # [D], added to our class token
     (class_token,) = names.sources("cls_token")
     if class_token in tensors and tensors[class_token].shape[-1:] == class_position.shape:
         tensors[class_token] = tensors[class_token] + class_position
@@ -174,7 +174,7 @@ def position_order(positions: Tensor) -> PositionOrder | None:
     return None
 
 
-def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
+def pop_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
     """Remove the positions `name` from the tensors and return those of the class token, [D].
 
     Raises:
@@ -202,7 +202,7 @@ def take_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) 
     return positions[0]
 
 
-def write_timm(asked: Export) -> None:
+def write_timm(export: Export) -> None:
     """Write the encoder without a head for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`. With relative
     positions, write it with its code for `torch.hub.load("DIRECTORY", "encoder", source="local")`.
 
@@ -210,14 +210,14 @@ def write_timm(asked: Export) -> None:
         RefusedError: timm has no such model.
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
-    config = from_dict(asked.document.config, source=str(asked.checkpoint))
+    config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, MaeConfig)
-    check_timm(config, asked.image_size)
+    check_timm(config, export.image_size)
     model, relative = MaskedAutoencoder(config), ""
     if config.vision.positions == "relative":
         relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through rounds in the forward pass
-    weights = asked.read_weights(model)
-    write_encoder(asked, config, weights, relative=relative)
+    weights = export.read_weights(model)
+    write_encoder(export, config, weights, relative=relative)
 
 
 def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
@@ -234,7 +234,7 @@ def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
 
 
 def write_encoder(
-    asked: Export, config: ImagePretrainConfig, weights: Mapping[str, Tensor], *, relative: str = ""
+    export: Export, config: ImagePretrainConfig, weights: Mapping[str, Tensor], *, relative: str = ""
 ) -> None:
     """Write timm's files of an encoder.
 
@@ -243,7 +243,7 @@ def write_encoder(
         relative: index of relative positions, relaxed or rounded; empty without them.
     """
     model, patch_size = config.model, config.vision.patch_size
-    directory, image_size = asked.directory, asked.image_size
+    directory, image_size = export.directory, export.image_size
     state = to_timm(weights, patch_size=patch_size, image_size=image_size, order=config.vision.position_order)
     arguments = {
         "img_size": image_size,
@@ -278,7 +278,7 @@ def write_encoder(
         (directory / HUB_FILE).write_text(inspect.getsource(relative_vit), encoding="utf-8")
 
 
-def write_vitmae(asked: Export) -> None:
+def write_vitmae(export: Export) -> None:
     """Write the autoencoder and its image processor for `ViTMAEForPreTraining.from_pretrained`.
 
     Raises:
@@ -287,7 +287,7 @@ def write_vitmae(asked: Export) -> None:
     """
     from transformers import ViTImageProcessor
 
-    config = from_dict(asked.document.config, source=str(asked.checkpoint))
+    config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, MaeConfig)
     vision = config.vision
     if vision.positions != "absolute":
@@ -301,17 +301,17 @@ def write_vitmae(asked: Export) -> None:
             "ViTMAE has only a transformer decoder with mask tokens; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
-    stored = asked.read_weights(MaskedAutoencoder(config))
+    stored = export.read_weights(MaskedAutoencoder(config))
     weights = to_vitmae(stored, grid=grid, order=vision.position_order)
-    vitmae_config(config).save_pretrained(asked.directory)
+    vitmae_config(config).save_pretrained(export.directory)
     ViTImageProcessor(
         size={"height": config.crops.size, "width": config.crops.size},
         resample=Image.Resampling[config.crops.interpolation.upper()],
         image_mean=list(CHANNEL_MEAN),
         image_std=list(CHANNEL_DEVIATION),
-    ).save_pretrained(asked.directory)
+    ).save_pretrained(export.directory)
     # The model's save_pretrained in transformers 5.23 writes names of decoder layers that older versions reject.
-    save_file(weights, asked.directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, export.directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def vitmae_config(config: MaeConfig) -> ViTMAEConfig:

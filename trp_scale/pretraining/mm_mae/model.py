@@ -40,10 +40,10 @@ class CrossAttention(nn.Module):
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """[R, Q, d] and [R, K, d] -> [R, Q, d]."""
-        (asking,) = self.cut.project(queries, self.query)  # the context is not split
-        parts = [asking, *self.key_value(context).chunk(2, dim=-1)]
-        asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
-        output = attend(asked, keys, values, None)  # [R, H, Q, d / H]
+        (projected,) = self.cut.project(queries, self.query)  # the context is not split
+        parts = [projected, *self.key_value(context).chunk(2, dim=-1)]
+        queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+        output = attend(queries, keys, values, None)  # [R, H, Q, d / H]
         return self.proj(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -53,22 +53,22 @@ class TaskDecoder(nn.Module):
 
     Args:
         config: sizes (vision.decoder_*, crops.size) and input modalities.
-        own: predicted modality; all its patches are masked if it is not an input.
+        predicted: predicted modality; all its patches are masked if it is not an input.
         values: P, predicted numbers per patch.
     """
 
     positions: Tensor
     cut: Cut = WHOLE
 
-    def __init__(self, config: MmMaeConfig, own: str, values: int) -> None:
+    def __init__(self, config: MmMaeConfig, predicted: str, values: int) -> None:
         super().__init__()
         vision, eps = config.vision, config.model.layer_norm_eps
         width, grid = vision.decoder_hidden_size, config.crops.size // vision.patch_size
         self.inputs: Sequence[str] = config.modalities.inputs
-        self.own = own
+        self.predicted = predicted
         self.embed = nn.Linear(config.model.hidden_size, width)
         self.mask_token = nn.Parameter(torch.empty(width))
-        for modality in dict.fromkeys((*self.inputs, own)):
+        for modality in dict.fromkeys((*self.inputs, predicted)):
             # No ParameterDict: ZeRO-3 gathers the parameters of modules whose forward runs.
             self.register_parameter(f"{modality}_embedding", nn.Parameter(torch.empty(width)))
         self.register_buffer("positions", sine_cosine(grid, width, vision.position_order).float(), persistent=False)
@@ -92,19 +92,19 @@ class TaskDecoder(nn.Module):
             [R, N, P].
         """
         entered = self.embed(tokens)  # [R, 1 + V, d]
-        places = torch.cat([self.position_values(modality) for modality in self.inputs])  # [I N, d]
+        places = torch.cat([self.position_embeddings(modality) for modality in self.inputs])  # [I N, d]
         seen = entered[:, 1:] + F.embedding(visible, places)
         context = torch.cat([entered[:, :1], seen], dim=1)
         masked = (slots == visible.shape[1]).unsqueeze(-1)  # [R, N, 1]
         known = gather_patches(seen, slots.clamp(max=visible.shape[1] - 1))  # [R, N, d]
-        queries = self.cut.split(torch.where(masked, self.mask_token + self.position_values(self.own), known))
+        queries = self.cut.split(torch.where(masked, self.mask_token + self.position_embeddings(self.predicted), known))
         output = self.cross_attention(self.query_norm(queries), self.context_norm(context))
         output = output + feed_forward(self.mlp, self.norm(output), self.cut)[0]
         for block in self.blocks:
             output = block(output)
         return self.prediction(self.cut.whole(output))  # type: ignore[no-any-return]
 
-    def position_values(self, modality: str) -> Tensor:
+    def position_embeddings(self, modality: str) -> Tensor:
         """Return the position and modality embedding of each patch, [N, d]."""
         embedding: Tensor = getattr(self, f"{modality}_embedding")
         return self.positions.to(embedding.dtype) + embedding
@@ -205,7 +205,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
             read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)  # T times [R, 1 + V, D]
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
-            self.decoders[task](features, visible, self.own_slots(slots, visible.shape[1], self.predicted[task]))
+            self.decoders[task](features, visible, self.modality_slots(slots, visible.shape[1], self.predicted[task]))
             for task, features in zip(self.outputs, read, strict=True)
         )
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
@@ -234,7 +234,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
             tokens = last(tokens)
         return self.cut.whole(tokens), entered
 
-    def own_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
+    def modality_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
         """Return the slots of one modality: [R, I N] -> [R, N]; all are `masked` if it is not an input."""
         count = self.grid**2
         if modality not in self.inputs:

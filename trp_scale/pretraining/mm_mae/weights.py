@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
-from trp_scale.models.initialise import current_value, give
+from trp_scale.models.initialise import current_value, set_value
 from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.mae.weights import check_timm, position_order, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
@@ -113,7 +113,7 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
     }
     weight_names(model).import_weights(model, tensors, kept=absent)
     for parameter in absent.values():
-        give(parameter, lambda: 0.0)
+        set_value(parameter, lambda: 0.0)
 
 
 def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: Tensor) -> None:
@@ -125,7 +125,7 @@ def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: T
         raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
 
 
-def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def image_encoder_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a multi-modal model's weights by the names of a masked autoencoder; the tokeniser of images becomes the
     patch embedding.
 
@@ -137,24 +137,24 @@ def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)} | named
 
 
-def write_multimodal_timm(asked: Export) -> None:
+def write_multimodal_timm(export: Export) -> None:
     """Write the encoder with the tokeniser of images and without a head, for
     `timm.create_model("local-dir:DIRECTORY", pretrained=True)`.
 
     timm's output equals that of the encoder for all patches of an image and no other modality, with a layer norm
-    (`images_alone`).
+    (`image_encoder_weights`).
 
     Raises:
         RefusedError: images are no input of the run, or timm has no such model.
         CheckpointError: the checkpoint is damaged, or is not of the model in its settings.
     """
-    config = from_dict(asked.document.config, source=str(asked.checkpoint))
+    config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, MmMaeConfig)
     if "rgb" not in config.modalities.inputs:
         raise RefusedError(
             f"--to timm: the run's modalities.inputs are {', '.join(config.modalities.inputs)}, so its encoder reads "
             "no images; allowed: a run with rgb in its inputs"
         )
-    check_timm(config, asked.image_size)
-    model = MultimodalMaskedAutoencoder(config, asked.document.extra[CLASSES])
-    write_encoder(asked, config, images_alone(asked.read_weights(model)))
+    check_timm(config, export.image_size)
+    model = MultimodalMaskedAutoencoder(config, export.document.extra[CLASSES])
+    write_encoder(export, config, image_encoder_weights(export.read_weights(model)))

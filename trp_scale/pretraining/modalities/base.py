@@ -238,9 +238,9 @@ class Modality(ABC):
         """Return the fields of a batch for rows without content."""
         cropper, sizes = Cropper(crops), np.ones((rows, 2), dtype=np.int64)
         drawn = cropper.draw(np.zeros(rows, dtype=np.uint64), sizes)
-        return self.fields(DecodedRows(samples=[None] * rows, reasons={}), drawn, cropper, self.stored_unknown(rows))
+        return self.fields(DecodedRows(samples=[None] * rows, reasons={}), drawn, cropper, self.stored_of_absent(rows))
 
-    def stored_unknown(self, rows: int) -> Sequence[Any]:
+    def stored_of_absent(self, rows: int) -> Sequence[Any]:
         """Return the argument `stored` of `fields` for absent rows."""
         return []
 

@@ -283,7 +283,7 @@ class Depth(Modality):
         ]
         return {**tensors, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
 
-    def stored_unknown(self, rows: int) -> Sequence[StoredDepth]:
+    def stored_of_absent(self, rows: int) -> Sequence[StoredDepth]:
         blank = StoredDepth(name=self.name, suffix="", directory="", scale=None, larger_is="farther")
         return [blank] * rows
 

@@ -151,7 +151,7 @@ class TextBatchBuilder:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
         attention_mask [R, L] bool: True up to the last [SEP]. Absent without padding, except in compiled runs, where
             a mask that comes and goes would need two graphs per block.
-        kept [K] int64: computed positions of the R * L (`kept_places`); absent with the mask.
+        kept [K] int64: computed positions of the R * L (`kept_positions`); absent with the mask.
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
         next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 if objective.next_sentence is off).
@@ -198,7 +198,7 @@ class TextBatchBuilder:
         if attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:
-            fields["kept"] = torch.from_numpy(kept_places(attended))
+            fields["kept"] = torch.from_numpy(kept_positions(attended))
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -273,7 +273,7 @@ KEPT_LENGTHS = 64
 """Number of different lengths of `kept`: the GPU allocator reuses memory only for tensor sizes that occurred before."""
 
 
-def kept_places(attended: Flags) -> Integers:
+def kept_positions(attended: Flags) -> Integers:
     """Return the positions of the flattened rows that are computed, ascending: the real ones, and the first padding
     positions up to the next multiple of R * L / KEPT_LENGTHS.
 
@@ -286,7 +286,7 @@ def kept_places(attended: Flags) -> Integers:
     return np.flatnonzero(real | (np.cumsum(~real) <= spare))
 
 
-def keeping_all(batch: Batch) -> Batch:
+def keep_all_positions(batch: Batch) -> Batch:
     """Return the batch with all positions computed."""
     tokens = batch["tokens"]
     fields = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool), "kept": torch.arange(tokens.numel())}

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import give, initialise
+from trp_scale.models.initialise import initialise, set_value
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
@@ -69,7 +69,7 @@ class BertOutput(NamedTuple):
     training: bool = True
 
 
-class Places(NamedTuple):
+class KeptPositions(NamedTuple):
     """Computed positions of rows, as a list.
 
     Attributes:
@@ -81,20 +81,20 @@ class Places(NamedTuple):
     numbers: Tensor
 
     @classmethod
-    def from_mask(cls, kept: Tensor, rows: Tensor) -> Places:
+    def from_mask(cls, kept: Tensor, rows: Tensor) -> KeptPositions:
         """Return the list of positions `kept` [K] of rows [R, L]."""
         numbers = torch.zeros_like(rows, dtype=torch.int64).view(-1)
         numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
         return cls(kept, numbers.view_as(rows))
 
 
-def usual_length(rows: Tensor) -> int:
+def typical_length(rows: Tensor) -> int:
     """Return the list length for which graphs are traced: three quarters of the positions of rows [R, L]. With all of
     them, a graph would treat the lengths of list and rows as the same number."""
     return max(2, rows.numel() * 3 // 4)
 
 
-class FromList(torch.autograd.Function):
+class ListToRows(torch.autograd.Function):
     """Copy a list into rows. Positions outside the list have arbitrary values, and their gradient is ignored. The
     backward pass is one copy; that of torch indexing would be a scatter-add."""
 
@@ -110,7 +110,7 @@ class FromList(torch.autograd.Function):
         return gradient.flatten(0, 1).index_select(0, kept), None, None
 
 
-class ToList(torch.autograd.Function):
+class RowsToList(torch.autograd.Function):
     """Copy the listed positions of rows into a list; the gradient of other positions is 0."""
 
     @staticmethod
@@ -128,9 +128,9 @@ class ToList(torch.autograd.Function):
         return rows, None
 
 
-def in_rows(hidden: Tensor, places: Places | None) -> Tensor:
+def to_rows(hidden: Tensor, places: KeptPositions | None) -> Tensor:
     """Return a list [K, D] as rows [R, L, D]; without a list, return the rows."""
-    return hidden if places is None else FromList.apply(hidden, *places)  # type: ignore[no-untyped-call, no-any-return]
+    return hidden if places is None else ListToRows.apply(hidden, *places)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Layer(BertLayer):  # type: ignore[misc]
@@ -141,14 +141,14 @@ class Layer(BertLayer):  # type: ignore[misc]
 
     cut: Cut = WHOLE
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: KeptPositions | None = None) -> Tensor:
         """[R, L, D] and mask [R, 1, 1, L] bool or `None` -> [R, L, D]; with places, [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
         parts = self.cut.project(hidden, *projections)
-        queries, keys, values = (in_rows(part, places) for part in parts)
+        queries, keys, values = (to_rows(part, places) for part in parts)
         context = self.attend(queries, keys, values, attention_mask)  # [R, L, D]
         if places is not None:
-            context = ToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
+            context = RowsToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
         return self.feed_forward_chunk(self.attention.output(context, hidden))
 
     def feed_forward_chunk(self, hidden: Tensor) -> Tensor:
@@ -172,9 +172,11 @@ class Layer(BertLayer):  # type: ignore[misc]
             )  # [R, H, S, D / H]
         return context.transpose(1, 2).flatten(2)
 
-    def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[tuple[Tensor, ...], int]:
+    def varying(
+        self, hidden: Tensor, *others: Any, places: KeptPositions | None = None
+    ) -> tuple[tuple[Tensor, ...], int]:
         """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if places is None else ((hidden, places.kept), usual_length(places.numbers))
+        return ((), 0) if places is None else ((hidden, places.kept), typical_length(places.numbers))
 
 
 class LastLayer(Layer):
@@ -185,7 +187,7 @@ class LastLayer(Layer):
     """
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, places: Places | None = None
+        self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, places: KeptPositions | None = None
     ) -> Tensor:
         """Compute `Layer` at positions [R, S] -> [R, S, D]; a list must contain them."""
         attention, width = self.attention.self, hidden.shape[-1]
@@ -195,7 +197,7 @@ class LastLayer(Layer):
             numbers = places.numbers.gather(1, positions)  # [R, S]
             chosen = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
         (queries,) = self.cut.project(chosen, attention.query)
-        keys, values = (in_rows(part, places) for part in self.cut.project(hidden, attention.key, attention.value))
+        keys, values = (to_rows(part, places) for part in self.cut.project(hidden, attention.key, attention.value))
         context = self.attend(queries, keys, values, attention_mask)  # [R, S, D]
         return self.feed_forward_chunk(self.attention.output(context, chosen))
 
@@ -316,7 +318,7 @@ class BertForMaskedPositions(nn.Module):
         """
         assert kept is None or attention_mask is not None, "kept needs a mask"
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
-        places = None if kept is None else Places.from_mask(kept, tokens)
+        places = None if kept is None else KeptPositions.from_mask(kept, tokens)
         hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
         *layers, last = self.layers
         hidden = self.cut.split(hidden)
@@ -351,12 +353,12 @@ class BertForMaskedPositions(nn.Module):
         self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
     ) -> tuple[tuple[Tensor, ...], int]:
         """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if kept is None else ((kept,), usual_length(tokens))
+        return ((), 0) if kept is None else ((kept,), typical_length(tokens))
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
         bias = self.cls.predictions.bias
-        give(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
+        set_value(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
 
 
 PROJECTIONS = ("query", "key", "value")

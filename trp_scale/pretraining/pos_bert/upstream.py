@@ -25,7 +25,7 @@ from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
-from trp_scale.pretraining.pos_bert.batch import keeping_all, open_rows
+from trp_scale.pretraining.pos_bert.batch import keep_all_positions, open_rows
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.weights import load_bert
@@ -221,7 +221,7 @@ class TextUpstream(Upstream):
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         """Return the batch with padding computed too."""
-        return keeping_all(batch)
+        return keep_all_positions(batch)
 
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size

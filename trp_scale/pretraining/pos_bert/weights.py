@@ -71,31 +71,29 @@ def to_transformers(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str,
     return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}
 
 
-def write_bert(asked: Export) -> None:
+def write_bert(export: Export) -> None:
     """Write the model and its tokenizer.
 
     Raises:
         RefusedError: the tokenizer is missing.
         CheckpointError: the checkpoint is damaged, or is not of a BERT.
     """
-    tokenizer = find_tokenizer(asked.checkpoint, asked.document)
-    config, vocab_size = (
-        from_dict(asked.document.config, source=str(asked.checkpoint)),
-        asked.document.extra.get("vocab_size"),
-    )
+    tokenizer = find_tokenizer(export.checkpoint, export.document)
+    config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, PosBertConfig)
+    vocab_size = export.document.extra.get("vocab_size")
     if not isinstance(vocab_size, int):
-        where = asked.checkpoint / DOCUMENT_NAME
+        where = export.checkpoint / DOCUMENT_NAME
         raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; expected the size of the vocabulary")
     with parameters_as_shapes():
         shapes = BertForMaskedPositions(config.model, vocab_size=vocab_size, seed=0)
-    weights = asked.read_weights(shapes)
+    weights = export.read_weights(shapes)
     model = BertForPreTraining(bert_config(config.model, vocab_size, architectures=["BertForPreTraining"]))
     model.load_state_dict(to_transformers(weights, vocab_size))
     for path in sorted(tokenizer.iterdir()):
         if path.is_file():
-            shutil.copyfile(path, asked.directory / path.name)
-    model.save_pretrained(asked.directory)
+            shutil.copyfile(path, export.directory / path.name)
+    model.save_pretrained(export.directory)
 
 
 def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:

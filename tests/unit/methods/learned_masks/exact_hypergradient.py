@@ -78,7 +78,7 @@ def cross_entropy(
     """Mean over the images."""
     patches = patches_of(batch)
     every = torch.arange(patches.shape[1]).expand(len(patches), -1)
-    tokens = functional_call(model, weights, (patches, every, every[:, :0]), {"give": "features"})
+    tokens = functional_call(model, weights, (patches, every, every[:, :0]), {"output": "features"})
     features = tokens[:, 0] if pooling == "class" else tokens[:, 1:].mean(1)
     labels = batch["labels"].repeat_interleave(batch["images"].shape[1])
     return F.cross_entropy(F.linear(features, *head), labels)

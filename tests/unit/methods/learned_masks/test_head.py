@@ -24,7 +24,7 @@ def test_a_run_has_a_hook_a_second_engine_and_more_passes_only_with_learned_mask
     call, make_head = PlainEngine.__call__, HeadLevel.__init__
 
     def counted(engine: PlainEngine, *arguments: Any, **named: Any) -> Any:
-        passes.append(named.get("give", "prediction"))
+        passes.append(named.get("output", "prediction"))
         return call(engine, *arguments, **named)
 
     def made(*arguments: Any, **named: Any) -> None:

@@ -72,7 +72,7 @@ def test_two_tasks_with_the_weights_of_equation_5() -> None:
 
     losses = objective(engine, other)
     every = torch.arange(16).expand(4 * CROPS, -1)
-    tokens = engine(objective.patches(other), every, every[:, :0], give="features")
+    tokens = engine(objective.patches(other), every, every[:, :0], output="features")
     weight, bias = leaf[: CLASSES * 32].view(CLASSES, 32), leaf[CLASSES * 32 :]
     logits = F.linear(tokens[:, 1:].mean(1), weight, bias).view(4, CROPS, CLASSES)[[0, 2, 3]]
     expected = F.cross_entropy(

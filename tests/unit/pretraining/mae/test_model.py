@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.settings import changed
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
-from trp_scale.models.positions import perturbed_attribute
+from trp_scale.models.positions import to_perturbation
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
     model, batch = built(settings | {"where": where}), crops(1)
     vector = perturbation(model, scale=2.0)
     assert model.shape is not None
-    parts = [perturbed_attribute(part, model.adversary) for part in model.shape.split(vector.detach())]
+    parts = [to_perturbation(part, model.adversary) for part in model.shape.split(vector.detach())]
     assert (model.shape.decoder is None) == (where == "encoder")
     found, expected = model(*batch, perturbation=vector).prediction, plain_forward(model, batch, *parts)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
@@ -77,7 +77,7 @@ def test_the_weights_gradients_are_those_at_the_perturbed_positions(settings: di
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     assert model.shape is not None
-    parts = [perturbed_attribute(part, model.adversary) for part in model.shape.split(vector.detach())]
+    parts = [to_perturbation(part, model.adversary) for part in model.shape.split(vector.detach())]
     target = batch.patches.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, batch.patches.shape[-1]))
     (plain_forward(model, batch, *parts) - target).square().mean().backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():

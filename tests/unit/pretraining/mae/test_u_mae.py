@@ -16,7 +16,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.methods.adversary.pixels import PixelAdversary
-from trp_scale.models.positions import Perturbed
+from trp_scale.models.positions import Perturbation
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
 from trp_scale.pretraining.mae.upstream import (
@@ -60,7 +60,7 @@ def objective() -> UniformPatchReconstruction:
 def all_pairs(model: MaskedAutoencoder, batches: list[Batch]) -> Tensor:
     """The mean over pairs of rows that are there, pair by pair, with a graph through both of each."""
     tokens = [model(objective().patches(one), one["visible"].flatten(0, 1), one["masked"].flatten(0, 1),
-                    give="prediction_and_class").class_token for one in batches]  # fmt: skip
+                    output="prediction_and_class").class_token for one in batches]  # fmt: skip
     there = torch.cat([one["row_weights"].repeat_interleave(CROPS) for one in batches]) > 0
     rows = [token / token.norm() for token in torch.cat(tokens)[there]]
     pairs = [(one @ other) ** 2 for one in rows for other in rows]
@@ -132,15 +132,15 @@ def test_every_pass_gives_the_same_class_token_and_prediction(settings: dict[str
     batch = images([1.0, 1.0])
     arguments = objective().patches(batch), batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1)
     gate = torch.rand(arguments[1].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    both = model(*arguments, gate=gate, give="prediction_and_class")
+    both = model(*arguments, gate=gate, output="prediction_and_class")
     assert both.class_token.shape == (2 * CROPS, 24)
-    torch.testing.assert_close(model(*arguments, gate=gate, give="class_token"), both.class_token, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model(*arguments, gate=gate, output="class_token"), both.class_token, rtol=1e-12, atol=0)
     torch.testing.assert_close(model(*arguments, gate=gate).prediction, both.prediction, rtol=1e-9, atol=1e-12)
     assert model(*arguments, gate=gate).class_token is None
     patches, visible, masked = arguments
     seen = masked[:, : 0 if settings == MODELS["mae"] else None]
-    entering = model.embed(patches, visible, seen, Perturbed(), gate)
-    whole = model.run(model.blocks, entering, torch.cat([visible, seen], dim=1), seen.shape[1], Perturbed(), None)
+    entering = model.embed(patches, visible, seen, Perturbation(), gate)
+    whole = model.run(model.blocks, entering, torch.cat([visible, seen], dim=1), seen.shape[1], Perturbation(), None)
     torch.testing.assert_close(model.norm(whole[:, 0]), both.class_token, rtol=1e-12, atol=0)
 
 
