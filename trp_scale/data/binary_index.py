@@ -1,22 +1,22 @@
-"""One index for all tars of a directory: numbers in a file that is mapped, not read.
+"""Binary index of all tars of a directory, read through a memory map.
 
-DIRECTORY/index.bin, beside the tars and their JSON indexes, which it is made from:
+DIRECTORY/index.bin is written from the JSON indexes of the tars:
 
-    64 bytes     magic, format, place, length and hash of the description
+    64 bytes     magic, format, offset, length and hash of the description
     samples      [n] records: offset of each member, class, length and crc32 of each member
-    identities   [b] uint64, of each block that order and split see
-    rows         [b] int32, of each block
+    identities   [b] uint64, identity of each block
+    rows         [b] int32, rows of each block
     first        [b] int64, number of each block's first sample
     keys         text only: the blocks' keys, joined
     row_source   optional: [rows] int32, number of each row's source or group
     segments     optional: [rows] int32, packed segments of each row
     segment_ends optional: [sum of segments] int32, end of each segment in its row
-    description  JSON: the tars with their sizes, the members' suffixes, hashes, and where each array lies
+    description  JSON: tars and their sizes, suffixes of the members, hashes, offset of each array
 
-A JSON index takes 249 bytes and 5 microseconds an image in each process: 100 GB and half an hour for 400 M images. Of
-this file a process reads the description, and the kernel keeps one copy of what is used of the rest for all processes
-of a machine. The order is the same with and without it: the hash of a `SampleTable`, which checkpoints hold, is
-computed from the JSON and stored.
+Each process needs 249 bytes and 5 microseconds an image for the JSON indexes: 100 GB and half an hour for 400 M images.
+From this file a process reads the description only. The kernel keeps one copy of the other pages for all processes of a
+machine. The order of the data does not depend on this file: it stores the hash of the `SampleTable` that the JSON
+indexes give, and checkpoints hold that hash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAGIC = b"TRPINDEX"
 _START = struct.Struct("<8sQQQ32s")
 _CHUNK = 1 << 22
 _TAR = tuple[FileName, Whole, Whole, str, str]
-"""In the description: name, size, size of its JSON index, hash of that one's end, hash of its keys."""
+"""Tar in the description: name, size, size of its JSON index, hash of the index's end, hash of its keys."""
 
 _KINDS: dict[str, np.dtype[Any]] = {
     "identities": np.dtype("<u8"),
@@ -61,7 +61,7 @@ _KINDS: dict[str, np.dtype[Any]] = {
     "segments": np.dtype("<i4"),
     "segment_ends": np.dtype("<i4"),
 }
-"""Types of the arrays beside the samples."""
+"""Types of all arrays except `samples`."""
 _END = 4096
 
 
@@ -80,12 +80,12 @@ class TarColumns:
     """Columns of the JSON index of one tar.
 
     Attributes:
-        name: of the tar.
-        size: its bytes.
-        keys: of the samples, in stored order.
+        name: file name.
+        size: bytes.
+        keys: keys of the samples, in stored order.
         rows: [n] rows of each sample.
         members: [n, M, 3] offset, length and crc32 of each member.
-        labels: [n] class of each image; -1 where there is none.
+        labels: [n] class of each image; -1 without classes.
     """
 
     name: str
@@ -96,22 +96,22 @@ class TarColumns:
     labels: npt.NDArray[np.int64]
 
     def key_digest(self) -> bytes:
-        """Hash of the keys, in their order."""
+        """Hash of the keys in stored order."""
         return hashlib.blake2b("\n".join(self.keys).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderBlocks:
-    """Blocks as order and split see them, in stored order: samples of text; of images, consecutive ones of a tar.
+    """Blocks of a data set in stored order: single samples of text, or consecutive images of one tar.
 
-    Single images would do for a shuffle; blocks keep reads within few shards at a time (data/plan.py).
+    Images form blocks so that a shuffle reads from few shards at a time (data/plan.py).
 
     Attributes:
-        keys: [b] of text, the sample's key; of images "SHARD/FIRST", see `BlockNames`.
+        keys: [b] key of the text sample, or "SHARD/FIRST" (`BlockNames`).
         identities: [b] uint64, `hashing.name_hash` of the key.
         rows: [b] rows of each block.
         first: [b] number of each block's first sample.
-        index: the binary index whose mapped file the arrays are; None: they were read from the JSON indexes.
+        index: binary index that maps the arrays; `None` if they come from the JSON indexes.
     """
 
     keys: Sequence[str]
@@ -125,8 +125,7 @@ class OrderBlocks:
 
 
 def record_type(members: int) -> np.dtype[Any]:
-    """Return the dtype of a sample with this number of members; its size is a multiple of each number's, so that
-    columns of it are ordinary arrays."""
+    """Return the dtype of a sample; every column is aligned."""
     return np.dtype(
         [
             ("offset", "<i8", (members,)),
@@ -138,7 +137,7 @@ def record_type(members: int) -> np.dtype[Any]:
 
 
 class IndexWriter:
-    """Writes the index of a directory, one tar after another; it appears under its name when it is whole."""
+    """Writes the index of a directory, one tar after another."""
 
     def __init__(self, directory: Path, stream: IO[bytes], suffixes: Sequence[str]) -> None:
         self._directory, self._stream = directory, stream
@@ -152,17 +151,17 @@ class IndexWriter:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """[tars] samples so far."""
+        """[tars] samples added."""
         return np.array(self._counts, dtype=np.int64)
 
     def add(self, tar: TarColumns) -> None:
         """Append the samples of one tar.
 
         Raises:
-            DataError: a member of 4 GB or more.
+            DataError: a member has 4 GB or more.
         """
         if (tar.members[:, :, 1] >= 1 << 32).any():
-            raise DataError(f"{self._directory / tar.name}: a member of 4 GB or more; {NAME} holds smaller ones only")
+            raise DataError(f"{self._directory / tar.name}: a member has 4 GB or more; {NAME} holds smaller ones only")
         records = np.empty(len(tar.members), dtype=self._record)
         records["offset"], records["label"] = tar.members[:, :, 0], tar.labels
         records["length"], records["checksum"] = tar.members[:, :, 1], tar.members[:, :, 2]
@@ -185,9 +184,9 @@ class IndexWriter:
         """Write the blocks and the description.
 
         Args:
-            blocks: of all tars.
-            digest: of the table that the JSON indexes give.
-            rows_per_block: images of a block; None: each sample is a block.
+            blocks: blocks of all tars.
+            digest: hash of the table that the JSON indexes give.
+            rows_per_block: images of a block; `None` if each sample is a block.
             row_columns: optional arrays by name: row_source, segments, segment_ends.
         """
         self._describe("samples", self._record.str, sum(self._counts), _START.size, self._digest.hexdigest())
@@ -226,29 +225,29 @@ class IndexWriter:
 
 @contextmanager
 def new_index(directory: Path, suffixes: Sequence[str]) -> Iterator[IndexWriter]:
-    """Context with a writer of the index of `directory`."""
+    """Context with a writer; index.bin appears, complete, when the context ends."""
     with atomic_write(directory / NAME) as stream:
         yield IndexWriter(directory, stream, suffixes)
 
 
 class BinaryIndex:
-    """An opened index; pickles as its path and hash, so a worker maps the file itself.
+    """Opened index. It pickles as path and hash, so that a worker maps the file again.
 
     Attributes:
         tars: file names.
-        paths: of the tars.
+        paths: paths of the tars.
         sizes: [tars] bytes.
         counts: [tars] samples.
-        starts: [tars + 1] number of each tar's first sample; the last entry is the number of all.
-        suffixes: of each sample's members, in the columns' order.
-        digest: of the table that the JSON indexes give.
-        key_digests: of each tar's keys.
+        starts: [tars + 1] number of each tar's first sample; the last entry is the number of all samples.
+        suffixes: members of each sample, in the order of the columns.
+        digest: hash of the table that the JSON indexes give.
+        key_digests: hash of each tar's keys.
         highest_label: largest class; -1 without classes.
-        rows_per_block: images of a block; None: each sample is a block.
+        rows_per_block: images of a block; `None` if each sample is a block.
         samples: [n] records (`record_type`).
 
     Raises:
-        DataError: the file cannot be read, is damaged, of another format, or of another length than it says.
+        DataError: the file cannot be read, is damaged, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -279,7 +278,7 @@ class BinaryIndex:
         return _reopen, (self.path, self.hash)
 
     def _check_blocks(self, fields: Fields) -> None:
-        """Check that each table has one entry per block."""
+        """Check that identities, rows and first have the same length."""
         lengths = {
             name: array.length for name, array in self._arrays.items() if name in ("identities", "rows", "first")
         }
@@ -294,7 +293,7 @@ class BinaryIndex:
             with self.path.open("rb") as stream:
                 start = stream.read(_START.size)
                 if len(start) < _START.size or start[:8] != _MAGIC:
-                    raise DataError(f"{self.path}: no binary index; {advice}")
+                    raise DataError(f"{self.path}: not a binary index; {advice}")
                 _, form, start_, length, hashed = _START.unpack(start)
                 if form != BINARY_FORMAT:
                     raise DataError(f"{self.path}: format {form} found, {BINARY_FORMAT} expected; {advice}")
@@ -306,45 +305,41 @@ class BinaryIndex:
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
         if hashlib.blake2b(description, digest_size=32).digest() != hashed:
-            raise DataError(f"{self.path}: its description is damaged; {advice}")
-        where = f"{self.path}: its description"
+            raise DataError(f"{self.path}: the description is damaged; {advice}")
+        where = f"{self.path}: description"
         return Fields(parse_json(description, where, DataError), where, DataError, advice), hashed
 
     def array(self, name: str, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:
-        """One of the arrays, read-only, over the mapped file.
+        """Map an array, read-only.
 
         Raises:
-            DataError: there is none, it is of another type, or lies outside the file.
+            DataError: it is missing, has another type, or extends beyond the file.
         """
         array = self._arrays.get(name)
         kind = _KINDS.get(name) if dtype is None else dtype
         if array is None or kind is None or (dtype is None and array.dtype != kind.str):
-            raise DataError(f"{self.path}: array {name} is missing or of another type; {self._advice}")
+            raise DataError(f"{self.path}: array {name} is missing or has another type; {self._advice}")
         if array.offset + array.length * kind.itemsize > self.path.stat().st_size:
-            raise DataError(f"{self.path}: array {name} lies outside the file; {self._advice}")
+            raise DataError(f"{self.path}: array {name} extends beyond the file; {self._advice}")
         if not array.length:
             return np.empty(0, dtype=kind)
         return np.memmap(self.path, dtype=kind, mode="r", offset=array.offset, shape=(array.length,))
 
     def row_column(self, name: str) -> npt.NDArray[np.int32] | None:
-        """One of the optional arrays, such as `row_source`; `None` if the data set has none.
-
-        Raises:
-            DataError: it is of another type, or lies outside the file.
-        """
+        """Map an optional array, such as `row_source`; `None` if the data set has none."""
         return self.array(name) if name in self._arrays else None
 
     @property
     def _advice(self) -> str:
-        return f"make it again: trp-scale index {self.path.parent.parent}"
+        return f"write it again: trp-scale index {self.path.parent.parent}"
 
     @property
     def _stale_advice(self) -> str:
         directory = self.path.parent.parent
-        return f"it is older than the data, or the data was copied in part; trp-scale index {directory} makes it again"
+        return f"it is older than the data, or the data is incomplete; write it again: trp-scale index {directory}"
 
     def blocks(self) -> OrderBlocks:
-        """Blocks for order and split.
+        """Return the blocks for order and split.
 
         Raises:
             DataError: the keys of text are damaged.
@@ -361,17 +356,18 @@ class BinaryIndex:
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path}: the keys are damaged; {self._advice}") from error
         if len(keys) != len(self.samples):
-            raise DataError(f"{self.path}: {len(keys)} keys found for {len(self.samples)} blocks")
+            raise DataError(f"{self.path}: {len(keys)} keys found, {len(self.samples)} expected")
         return keys
 
     def check(
         self, shards: Sequence[str], suffixes: Sequence[str], rows_per_block: int | None, store: TarStore
     ) -> None:
-        """Compare with dataset.json and, on the first rank of each machine, with the tars and the JSON indexes: each
-        machine asks a shared file system for 10,000 tars once, not each rank.
+        """Compare with dataset.json; on the first rank of each machine also with the tars and the JSON indexes.
+
+        The other ranks skip the latter: 10,000 tars on a shared file system are looked up once per machine.
 
         Raises:
-            DataError: the index is of other tars, members, sizes or blocks.
+            DataError: tars, members, sizes or blocks differ.
         """
         directory = self.path.parent
         advice = self._stale_advice
@@ -379,18 +375,18 @@ class BinaryIndex:
             if not is_plain_name(name):
                 raise DataError(f"{directory}: shard {quote(name)} is not a plain file name")
         if list(shards) != self.tars:
-            raise DataError(f"{self.path}: of other tars than dataset.json lists; {advice}")
+            raise DataError(f"{self.path}: its tars differ from those of dataset.json; {advice}")
         for what, here, asked in (
             ("members", self.suffixes, tuple(suffixes)),
             ("images of a block", self.rows_per_block, rows_per_block),
         ):
             if here != asked:
-                raise DataError(f"{self.path}: {what} {quote(here)} there, {quote(asked)} in dataset.json; {advice}")
+                raise DataError(f"{self.path}: {what} {quote(here)} found, {quote(asked)} in dataset.json; {advice}")
         if not first_rank_here():
             return
         modified = self.path.stat().st_mtime_ns
         for tar, size, (json_size, json_end) in zip(self.paths, self.sizes.tolist(), self._beside, strict=True):
-            if store.uses_cache:  # the JSON indexes may be elsewhere
+            if store.uses_cache:  # the JSON indexes may be in another directory
                 self._compare_size(tar, store.size(tar), size)
                 continue
             beside = index_path(tar)
@@ -398,17 +394,17 @@ class BinaryIndex:
             self._compare_size(tar, statuses[0].st_size, size)
             self._compare_size(beside, statuses[1].st_size, json_size)
             if max(status.st_mtime_ns for status in statuses) > modified and _end_digest(beside) != json_end:
-                raise DataError(f"{beside}: newer than {NAME}, and other content; {advice}")
+                raise DataError(f"{beside}: newer than {NAME}, with other content; {advice}")
 
     def _compare_size(self, path: Path, size: int | None, expected: int) -> None:
         if size not in (None, expected):
-            raise DataError(f"{path}: {size} bytes found, {NAME} was made of {expected} bytes; {self._stale_advice}")
+            raise DataError(f"{path}: {size} bytes found, {NAME} expects {expected}; {self._stale_advice}")
 
     def verify(self) -> None:
-        """Read all arrays.
+        """Compare all arrays with their hashes.
 
         Raises:
-            DataError: one differs from its hash.
+            DataError: an array is damaged.
         """
         for name, stored in self._arrays.items():
             digest = hashlib.blake2b(digest_size=16)
@@ -416,7 +412,7 @@ class BinaryIndex:
             for first in range(0, len(array), _CHUNK):
                 digest.update(array[first : first + _CHUNK].tobytes())
             if digest.hexdigest() != stored.digest:
-                raise DataError(f"{self.path}: {quote(name)} are damaged; {self._advice}")
+                raise DataError(f"{self.path}: array {quote(name)} is damaged; {self._advice}")
 
 
 def _from_hex(text: str, fields: Fields) -> bytes:
@@ -427,7 +423,7 @@ def _from_hex(text: str, fields: Fields) -> bytes:
 
 
 def first_rank_here() -> bool:
-    """Whether this process is the first rank of its machine; a lenient reading, as not every process is a rank."""
+    """Whether this process is the first rank of its machine; also `True` for a process that is not a rank."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
@@ -439,7 +435,7 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _end_digest(path: Path) -> str:
-    """Hash of a file's last bytes; those of a JSON index have the checksums of its tar's last samples."""
+    """Hash of a file's last bytes; a JSON index ends with the checksums of its tar's last samples."""
     with path.open("rb") as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END))
         return hashlib.blake2b(stream.read(), digest_size=8).hexdigest()
@@ -448,22 +444,22 @@ def _end_digest(path: Path) -> str:
 def _reopen(path: Path, hashed: bytes) -> BinaryIndex:
     index = BinaryIndex(path)
     if index.hash != hashed:
-        raise DataError(f"{path}: was made again while the run reads it; start the run again")
+        raise DataError(f"{path}: changed while the run reads it; start the run again")
     return index
 
 
 def find_index(directory: Path) -> BinaryIndex | None:
-    """The binary index of the tars in `directory`, or None where there is none: then the JSON indexes are read.
+    """Open the binary index of the tars in `directory`; `None` if none exists.
 
     Raises:
-        DataError: there is one that cannot be used.
+        DataError: the index is unusable.
     """
     path = directory / NAME
     return BinaryIndex(path) if path.exists() else None
 
 
 class TarPaths(Sequence[Path]):
-    """Paths of tars, made when asked for: 10,000 of them take 10 MB in each process."""
+    """Paths of tars, created on access: 10,000 paths take 10 MB in each process."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self._directory, self._names = directory, names
@@ -482,11 +478,12 @@ class TarPaths(Sequence[Path]):
 
 
 class BlockNames(Sequence[str]):
-    """ "SHARD/FIRST" of each block of images: the tar's name without its suffix, and the place of the block's first
-    image in it. Made when asked for: 400 M images have 6 M blocks.
+    """ "SHARD/FIRST" of each block of images: tar name without suffix, and index of its first image in the tar.
+
+    The names are created on access: 400 M images have 6 M blocks.
 
     Args:
-        tars: their paths.
+        tars: paths.
         starts: [tars + 1] number of the first image of each tar.
         first: [b] number of each block's first image.
     """
@@ -507,7 +504,7 @@ class BlockNames(Sequence[str]):
         first = int(self._first[index])
         tar = int(np.searchsorted(self._starts, first, side="right")) - 1
         if not 0 <= tar < len(self._tars):
-            raise DataError(f"{self._tars[0].parent}: {NAME} is damaged: block {index} begins at image {first}")
+            raise DataError(f"{self._tars[0].parent}: {NAME} is damaged: block {index} starts at image {first}")
         return f"{self._tars[tar].stem}/{first - int(self._starts[tar])}"
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Fetching micro-batches by position, in this process or in workers: torch's DataLoader around a plan and a builder."""
+"""Fetch micro-batches by position, in this process or in loader workers (torch's DataLoader)."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from trp_scale.storage.cache import use_of_caches
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""A batch that does not come is asked for again after so long; between, it is seen whether workers live."""
+"""Interval at which the loader checks its workers while it waits for a batch."""
 
 PATIENCE_OF_A_STOP = 5.0
-"""Seconds that a run which was asked to stop waits for its next rows."""
+"""Seconds that a run waits for rows after a stop request."""
 
 TRIAL_SECONDS = 60.0
-"""That rows may take which are tried in a process of their own."""
+"""Time limit for rows that are read in a trial process."""
 
 FEEDER_SECONDS = 1.0
-"""To wait at most for a thread that has been told to end."""
+"""Time limit for the end of a queue's feeder thread."""
 
 
 class BatchBuilder(Protocol):
-    """Knows what a block holds and how rows become a Batch; knows nothing of order, cursors and workers."""
+    """Builds a batch from the addresses of its rows; independent of order, cursors and workers."""
 
     def build(self, addresses: Addresses, start: int) -> Batch: ...
 
 
 class Fetcher(Dataset[Batch]):
-    """The map-style data set behind DataLoader: a range of positions in, a batch out. Opens files lazily.
+    """Map-style data set behind DataLoader: maps a range of positions to a batch. Opens files lazily.
 
     Args:
-        plan: the order.
-        builder: makes batches.
-        stored: the data sets of the order's members, whose tars are fetched ahead if they lie under URLs.
-        share: what this machine reads; None: everything.
+        plan: order of the rows.
+        builder: builds batches.
+        stored: data sets of the order's members; tars under URLs are prefetched.
+        share: positions that this machine reads; `None` for all.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Fetcher(Dataset[Batch]):
         self._without: frozenset[int] = frozenset()
 
     def leave_out(self, positions: Iterable[int]) -> None:
-        """Skip the rows at these positions in later batches, like unreadable rows."""
+        """Treat the rows at these positions as unreadable."""
         self._without |= frozenset(positions)
 
     def __getstate__(self) -> dict[str, object]:
@@ -78,14 +78,14 @@ class Fetcher(Dataset[Batch]):
 
     @property
     def module(self) -> str:
-        """Module that defines the builder, which a worker has to import."""
+        """Module that defines the builder."""
         return type(self._builder).__module__
 
     def __getitem__(self, position: int) -> Batch:
         return self.__getitems__(range(position, position + 1))
 
     def __getitems__(self, positions: range) -> Batch:
-        """One micro-batch; DataLoader calls this with what the batch sampler yields."""
+        """Build one micro-batch; DataLoader calls this for each range of the batch sampler."""
         if not self._asked:
             self._ahead, self._asked = tars_ahead(self._plan, self._stored, self._share), True
         if self._ahead is not None:
@@ -103,7 +103,7 @@ class Fetcher(Dataset[Batch]):
         return batch
 
     def _name(self, addresses: Addresses, row: int) -> str:
-        """Return the name of a skipped row, for messages."""
+        """Name of a skipped row, for messages."""
         member, block = int(addresses.member[row]), int(addresses.block[row])
         dataset = self._stored[member] if member < len(self._stored) else None
         blocks: Blocks | None = getattr(dataset, "blocks", None)
@@ -111,22 +111,22 @@ class Fetcher(Dataset[Batch]):
         return f"{where}, row {int(addresses.row[row])}"
 
     def close(self) -> None:
-        """Fetch no more tars ahead, in this process."""
+        """Stop prefetching tars in this process."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._asked = None, False
 
 
 class WorkerLostError(RuntimeError):
-    """A loader worker has ended, or has made nothing for too long."""
+    """A loader worker ended or hangs."""
 
 
 class StoppedWaitingError(RuntimeError):
-    """The run was asked to stop while a micro-batch did not come; it can be asked for again."""
+    """No micro-batch arrived after a stop request; the caller may try again."""
 
 
 class _Ranges:
-    """The ranges of one pass: torch asks for them ahead of time; those that were not delivered are asked for again."""
+    """Ranges of one pass; a new iteration starts with those that were not delivered (torch requests ranges ahead)."""
 
     def __init__(self, sampler: Iterable[range]) -> None:
         self._rest = iter(sampler)
@@ -140,7 +140,7 @@ class _Ranges:
 
 
 class _PassSampler:
-    """Sampler of torch's persistent loader: the ranges of the current pass."""
+    """Sampler of torch's persistent loader; `present` holds the ranges of the current pass."""
 
     def __init__(self) -> None:
         self.present: Iterable[range] = ()
@@ -150,25 +150,25 @@ class _PassSampler:
 
 
 class MicroBatches:
-    """The batches of the ranges that `sampler` yields, in their order, from workers or from this process.
+    """Batches of the ranges that `sampler` yields, in order.
 
-    Workers are forked from a server process, not from this one: forking a process that runs torch's, gloo's and CUDA's
-    threads can deadlock in the child. The server has imported torch once, so a worker starts in milliseconds after it.
-    (As with any start method but fork, a worker imports the main script again, which must guard what it runs.)
-    Workers start with the first batch, and stay for the next iteration if the sampler is iterated again.
+    Workers are forked from a server process: forking a process that runs threads of torch, gloo and CUDA can deadlock
+    in the child. The server imports torch once, so that a worker starts in milliseconds. As with every start method
+    except fork, a worker imports the main script again; the script must guard its calls.
+    Workers start with the first batch and stay for the next iteration over the sampler.
 
-    A batch is a function of its range alone. So where a worker ends, or makes nothing for `stuck_seconds`, all are
-    killed, and new ones make what was not delivered. Where that ends them again, each range is tried in a process of
-    its own, and rows that end it are left out as unreadable.
+    A batch depends on its range only. If a worker ends or hangs for `stuck_seconds`, all workers are killed, and new
+    ones make the batches that were not delivered. If the new ones end too, each range is read in a trial process, and
+    rows that end it are skipped as unreadable.
 
     Args:
-        fetcher: makes a batch of a range.
-        sampler: the ranges of a pass.
-        workers: processes; 0: this one.
-        prefetch: micro-batches that each prepares ahead.
-        pin_memory: for copies to a GPU.
-        stuck_seconds: without a batch, after which the workers are taken to be stuck.
-        asked: whether the run was asked to stop: then a batch that does not come is not awaited.
+        fetcher: builds a batch from a range.
+        sampler: ranges of a pass.
+        workers: processes; 0 reads in this process.
+        prefetch: micro-batches that each worker prepares ahead.
+        pin_memory: pin batches for copies to a GPU.
+        stuck_seconds: seconds without a batch after which workers count as hanging.
+        asked: returns whether the run was asked to stop; it then does not wait for a late batch.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class MicroBatches:
         self._loader: DataLoader[Batch] | None = None
         self._closed = False
         self._workers: list[BaseProcess] = []
-        # A process that ends without close(), say by an error before training, would send them SIGTERM, to which they
-        # are deaf, and wait for them for ever.
+        # A process that ends without close(), such as by an error before training, sends the workers SIGTERM, which
+        # they ignore, and would wait for them for ever.
         self._kill_workers = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
         self._feeders: list[threading.Thread] = []
         self._since: float | None = None
@@ -213,16 +213,16 @@ class MicroBatches:
                 at = ranges.pending[0]
                 if lost_at is None and not _survives(multiprocessing.get_context("forkserver"), _do_nothing):
                     raise RefusedError(
-                        "loader workers end when they import the main script (their errors are above); allowed: a "
-                        'script whose calls are under if __name__ == "__main__":, or --data.workers 0'
+                        "loader workers end when they import the main script (see their errors above); put its calls "
+                        'under if __name__ == "__main__":, or set --data.workers 0'
                     ) from error
                 lost = self._left_out(ranges) if at == lost_at else []
                 if at == lost_at and not lost:
                     raise UnreadableError(
-                        f"{error}, again at the same rows, none of which ends a process by itself; look for a lack of "
-                        "memory (dmesg), or take fewer --data.workers"
+                        f"{error}, again at the same rows, but none of the rows ends a process; check for a lack of "
+                        "memory (dmesg), or set fewer --data.workers"
                     ) from error
-                logger.warning("%s; new ones go on at the same rows", error)
+                logger.warning("%s; new workers continue at the same rows", error)
                 lost_at = None if lost else at
                 self._forget()
 
@@ -251,29 +251,29 @@ class MicroBatches:
             collate_fn=Batch.pack if workers else _keep_batch,  # type: ignore[arg-type]  # not of lists
             worker_init_fn=prepare_worker if workers else None,
             multiprocessing_context=multiprocessing.get_context("forkserver") if workers else None,
-            generator=torch.Generator(),  # the default would draw from, and so move, the global generator
+            generator=torch.Generator(),  # the default would advance the global generator
             timeout=LOOK_SECONDS if workers else 0,
         )
 
     def _await_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch; None at the end.
+        """Return the next batch; `None` at the end.
 
         Raises:
-            WorkerLostError: it will not come.
-            StoppedWaitingError: the run was asked to stop, and it has not come.
+            WorkerLostError: a worker ended or hangs.
+            StoppedWaitingError: the batch is late and the run was asked to stop.
         """
         self._since = began = time.monotonic()
         try:
             while True:
                 try:
                     return next(batches, None)
-                except Exception as error:  # a message from a worker may be cut short
+                except Exception as error:  # a message from a worker may be truncated
                     waited = time.monotonic() - began
                     if self._asked() and waited > PATIENCE_OF_A_STOP:
-                        raise StoppedWaitingError(f"asked to stop, and no rows came for {waited:.0f} s") from error
+                        raise StoppedWaitingError(f"asked to stop, and no rows arrived for {waited:.0f} s") from error
                     if self._stuck:
                         raise WorkerLostError(
-                            f"loader worker {_numbers(self._stuck)}: nothing came for {waited:.0f} s "
+                            f"loader worker {_numbers(self._stuck)}: no batch for {waited:.0f} s "
                             "(--reliability.worker_seconds)"
                         ) from error
                     if ended := self._worker_ended(error):
@@ -284,7 +284,7 @@ class MicroBatches:
             self._since = None
 
     def _worker_ended(self, error: Exception) -> list[int | None]:
-        """Workers that live no more. What one has handed over may be gone a moment before it is."""
+        """Process ids of dead workers. A worker's last message may arrive a moment before the worker is dead."""
         until = time.monotonic() + (0.0 if _timed_out(error) or isinstance(error, RuntimeError) else 1.0)
         while True:
             ended = [worker.pid for worker in self._workers if not worker.is_alive()]
@@ -293,7 +293,7 @@ class MicroBatches:
             time.sleep(0.05)
 
     def _watch(self) -> None:
-        """Kill a stalled worker from a separate thread: the main thread waits for it in C, without a timeout."""
+        """Kill a hanging worker from a separate thread: the main thread waits for it in C, without a timeout."""
         while not self._watched.wait(LOOK_SECONDS):
             since = self._since
             if since is None:
@@ -306,7 +306,7 @@ class MicroBatches:
                 self._since = None
 
     def _left_out(self, ranges: _Ranges) -> list[int]:
-        """Positions whose rows end a process: they are marked in the fetcher, and left out from now on."""
+        """Find positions with rows that end a process, and let the fetcher skip them."""
         context = multiprocessing.get_context("forkserver")
         skipped = []
         for pending in tuple(ranges.pending):
@@ -318,27 +318,27 @@ class MicroBatches:
         return skipped
 
     def _forget(self) -> None:
-        """Kill the workers, and drop what torch has of them."""
+        """Kill the workers and drop torch's loader."""
         _kill(self._workers)
         self._loader, self._stuck = None, []
 
     def close(self) -> None:
-        """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
+        """End the workers. Drop iterators first: torch ends the workers with the last iterator."""
         self._watched.set()
         self._loader, self._closed, had_workers = None, True, bool(self._workers)
         self._fetcher.close()
         self._kill_workers()
-        for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
+        for thread in self._feeders:  # they hold semaphores of the workers' queues for a moment longer
             thread.join(FEEDER_SECONDS)
         self._feeders = []
         if had_workers:
-            # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves
-            # them behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
+            # Reference cycles of the loader still hold semaphores. If the process then ends by os._exit, the standard
+            # library's resource tracker warns about them on the terminal (seen in one small run of three).
             gc.collect()
 
 
 def _survives(context: Any, action: Callable[..., None], *arguments: Any) -> bool:
-    """Whether a process that performs an action comes to its end; an error of the data is one."""
+    """Whether a process survives an action; Python exceptions do not count."""
     process = context.Process(target=action, args=arguments, daemon=True)
     process.start()
     process.join(TRIAL_SECONDS)
@@ -360,7 +360,7 @@ def _make(fetcher: Fetcher, positions: range) -> None:
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether torch's loader says that nothing came within LOOK_SECONDS."""
+    """Whether DataLoader reports that no batch arrived within LOOK_SECONDS."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
 
 
@@ -369,7 +369,7 @@ def _numbers(processes: Iterable[int | None]) -> str:
 
 
 def _kill(workers: list[BaseProcess]) -> None:
-    """End those that live on: stuck, say in a read that does not return, and deaf to the SIGTERM torch sends."""
+    """Kill live workers: they ignore the SIGTERM that torch sends."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -377,15 +377,13 @@ def _kill(workers: list[BaseProcess]) -> None:
 
 
 def start_worker_server(module: str) -> None:
-    """Start the process that workers are forked from, if it does not run yet; returns before it is ready.
+    """Start the process that workers are forked from, unless it runs; return before it is ready.
 
-    It imports `module` (the batch builder's) beforehand, so that workers need not.
-
-    It inherits a signal mask with STOP_SIGNALS blocked, and so does every worker: a signal to the whole process group
-    reaches the training process only, which decides with all ranks.
+    It imports `module` (the batch builder's) once for all workers. It inherits a signal mask with STOP_SIGNALS blocked,
+    and so does every worker: of a signal to the whole process group only the training process takes notice.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([module, __name__])
-    multiprocessing.resource_tracker.ensure_running()  # else started below, where it would unblock the signals again
+    multiprocessing.resource_tracker.ensure_running()  # if it started later, it would unblock the signals again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -394,7 +392,7 @@ def start_worker_server(module: str) -> None:
 
 
 def prepare_worker(_: int) -> None:
-    """First thing in a worker: one thread, deaf to STOP_SIGNALS, gone when the training process is gone."""
+    """Set up a worker: one thread, STOP_SIGNALS ignored, exit with the training process."""
     torch.set_num_threads(1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -402,7 +400,7 @@ def prepare_worker(_: int) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Torch watches the parent's process id, which here is the server's, and the server waits for its workers."""
+    """Exit with the training process; torch watches the parent's process id, which is that of the server."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

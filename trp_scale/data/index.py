@@ -1,7 +1,7 @@
-"""The index of a shard and the description of a data set: small JSON files beside the tars.
+"""JSON index of a shard and description of a data set.
 
 DATASET/
-  dataset.json                 what was made, from what, and the counts
+  dataset.json                 settings, sources and counts
   tokenizer/                   Hugging Face tokenizer directory
   shards/text-000000.tar       WebDataset tar; one sample = one block of rows
   shards/text-000000.index.json
@@ -19,21 +19,21 @@ from trp_scale.errors import DataError, RefusedError, quote, shorten
 from trp_scale.storage import files
 
 BINARY_INDEX = "index.bin"
-"""One index of all tars of a folder (binary_index.py), beside them."""
+"""Name of the binary index of all tars of a folder (binary_index.py)."""
 
 INDEX_FORMAT = 2
-"""2: with the class of each image."""
+"""Format 2 holds the class of each image."""
 
 
 MOST_OF_A_REASON = 300
-"""Characters of an error that are kept: it may quote what a damaged file holds."""
+"""Characters of an error message that are kept: it may quote a damaged file."""
 
 
 def failure_reason(error: Exception) -> str:
-    """Return the reason of a read error, in one line.
+    """Return the reason of a read error in one line.
 
     Raises:
-        RefusedError, MemoryError: the error itself, where it is not the file's: of the network, say.
+        RefusedError, MemoryError: `error` itself, if the file is not its cause.
     """
     if isinstance(error, MemoryError) or (isinstance(error, RefusedError) and not isinstance(error, DataError)):
         raise error
@@ -44,11 +44,11 @@ def failure_reason(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMember:
-    """One member file of a block inside its tar.
+    """Member file of a block inside its tar.
 
     Attributes:
-        offset: first byte of the member's content in the tar.
-        length: bytes of content.
+        offset: first byte of the content in the tar.
+        length: bytes of the content.
         crc32: zlib.crc32 of the content.
     """
 
@@ -59,13 +59,13 @@ class StoredMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One WebDataset sample: rows stored together.
+    """WebDataset sample: rows that are stored together.
 
     Attributes:
-        key: the sample's key in the tar, unique in the data set.
+        key: key of the sample in the tar, unique in the data set.
         rows: number of rows.
-        members: by suffix without the leading dot, e.g. "tokens.npy".
-        label: class number of an image; None if it has none.
+        members: by suffix without the leading dot, such as "tokens.npy".
+        label: class of an image; `None` if it has none.
     """
 
     key: str
@@ -76,7 +76,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """All blocks of one tar, in the order they are stored. `shard` is the tar's file name, `size` its bytes."""
+    """All blocks of one tar in stored order. `shard` is the tar's file name, `size` its bytes."""
 
     shard: str
     size: int
@@ -89,16 +89,16 @@ def index_path(shard: Path) -> Path:
 
 
 def write_index(shard: Path, index: ShardIndex) -> None:
-    """Write the index beside its tar: to a temporary name first, then renamed."""
+    """Write the index of a tar atomically."""
     document = {"format": INDEX_FORMAT, **asdict(index)}
     write_json(index_path(shard), document)
 
 
 def read_index(shard: Path) -> ShardIndex:
-    """Read the index beside `shard`.
+    """Read the index of a tar.
 
     Raises:
-        DataError: the index is missing, not JSON, or of another format.
+        DataError: the index is missing, not JSON, or has another format.
     """
     index = read_index_document(shard)
     return ShardIndex(shard=index.shard, size=index.size, blocks=[_block(index.path, block) for block in index.blocks])
@@ -106,13 +106,13 @@ def read_index(shard: Path) -> ShardIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexDocument:
-    """The JSON index of one tar, for who reads more of them than there is time to make `Block`s for.
+    """JSON index of one tar with unchecked blocks: creating `Block`s of all indexes would take too long.
 
     Attributes:
-        path: of the index.
+        path: path of the index.
         shard, size: as in `ShardIndex`.
-        blocks: objects, of whose fields nothing is known; `refusal` says which of them is wrong.
-        fields: all of the document.
+        blocks: unchecked objects; `refusal` names an invalid one.
+        fields: the whole document.
     """
 
     path: Path
@@ -122,14 +122,14 @@ class IndexDocument:
     fields: Fields
 
     def keys(self) -> list[str]:
-        """The keys of all blocks.
+        """Return the keys of all blocks.
 
         Raises:
-            DataError: one has none.
+            DataError: a block has no key.
         """
         keys = [block.get("key") for block in self.blocks]
         try:
-            "\n".join(keys).encode()  # type: ignore[arg-type]  # of another type: refused
+            "\n".join(keys).encode()  # type: ignore[arg-type]  # raises for other types
         except (TypeError, UnicodeEncodeError):
             raise self.refusal() from None
         return keys  # type: ignore[return-value]
@@ -138,13 +138,13 @@ class IndexDocument:
         """Check the fields of every block and their types.
 
         Raises:
-            DataError: naming the first block which is none.
+            DataError: a block is invalid.
         """
         for block in self.blocks:
             _block(self.path, block)
 
     def refusal(self) -> DataError:
-        """The error that names the first block which is none."""
+        """Return the error that names the first invalid block."""
         try:
             self.check_blocks()
         except DataError as error:
@@ -153,7 +153,7 @@ class IndexDocument:
 
 
 def _block_name(block: dict[str, Any]) -> str:
-    """Return the key of a block, for messages."""
+    """Key of a block, for messages."""
     key = block.get("key")
     return shorten(key) if isinstance(key, str) and can_be_written(key) else quote(key)
 
@@ -164,10 +164,10 @@ def _block(path: Path, block: dict[str, Any]) -> Block:
 
 
 def read_index_document(shard: Path) -> IndexDocument:
-    """The JSON of the index beside `shard`.
+    """Read the JSON index of a tar without checking its blocks.
 
     Raises:
-        DataError: the index is missing, not JSON, or of another format.
+        DataError: the index is missing, not JSON, or has another format.
     """
     path = index_path(shard)
     content = read_content(path, DataError, largest=LARGEST_INDEX)
@@ -176,7 +176,7 @@ def read_index_document(shard: Path) -> IndexDocument:
         raise DataError(f"{path}: format {quote(stored_format)} found, {INDEX_FORMAT} expected; shard the data again")
     blocks = fields.take("blocks", list)
     if not all(type(block) is dict for block in blocks):
-        raise DataError(f"{path}: a block that is no object; shard the data again")
+        raise DataError(f"{path}: a block is not an object; shard the data again")
     return IndexDocument(path=path, shard=fields.text("shard"), size=fields.whole("size"), blocks=blocks, fields=fields)
 
 
@@ -195,12 +195,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_fields(path: Path, advice: str = "") -> Fields:
-    """Read a JSON object whose fields are asked for by name and type.
+    """Read a JSON object; `Fields` checks each field on access.
 
     Args:
-        advice: what to do about a wrong field, for messages.
+        advice: advice for messages about a wrong field.
 
     Raises:
-        DataError: as `read_json`; and each field as it is asked for.
+        DataError: the file is missing or is not a JSON object.
     """
     return Fields(read_json(path), str(path), DataError, advice)

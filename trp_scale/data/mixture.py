@@ -1,8 +1,8 @@
-"""Weighted mixtures: position in the mixture -> (member, position in that member), a pure function of the seed.
+"""Weighted mixtures: a pure function of the seed from a position to (member, position in that member).
 
-Positions come in cycles. Each cycle holds exactly weight x cycle slots of each member, in an order hashed per cycle, so
-shares are exact and no member is ever starved. Slot b of a member that has n slots in a cycle is position cycle x n + b
-of that member: every row of a member once an epoch of *that member*.
+Positions form cycles. Each cycle holds exactly weight x cycle slots of each member, in an order that is hashed per
+cycle: shares are exact and no member starves. Slot b of a member with n slots per cycle is position cycle x n + b of
+that member, so a member repeats a row only after an epoch of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEMBER = re.compile(r"(?P<name>[A-Za-z0-9_.-]+):(?P<weight>[0-9]+(\.[0-9]+)?)=(
 
 @dataclass(frozen=True, kw_only=True)
 class MemberPath:
-    """One data set of a mixture: its name ("" when it is the only one), weight and directory."""
+    """Data set of a mixture: name ("" without a mixture), weight and directory."""
 
     name: str
     weight: Fraction
@@ -38,21 +38,22 @@ class MemberPath:
 
 
 def parse_paths(text: str) -> list[MemberPath]:
-    """Read `data.path`: a directory, or 'name:weight=directory' several times with commas between. A directory may be
-    a URL: then its small files are fetched, and the path is that of its mirror (stores/mirror.py).
+    """Parse `data.path`: a directory, or 'name:weight=directory' several times with commas between.
+
+    A directory may be a URL: its small files are then fetched, and the path is that of its mirror (stores/mirror.py).
 
     Raises:
-        DataError: there is no data set under a URL.
+        DataError: the URL has no data set.
         RefusedError: as `parse_members`.
     """
     return [MemberPath(name=n, weight=w, path=local_directory(location)) for n, w, location in parse_members(text)]
 
 
 def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
-    """Name, weight and directory or URL of each data set of `data.path`; nothing is looked at.
+    """Parse name, weight and directory or URL of each data set of `data.path`; no file is accessed.
 
     Raises:
-        RefusedError: empty, a member without name and weight, a weight of 0, or a name used twice.
+        RefusedError: empty, a member without name or weight, a weight of 0, or a repeated name.
     """
     if not text.strip():
         raise RefusedError(
@@ -65,7 +66,7 @@ def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
     for part in parts:
         match = _MEMBER.fullmatch(part)
         if match is None:
-            raise RefusedError(f"data.path: {part!r} is not 'name:weight=directory' (in {text!r})")
+            raise RefusedError(f"data.path: {part!r} found, 'name:weight=directory' expected (in {text!r})")
         members.append((match["name"], Fraction(match["weight"]), match["path"]))
         if members[-1][1] == 0:
             raise RefusedError(
@@ -74,33 +75,32 @@ def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
     names = [name for name, _, _ in members]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise RefusedError(f"data.path: name {twice[0]!r} is used twice; names tell the rows of members apart")
+        raise RefusedError(f"data.path: name {twice[0]!r} is used twice; give each member a name of its own")
     return members
 
 
 def require_made(path: str, made_by: str) -> None:
-    """Refuse data that a recipe names and that has not been made yet.
+    """Refuse a recipe's data set that does not exist yet.
 
     Args:
-        path: of data.path.
-        made_by: the command that makes it (recipes.loader.data_command); empty: none is known.
+        path: data.path.
+        made_by: command that creates it (recipes.loader.data_command); "" if unknown.
 
     Raises:
-        DataError: it is not there; has the command.
+        DataError: the data set is missing; names the command.
     """
     if made_by and not Path(path).exists():
-        raise DataError(f"--data.path {path}: not made yet; make it: {made_by}")
+        raise DataError(f"--data.path {path}: not found; create it: {made_by}")
 
 
 def require_data(settings: Mapping[str, str]) -> None:
-    """Refuse settings whose data sets are not there. Nothing is imported or fetched for it; data under URLs is not
-    looked for.
+    """Refuse settings with missing data sets, without an import or a download. URLs are not checked.
 
     Args:
-        settings: by their names, as `Config.datasets` gives them.
+        settings: settings by name, as in `Config.datasets`.
 
     Raises:
-        DataError: says what is there in place of one.
+        DataError: a directory is not a data set.
         RefusedError: as `parse_members`.
     """
     for name, text in settings.items():
@@ -110,7 +110,7 @@ def require_data(settings: Mapping[str, str]) -> None:
 
 
 def shares_said(paths: Sequence[MemberPath]) -> list[str]:
-    """A line with the shares of a mixture whose weights do not sum to 1 and are no whole numbers."""
+    """Return a line with the shares of a mixture if its weights neither sum to 1 nor are whole numbers."""
     total = sum((path.weight for path in paths), Fraction(0))
     if total == 1 or all(path.weight.denominator == 1 for path in paths):
         return []
@@ -119,15 +119,15 @@ def shares_said(paths: Sequence[MemberPath]) -> list[str]:
 
 
 class Mixture:
-    """Allocation of positions to members.
+    """Assignment of positions to members.
 
     Args:
         seed: training.seed.
         names: names of the members.
-        weights: exact shares; they are divided by their sum.
+        weights: exact weights; they are normalized to shares.
 
     Raises:
-        RefusedError: shares that need a cycle longer than 65,536 slots.
+        RefusedError: the shares need a cycle of more than 65,536 slots.
     """
 
     def __init__(self, *, seed: int, names: list[str], weights: list[Fraction]) -> None:

@@ -1,15 +1,14 @@
 """Map positions in a source to addresses of rows: order, mixture and split, independent of the content of rows.
 
-The one global order is a pure function of the seed: position in a source -> (epoch, block, row). It is part of the
-format of a run. A resumed run, another number of ranks, and a worker that fetches position i long before position i - 1
-all rely on the same function; changing anything here breaks every resume.
+The global order is a pure function of the seed: position in a source -> (epoch, block, row). It is part of the format
+of a run: a resume, another number of ranks and workers that fetch ahead rely on it. Any change breaks every resume.
 
     epoch     = position div rows of the source
     blocks    permuted by hash of (seed, "order of blocks", source, epoch) and the block's identity
-    groups    `data.blocks_per_group` blocks that follow each other in that order
+    groups    `data.blocks_per_group` consecutive blocks of that order
     rows      of one group permuted by hash of (seed, "order of rows", source, epoch) and the row's identity
 
-Rows thus mix over a group (tens of megabytes), while reads stay within few blocks at a time.
+Rows are thus shuffled within a group (tens of megabytes), and reads stay within few blocks at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _GROUPS_KEPT = 4
 
 
 class Located(NamedTuple):
-    """Where positions are: epoch, block and row within the block, each [R] int64."""
+    """Epoch, block and row within the block of each position, [R] int64."""
 
     epoch: Integers
     block: Integers
@@ -45,12 +44,12 @@ class _Epoch(NamedTuple):
 
 
 class Order:
-    """The order of one source.
+    """Order of one source.
 
     Args:
         seed: training.seed.
-        name: name of the source; two sources with the same blocks have different orders.
-        identities: [n] uint64, one per block (`hashing.name_hash` of its key).
+        name: name of the source; the order depends on it.
+        identities: [n] uint64, identity of each block (`hashing.name_hash` of its key).
         rows: [n] integers, rows of each block, all at least 1.
         blocks_per_group: blocks whose rows are shuffled together.
     """
@@ -79,7 +78,7 @@ class Order:
         self._groups: OrderedDict[tuple[int, int], tuple[Integers, Integers]] = OrderedDict()
 
     def locate(self, positions: Integers) -> Located:
-        """Epoch, block and row of each position, [R]; positions may span epochs and come in any order."""
+        """Locate positions, [R], of any epochs and in any order."""
         epochs, within = np.divmod(positions, self.rows)  # [R]
         block, row = np.empty_like(within), np.empty_like(within)
         for epoch in np.unique(epochs).tolist():
@@ -100,7 +99,7 @@ class Order:
             blocks = node_array(count, lambda: self._array_key("blocks", epoch), lambda: self._permute(epoch))
             ends = node_array(count, lambda: self._array_key("ends", epoch), lambda: self._ends(blocks.values))
             self._epochs[epoch] = _Epoch(blocks, ends)
-            if len(self._epochs) > 2:  # a batch spans two at most in practice
+            if len(self._epochs) > 2:  # in practice a batch spans at most two
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
@@ -114,14 +113,14 @@ class Order:
         return ends
 
     def _array_key(self, what: str, epoch: int) -> str:
-        """Names the file of one of an epoch's arrays."""
+        """Key of the shared file of one of an epoch's arrays."""
         if not self._key:
             parts = (self._seed, self._name, self._blocks_per_group)
             self._key = content_key(*parts, self._identities.values, self._block_rows.values)
         return content_key(self._key, what, epoch)
 
     def _group(self, epoch: int, group: int) -> tuple[Integers, Integers]:
-        """Block and row of each place of a group, in the shuffled order."""
+        """Return block and row of each shuffled position of a group."""
         if (epoch, group) not in self._groups:
             first = group * self._blocks_per_group
             blocks = self._epoch(epoch).blocks.values[first : first + self._blocks_per_group].astype(np.int64)
@@ -137,22 +136,22 @@ class Order:
 
 
 def row_identities(blocks: Words, rows: Integers) -> Words:
-    """Identity of each row, [R] uint64: that of its block plus its place in it, modulo 2^63 (so that it fits int64)."""
+    """Identity of each row, [R] uint64: identity of its block + row, modulo 2^63 to fit int64."""
     identities: Words = (blocks + rows.astype(np.uint64)) & np.uint64((1 << 63) - 1)
     return identities
 
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """Where the rows of one micro-batch are, [R] each.
+    """Addresses of the rows of one micro-batch, [R] each.
 
     Attributes:
         member: number of the data set in a mixture.
-        block: number of the block in its data set's table.
-        row: place in the block.
-        epoch: epoch of the member that the row belongs to.
-        keys: row key, int64 >= 0: a stable name of the row; -1 where there is none.
-        present: False for places beyond the end of a split, which are filled up with nothing.
+        block: number of the block in its data set.
+        row: row within the block.
+        epoch: epoch of the member.
+        keys: row key, int64 >= 0: a stable identity of the row; -1 without a row.
+        present: `False` for padding beyond the end of a split.
     """
 
     member: Integers
@@ -164,12 +163,12 @@ class Addresses:
 
 
 def row_states(addresses: Addresses, *, seed: int, maskings: int) -> Words:
-    """The word of each row and masking from which all its draws come, [R]: masks, pairs, crops.
+    """Hash each row and masking to the word from which its masks, pairs and crops are drawn, [R].
 
     Args:
-        addresses: of the rows.
+        addresses: addresses of the rows.
         seed: training.seed.
-        maskings: masking.maskings; 0 = a fresh masking each epoch.
+        maskings: masking.maskings; 0 draws a fresh masking each epoch.
     """
     masking = addresses.epoch % maskings if maskings > 0 else addresses.epoch
     states = mix(addresses.keys.astype(np.uint64) ^ np.uint64(stream(seed, "rows")))
@@ -194,7 +193,7 @@ class Blocks(Protocol):
 
 
 class Plan(Protocol):
-    """A pure function from positions to addresses. `rows`: rows per epoch (of a mixture: of all its members)."""
+    """Pure function from positions to addresses. `rows`: rows per epoch (of all members of a mixture)."""
 
     rows: int
 
@@ -203,13 +202,13 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureMember:
-    """One data set's part in a source.
+    """Data set in a source.
 
     Attributes:
-        name: its name in the mixture, "" when it is the only one.
-        weight: its share.
-        table: all of its blocks.
-        chosen: [n] bool, the blocks of this source (train or held out).
+        name: name in the mixture; "" without a mixture.
+        weight: weight in the mixture.
+        table: all blocks of the data set.
+        chosen: [n] bool, blocks of this source (train or held out).
     """
 
     name: str
@@ -218,7 +217,7 @@ class MixtureMember:
     chosen: npt.NDArray[np.bool_]
 
     def identities(self) -> Words:
-        """Identity of every block, [n]: data sets of a mixture may use the same block keys, so their name goes in."""
+        """Identity of every block, [n]; it depends on the member's name, as members may share block keys."""
         if not self.name:
             return self.table.identities
         names = [name_hash(f"{self.name}/{key}") for key in self.table.keys]
@@ -226,10 +225,10 @@ class MixtureMember:
 
 
 class _ChosenBlocks:
-    """The blocks that a source takes of one data set, as arrays that a machine's processes share.
+    """Blocks of one member that belong to a source, as arrays that all processes of a machine share.
 
     Attributes:
-        numbers: [n] of the chosen blocks in the table; None if all are chosen.
+        numbers: [n] numbers of the chosen blocks in the table; `None` if all are chosen.
         chosen_identities, chosen_rows: [n] of the chosen blocks.
     """
 
@@ -237,7 +236,7 @@ class _ChosenBlocks:
         chosen, table = member.chosen, member.table
         count, every = len(chosen), bool(chosen.all())
         self.numbers: NodeArray | None = None
-        if every and not member.name:  # as they are, where they are
+        if every and not member.name:  # no copy needed
             self.chosen_identities, self.chosen_rows = NodeArray(table.identities), NodeArray(table.rows)
             return
         packed = np.packbits(chosen)
@@ -254,12 +253,12 @@ class _ChosenBlocks:
         )
 
     def in_table(self, blocks: Integers) -> Integers:
-        """Numbers in the table of chosen blocks, [R]."""
+        """Convert numbers of chosen blocks to numbers in the table, [R]."""
         return blocks if self.numbers is None else self.numbers.values[blocks].astype(np.int64)
 
 
 class TrainPlan:
-    """The endless global order of the training rows (`Order`), over the members of a mixture (mixture.py)."""
+    """Endless global order of the training rows (`Order`), over the members of a mixture (mixture.py)."""
 
     def __init__(self, *, seed: int, members: Sequence[MixtureMember], blocks_per_group: int) -> None:
         self._mixture = Mixture(seed=seed, names=[m.name for m in members], weights=[m.weight for m in members])
@@ -294,15 +293,15 @@ class TrainPlan:
 
 
 class ByBlock:
-    """Another plan, with the rows of each global batch in the order of their blocks.
+    """Plan with the rows of each global batch sorted by block.
 
-    Ranks take slices of it, so that neighbouring ranks, which share a machine, read the same few blocks and not a part
-    of each. The rows of a global batch stay the same; so does what is drawn for a row, which follows from its key.
+    Ranks take slices of a batch, so that ranks of one machine read the same few blocks. The rows of a global batch do
+    not change, and neither do their draws, which depend on the row key.
 
     Args:
-        plan: the order.
-        first: position at which a global batch begins.
-        size: rows of one.
+        plan: unsorted plan.
+        first: position at which a global batch starts.
+        size: rows of a global batch.
     """
 
     def __init__(self, plan: Plan, *, first: int, size: int) -> None:
@@ -311,7 +310,7 @@ class ByBlock:
         self._sorted: OrderedDict[int, Addresses] = OrderedDict()
 
     def locate(self, positions: Integers) -> Addresses:
-        """Addresses of the rows at `positions`, [R]; none lies before `first`."""
+        """Addresses of the rows at `positions`, [R]; all are at least `first`."""
         batches, places = np.divmod(positions - self._first, self._size)  # [R]
         numbers, which = np.unique(batches, return_inverse=True)
         parts = [self._batch(number) for number in numbers.tolist()]
@@ -327,7 +326,7 @@ class ByBlock:
         if number not in self._sorted:
             first = self._first + number * self._size
             rows = self._plan.locate(np.arange(first, first + self._size, dtype=np.int64))
-            order = np.lexsort((rows.row, rows.block, rows.member))  # stable: a row of two epochs stays in their order
+            order = np.lexsort((rows.row, rows.block, rows.member))  # stable: equal rows of two epochs keep their order
             self._sorted[number] = Addresses(**{name: values[order] for name, values in vars(rows).items()})
             if len(self._sorted) > _GROUPS_KEPT:
                 self._sorted.popitem(last=False)
@@ -335,11 +334,11 @@ class ByBlock:
 
 
 class HeldOutPlan:
-    """The held-out rows in stored order, once, all in epoch 0; positions beyond the last row are not present.
+    """Held-out rows in stored order, once, all in epoch 0; positions beyond the last row are not present.
 
     Args:
-        members: of which the chosen blocks are held out.
-        most: rows that there are at most, the first ones; None: all.
+        members: members whose chosen blocks are held out.
+        most: limit of rows, counted from the first; `None` for all.
     """
 
     def __init__(self, *, members: Sequence[MixtureMember], most: int | None = None) -> None:

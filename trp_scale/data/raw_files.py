@@ -1,5 +1,4 @@
-"""Files of which `shard-text`, `shard-images` and `index` make data sets, by their names; and what is said where such
-files, or nothing, lie in place of a data set."""
+"""Input files of `shard-text`, `shard-images` and `index`, recognized by name; errors for paths without a data set."""
 
 from __future__ import annotations
 
@@ -51,38 +50,38 @@ def open_dataset(path: Path, source: str) -> Any:
         source: name of the directory in messages.
 
     Raises:
-        DataError: it cannot be opened.
+            DataError: the directory cannot be opened.
     """
     import datasets
 
     try:
-        for file in path.glob("**/*.json"):  # the library follows them wherever they lead
+        for file in path.glob("**/*.json"):  # the library would follow any path in them
             read_object(file, DataError)
         for state in path.glob("**/state.json"):
             for entry in read_fields(state).take("_data_files", list[dict[str, Any]], []):
                 if not is_plain_name(entry.get("filename")):
                     raise DataError(f"{state}: file {quote(entry.get('filename'))} found, a plain file name expected")
         return datasets.load_from_disk(str(path))
-    except Exception as error:  # pyarrow's, ours, and whatever other fields than the library's lead to
+    except Exception as error:  # a damaged file raises many types
         raise DataError(
             f"{source}: cannot be read as a dataset directory ({error_text(error)}); save it again"
         ) from error
 
 
 def check_rows(rows: Any, first: int, last: int, source: str) -> None:
-    """Refuse rows that the library would read past the ends of their file, which ends the process.
+    """Check rows before the library reads them: it would read beyond the file, which ends the process.
 
     Args:
-        rows: a Dataset without a selection.
+        rows: Dataset without a selection.
         first, last: rows first ... last - 1.
         source: name of the directory in messages.
 
     Raises:
-        DataError: offsets or lengths of one of them lead elsewhere.
+        DataError: an offset or a length is wrong.
     """
     try:
         rows.data.table.slice(first, last - first).validate(full=True)
-    except Exception as error:  # pyarrow's
+    except Exception as error:  # from pyarrow
         raise DataError(
             f"{source}: rows {first} to {last - 1} are damaged ({error_text(error)}); save it again"
         ) from error
@@ -93,35 +92,35 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
 GZIP = ".gz"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Files of a folder that are taken for images, in capitals too; others are not looked at."""
+"""Suffixes of images in a folder, in lower or upper case; other files are skipped."""
 
 SAMPLED_BYTES = 65536
-"""Bytes at each of three places of a file that its fingerprint is of."""
+"""Bytes of each of the three samples of a file for its fingerprint."""
 
 LOOKED_THROUGH = 1000
-"""Entries of a folder that tell what it holds; it may hold millions."""
+"""Limit of folder entries that are inspected; a folder may hold millions."""
 
 _KINDS = {"text": "text that is not sharded", "image": "images that are not sharded", "tar": "tars without an index"}
 
 _OF_A_RUN = ("metrics.jsonl", "stop.json")
-"""Either is in the directory of each run that made a step or was refused one."""
+"""Files that identify a run directory."""
 
 
 def require_dataset(directory: Path, source: str = "") -> None:
-    """Refuse a directory that is no data set.
+    """Refuse a directory without dataset.json.
 
     Args:
         source: name of the directory in the message; "" for its path.
 
     Raises:
-        DataError: says what is there, and the command that makes a data set of it.
+        DataError: with the content of the directory and the command that creates a data set from it.
     """
     if not (directory / "dataset.json").is_file():
         raise DataError(f"{source or directory}: {_explain_missing_dataset(directory)}")
 
 
 DATASET_FORMAT = 1
-"""Of dataset.json."""
+"""Format of dataset.json."""
 
 
 def read_dataset(directory: Path, kind: str, advice: str, source: str = "") -> Fields:
@@ -129,11 +128,11 @@ def read_dataset(directory: Path, kind: str, advice: str, source: str = "") -> F
 
     Args:
         kind: "text" or "image".
-        advice: what to do about a wrong field, for messages.
-        source: as of `require_dataset`.
+        advice: advice for messages about a wrong field.
+        source: as for `require_dataset`.
 
     Raises:
-        DataError: there is none, or it is of another format or kind.
+        DataError: dataset.json is missing or has another format or kind.
     """
     require_dataset(directory, source)
     fields = read_fields(directory / "dataset.json", advice)
@@ -144,11 +143,10 @@ def read_dataset(directory: Path, kind: str, advice: str, source: str = "") -> F
 
 
 def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[str, int]]:
-    """Yield (path relative to the folder, bytes) of all files, also below linked folders. A link that leads to nothing
-    has -1 bytes.
+    """Yield (path relative to the folder, bytes) of all files, also in linked folders; a broken link has -1 bytes.
 
     Args:
-        left_out: counts hidden files and folders, and links to a folder that the link lies in.
+        left_out: counts hidden entries and links to a parent folder, which are skipped.
 
     Raises:
         DataError: a folder cannot be read.
@@ -158,7 +156,7 @@ def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[t
 
 
 def _walk(folder: Path, prefix: str, left_out: Counter[str], around: set[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Yield what `walk_files` does; `around`: the numbers of the folder and of those that it lies in."""
+    """Implement `walk_files`; `around` holds device and inode of the folder and its parents."""
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
@@ -170,7 +168,7 @@ def _walk(folder: Path, prefix: str, left_out: Counter[str], around: set[tuple[i
             continue
         try:
             status = entry.stat()
-        except OSError:  # a link to nothing, or to itself: named as unreadable when its turn comes
+        except OSError:  # a broken or circular link; reading it reports the error
             yield name, -1
             continue
         number = status.st_dev, status.st_ino
@@ -183,15 +181,15 @@ def _walk(folder: Path, prefix: str, left_out: Counter[str], around: set[tuple[i
 
 
 def all_files(folder: Path, left_out: Counter[str] | None = None) -> list[Path]:
-    """The paths of all files of a folder (`walk_files`), sorted."""
+    """Return the sorted paths of all files of a folder (`walk_files`)."""
     return sorted(folder / name for name, _ in walk_files(folder, left_out))
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: also for a pipe, which would be waited for, and for a device, which may have no end.
+        OSError: also for a pipe, which would block, and for a device, which may be endless.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -201,7 +199,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def files_fingerprint(files: list[Path]) -> bytes:
-    """Digest of the ends and the middle of files: changed content is noticed without reading all of it."""
+    """Hash the start, middle and end of each file: detects changes without reading everything."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(b"".join(_read_samples(file)))
@@ -220,13 +218,13 @@ def _read_samples(file: Path) -> Iterator[bytes]:
 
 
 def list_counts(kinds: Counter[str]) -> str:
-    """List files that are left out by suffix, or by the reason why, for a message."""
+    """List counts of skipped files by suffix or reason, for a message."""
     named = (f"{n} {escape_name(shorten(kind)) or 'without a suffix'}" for kind, n in kinds.most_common(5))
     return ", ".join(named) or "nothing"
 
 
 def file_kind(file: Path) -> str:
-    """text, image or tar; of others the suffix, empty where there is none."""
+    """Return "text", "image", "tar", or the suffix of any other file."""
     name = file.name.lower()
     if name.removesuffix(GZIP).endswith((*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET)):
         return "text"
@@ -236,7 +234,7 @@ def file_kind(file: Path) -> str:
 
 
 def modality_folders(folder: Path) -> Mapping[str, Path]:
-    """Return the sub-folders that are modalities of the same images, by name; empty unless there are two or more."""
+    """Return sub-folders that are modalities of the same images, by name; empty if there are fewer than two."""
     folders = {name: folder / name for name in names("modality") if (folder / name).is_dir()}
     return folders if len(folders) > 1 else {}
 
@@ -249,30 +247,30 @@ def modality_command(folders: Mapping[str, Path]) -> str:
 
 
 def _explain_missing_dataset(place: Path) -> str:
-    """Describe a path that is no data set, and how to make one of it."""
+    """Describe a path that is no data set, and how to create a data set from it."""
     if not place.exists() and "," in str(place):
         named = [part.rpartition("=") for part in str(place).split(",")]
         weighted = ",".join(f"{name.partition(':')[0] or Path(path).name}:1={path}" for name, _, path in named)
-        return f"no such directory; several data sets have names and weights above 0: {weighted!r}"
+        return f"no such directory; a mixture needs names and weights above 0: {weighted!r}"
     if not place.exists():
         return (
             "no such file or directory; allowed: a directory that trp-scale shard-text, shard-images or index wrote, "
-            "or the URL of one. Names on a hub are not downloaded"
+            "or its URL. Data sets of a hub are not downloaded"
         )
     if whole := next((up for up in (place.parent, place.parent.parent) if (up / "dataset.json").is_file()), None):
-        return f"a part of the data set {whole}, without an index of its own; give that: {_word(whole)}"
+        return f"a part of the data set {whole}, not a data set itself; give {_word(whole)}"
     if place.is_dir():
         if (place / "progress").is_dir():
-            return "its sharding has not come to its end, and there is no dataset.json; the same command again goes on"
+            return "sharding was interrupted, dataset.json is missing; repeat the same command to continue"
         if any((place / name).is_file() for name in _OF_A_RUN):
-            return f"no data set, but a run's directory; trp-scale report --run {_word(place)} tells of it"
+            return f"a run directory, not a data set; to see its results: trp-scale report --run {_word(place)}"
         if is_dataset_directory(place):
             command = _sharding_command("text", place)
-            return f"no data set, but a directory of datasets.save_to_disk; {command}, or shard-images"
+            return f"a directory of datasets.save_to_disk, not a data set; {command}, or shard-images"
         if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), LOOKED_THROUGH)):
-            return f"no data set, but there are such in it; give one: {', '.join(within[:10])}"
+            return f"not a data set, but it contains data sets; give one: {', '.join(within[:10])}"
         if folders := modality_folders(place):
-            return f"no data set, but folders of {', '.join(folders)}; shard them: {modality_command(folders)}"
+            return f"not a data set, but folders of {', '.join(folders)}; shard them: {modality_command(folders)}"
     files = [place / name for name, _ in islice(walk_files(place), LOOKED_THROUGH)] if place.is_dir() else [place]
     files = [path for path in files if path.is_file()] or [place]
     if files == [place] and place.is_dir():
@@ -280,7 +278,7 @@ def _explain_missing_dataset(place: Path) -> str:
     kind = Counter(map(file_kind, files)).most_common(1)[0][0]
     first = min(file for file in files if file_kind(file) == kind)
     example = first.relative_to(place) if place.is_dir() else first.name
-    contents = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
+    contents = f"not a data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
     if kind in ("text", "image"):
         return (
             f"{contents}; {_sharding_command(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
@@ -289,13 +287,13 @@ def _explain_missing_dataset(place: Path) -> str:
         tars = first.parent if place.is_dir() else place
         output = "" if tars == place and place.is_dir() else " --output DIR"
         command = f"trp-scale index {_word(tars)}{output}"
-        return f"{contents}; tars of images are read where they lie, after: {command}; unpack others"
+        return f"{contents}; index tars of images without copying: {command}; unpack other tars"
     return f"{contents}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
 
 
 def _sharding_command(kind: str, path: Path) -> str:
     command = "shard-text" if kind == "text" else "shard-images"
-    return f"make one of it: trp-scale {command} --inputs {_word(path)} --output DIR"
+    return f"shard it: trp-scale {command} --inputs {_word(path)} --output DIR"
 
 
 def _word(path: Path | str) -> str:

@@ -1,8 +1,7 @@
-"""Samples of a folder of tars: positions of their members as columns, from the binary index or from the JSON ones.
+"""Samples of a folder of tars: columns with the positions of their members, from the binary or the JSON indexes.
 
-ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 24
-bytes for each (offset, length and checksum of the image, and its class) and no names: a name is looked up in the index
-file when an image turns out to be damaged.
+ImageNet has 1.28 million images. A process keeps 24 bytes for each (offset, length and checksum of the image, and its
+class). It reads the name of an image from the index file only if the image is damaged.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ class SampleTable:
     """Samples in stored order: blocks of text rows, or images.
 
     Attributes:
-        suffixes: members that are read, in the order of the columns; M of them.
-        shards: tars, by number.
+        suffixes: M members that are read, in the order of the columns.
+        shards: paths of the tars.
         sizes: [shards] bytes of each tar.
         starts: [shards + 1] number of the first sample of each tar; the last entry is the number of all samples.
         offsets: [n, M] int64, first byte of a member in its tar.
         lengths, checksums: [n, M] uint32, bytes and crc32 of a member.
-        labels: [n] class of each image; -1 where samples have none.
-        key_digests: [shards] hash of the keys of a tar's samples, in their order.
-        highest_label: the largest class; -1 where samples have none.
-        digest: hash of all indexes (names, all members) and tar sizes: equal on two ranks if they see the same.
+        labels: [n] class of each image; -1 without classes.
+        key_digests: [shards] hash of the keys of a tar's samples, in stored order.
+        highest_label: largest class; -1 without classes.
+        digest: hash of all indexes (names, all members) and tar sizes; equal on all ranks that see the same data.
         store: opens the tars.
-        index: the binary index whose mapped file the columns are; None: they were read from the JSON indexes.
+        index: binary index that maps the columns; `None` if they come from the JSON indexes.
     """
 
     suffixes: tuple[str, ...]
@@ -70,20 +69,20 @@ class SampleTable:
         return int(self.starts[-1])
 
     def shard_number(self, sample: int) -> int:
-        """Number of the tar that holds a sample.
+        """Return the number of the tar that holds a sample.
 
         Raises:
-            DataError: no such sample exists: a binary index is not checked as a whole when it is opened.
+            DataError: no such sample exists; opening a binary index does not check all of it.
         """
         if not 0 <= sample < self.rows:
             raise DataError(f"{self.shards[0].parent}: the index is damaged: sample {sample} of {self.rows}")
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
 
     def stored_part(self, samples: range) -> StoredPart:
-        """The tar that holds consecutive samples, or the part of it that the cache holds.
+        """Return the tar of consecutive samples, or the part of it that the cache holds.
 
         Raises:
-            DataError: the index is damaged: they lie outside their tar.
+            DataError: the index is damaged.
         """
         shard = self.shard_number(samples.start)
         tar, size = self.shards[shard], int(self.sizes[shard])
@@ -96,20 +95,20 @@ class SampleTable:
         return StoredPart(tar, size, range(first, end))
 
     def key(self, sample: int) -> str:
-        """ "SHARD/KEY" of a sample, from its index file.
+        """Read "SHARD/KEY" of a sample from its index file.
 
         Raises:
-            DataError: the index has gone, or has fewer samples than at the start.
+            DataError: the index is missing or has changed.
         """
         shard = self.shard_number(sample)
         path, number = self.shards[shard], sample - int(self.starts[shard])
         blocks = read_index(path).blocks
         if number >= len(blocks):
-            raise DataError(f"{path}: {len(blocks)} images in its index, {number + 1} or more at the start of the run")
+            raise DataError(f"{path}: {len(blocks)} images in its index, at least {number + 1} when the run started")
         return f"{path.stem}/{blocks[number].key}"
 
     def keys(self) -> list[str]:
-        """KEY of every sample, from the index files.
+        """Read KEY of every sample from the index files.
 
         Raises:
             DataError: as `key`.
@@ -118,7 +117,7 @@ class SampleTable:
         for shard, count in zip(self.shards, np.diff(self.starts).tolist(), strict=True):
             keys = read_index_document(shard).keys()
             if len(keys) != count:
-                raise DataError(f"{shard}: {len(keys)} images in its index, {count} at the start of the run")
+                raise DataError(f"{shard}: {len(keys)} images in its index, {count} when the run started")
             all_keys += keys
         return all_keys
 
@@ -132,23 +131,23 @@ def read_samples(
     opened: tuple[str, ...] | None = None,
     use_index: bool = True,
 ) -> tuple[SampleTable, OrderBlocks]:
-    """Read the index of the tars in `directory`, the binary one if it exists, and compare it with the tars' sizes.
+    """Read the binary index of the tars in `directory`, or else their JSON indexes, and check the tars' sizes.
 
-    Members are told apart by suffix, and only the listed ones are ever opened: a shard with another one (.pyd and .pkl
-    are what WebDataset's own decoder would unpickle) is refused as a whole.
+    Only the listed members are ever opened. A shard with other members is refused (WebDataset's own decoder would
+    unpickle .pyd and .pkl).
 
     Args:
-        directory: of the tars.
-        shards: their file names.
-        suffixes: members that every sample has.
-        rows_per_block: images of an order-block; None: text, whose samples are the blocks.
-        opened: members that will be read, by default all; only these get columns.
-        use_index: False: read the JSON indexes, for some of the tars.
+        directory: directory of the tars.
+        shards: file names of the tars.
+        suffixes: members of every sample.
+        rows_per_block: images of a block; `None` for text, whose samples are the blocks.
+        opened: members that get columns; `None` for all.
+        use_index: `False` reads the JSON indexes, so that `shards` may list a part of the tars.
 
     Raises:
-        DataError: a tar or index is missing, a size differs, a sample lacks a member or has one that is not listed, a
-            member lies outside its tar, a key comes twice (of text in the data set, of images in a tar), a tar is
-            listed twice, or no samples at all; or the binary index is damaged or older than the data.
+        DataError: a tar or index is missing or damaged, a size differs, a sample lacks a member or has another one, a
+            member extends beyond its tar, a key repeats (of text in the data set, of images in a tar), a tar is listed
+            twice, no samples exist, or the binary index is older than the data.
     """
     if len(set(shards)) < len(shards):
         raise DataError(f"{directory}: a shard is listed twice; shard the data again")
@@ -191,13 +190,9 @@ def read_samples(
 def write_binary_index(
     directory: Path, shards: list[str], suffixes: tuple[str, ...], rows_per_block: int | None
 ) -> Path:
-    """Write the binary index of the tars in `directory` from their JSON ones; returns its path.
+    """Write the binary index of the tars in `directory` from their JSON indexes; return its path.
 
-    Args:
-        directory, shards, suffixes, rows_per_block: as of `read_samples`.
-
-    Raises:
-        DataError: as `read_samples`.
+    Arguments and errors as for `read_samples`.
     """
     digest, store = _digest(shards, suffixes, rows_per_block), find_store(directory)
     with new_index(directory, suffixes) as writer:
@@ -210,12 +205,12 @@ def write_binary_index(
 
 
 def _digest(shards: list[str], suffixes: tuple[str, ...], rows_per_block: int | None) -> _TextDigest | _ImageDigest:
-    """Return the hash of the JSON indexes of all tars, which also gives their blocks."""
+    """Return an empty hash of JSON indexes, which also collects their blocks."""
     return _TextDigest(shards, suffixes) if rows_per_block is None else _ImageDigest(shards, suffixes, rows_per_block)
 
 
 class _TextDigest:
-    """Keeps the columns of all tars: text has few samples."""
+    """Hash of the indexes of text; keeps the columns of all tars, as text has few samples."""
 
     def __init__(self, shards: list[str], suffixes: tuple[str, ...]) -> None:
         self._names = [*suffixes, *shards]
@@ -236,10 +231,10 @@ class _TextDigest:
         return digest.hexdigest()
 
     def blocks(self) -> OrderBlocks:
-        """Each sample is a block.
+        """Return one block per sample.
 
         Raises:
-            DataError: a key comes twice, or no samples exist.
+            DataError: a key repeats, or no samples exist.
         """
         keys = [key for tar in self._tars for key in tar.keys]
         if not keys:
@@ -251,7 +246,7 @@ class _TextDigest:
 
 
 class _ImageDigest:
-    """Keeps nothing of a tar but its number of images: 400 M images have many columns."""
+    """Hash of the indexes of images; keeps only the number of images of a tar, as 400 M images have large columns."""
 
     def __init__(self, shards: list[str], suffixes: tuple[str, ...], rows_per_block: int) -> None:
         self._digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
@@ -267,7 +262,7 @@ class _ImageDigest:
         return self._digest.hexdigest()
 
     def blocks(self) -> OrderBlocks:
-        """Consecutive images of a tar, the last block of each may be shorter; they do not depend on the other tars."""
+        """Return blocks of consecutive images of one tar; the last block of a tar may be shorter."""
         firsts, rows = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         keys: list[str] = []
         start = 0
@@ -282,7 +277,7 @@ class _ImageDigest:
 
 
 def _mapped_table(index: BinaryIndex, opened: tuple[str, ...], store: TarStore) -> SampleTable:
-    """The columns over the mapped file. Members that do not lie at even distances among the suffixes are copied."""
+    """Return columns over the mapped file; members at uneven distances among the suffixes are copied."""
     numbers = [index.suffixes.index(suffix) for suffix in opened]
     steps = set(np.diff(numbers).tolist())
     even = len(steps) < 2 and min(steps, default=1) > 0
@@ -306,13 +301,13 @@ def _mapped_table(index: BinaryIndex, opened: tuple[str, ...], store: TarStore) 
 
 
 def _read_columns(store: TarStore, path: Path, suffixes: tuple[str, ...], rows_per_block: int | None) -> TarColumns:
-    """Columns of the JSON index of one tar, after all checks of `read_samples` that concern it alone.
+    """Read the columns of one tar's JSON index and make all checks of `read_samples` that concern this tar.
 
-    Straight from the JSON: with `Block`s and `StoredMember`s between, opening ImageNet takes three times as long.
+    It reads the JSON objects directly: with `Block` and `StoredMember`, opening ImageNet takes three times as long.
     """
     index = read_index_document(path)
     blocks, size, keys = index.blocks, index.size, index.keys()
-    if rows_per_block is None:  # few: each is checked as a whole
+    if rows_per_block is None:  # text has few blocks: check all fields
         index.check_blocks()
     _check_size(store, path, index.shard, size)
     wanted = frozenset(suffixes)
@@ -330,7 +325,7 @@ def _read_columns(store: TarStore, path: Path, suffixes: tuple[str, ...], rows_p
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise index.refusal() from error
-    if len(blocks) and not numbers.dtype == rows.dtype == np.int64:  # something else than whole numbers of 64 bits
+    if len(blocks) and not numbers.dtype == rows.dtype == np.int64:  # not 64-bit integers
         raise index.refusal()
     wrong = rows < 1 if rows_per_block is None else rows != 1
     if wrong.any():
@@ -348,7 +343,7 @@ def _read_columns(store: TarStore, path: Path, suffixes: tuple[str, ...], rows_p
 
 
 def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> Integers:
-    """The class of each image; -1 of all if they have none."""
+    """Return the class of each image; -1 without classes."""
     if not labelled:
         return np.full(len(blocks), -1, dtype=np.int64)
     labels = [block.get("label") for block in blocks]
@@ -364,7 +359,7 @@ def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> In
 def _refuse_repeated(keys: list[str], where: str) -> None:
     if len(set(keys)) < len(keys):
         repeated = next(key for key, count in Counter(keys).items() if count > 1)
-        raise DataError(f"{where}: key {quote(repeated)} comes twice; shard the data again")
+        raise DataError(f"{where}: key {quote(repeated)} repeats; shard the data again")
 
 
 def _tar_path(directory: Path, name: str) -> Path:
@@ -374,7 +369,7 @@ def _tar_path(directory: Path, name: str) -> Path:
 
 
 def _check_size(store: TarStore, path: Path, shard: str, size: int) -> None:
-    """Compare a tar with the name and size in its index; a server may not say the size: it is compared on fetching."""
+    """Compare a tar with the name and size in its index; if a server gives no size, the download compares it."""
     actual_size = store.size(path)
     if shard != path.name or actual_size not in (None, size):
         raise DataError(
@@ -384,16 +379,16 @@ def _check_size(store: TarStore, path: Path, shard: str, size: int) -> None:
 
 
 def check_members(shard: Path, key: str, suffixes: set[str], allowed: tuple[str, ...]) -> None:
-    """Compare the members of a sample with those that every sample has.
+    """Compare the members of a sample with the allowed ones.
 
     Raises:
-        DataError: one that is not listed, or one that is missing.
+        DataError: a member is missing or not allowed.
     """
     unlisted = sorted(suffixes - set(allowed))
     if unlisted:
         raise DataError(
             f"{shard}: block {shorten(key)} has member .{shorten(unlisted[0])}; allowed are "
-            f"{', '.join('.' + name for name in allowed)} (nothing else is opened, and nothing is ever unpickled)"
+            f"{', '.join('.' + name for name in allowed)} (other members are not opened, nothing is unpickled)"
         )
     missing = sorted(set(allowed) - suffixes)
     if missing:

@@ -1,5 +1,4 @@
-"""Opened data sets of one kind (`Rows`): order, split, cursors and workers are the same, whatever a batch holds. Named
-sources of their batches and the cursors, which the training loop calls; D_tr and D_val, which learned masks read."""
+"""Data sources of a run: opened data sets (`Rows`), training and validation sources with cursors, D_tr and D_val."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 Run = TypeVar("Run", bound=Config)
 
 TRAIN, VALIDATION = "downstream_train", "downstream_validation"
-"""Names of the two sources, in cursors and in the hash of their orders."""
+"""Names of D_tr and D_val in cursors and in the hash of their orders."""
 
 
 KINDS = ("text", "image")
@@ -42,11 +41,11 @@ KINDS = ("text", "image")
 
 
 Chosen = npt.NDArray[np.bool_]
-"""[n] which blocks of a data set a source takes."""
+"""[n] mask of the blocks of a data set that belong to a source."""
 
 
 class LimitedBuilder(BatchBuilder, Protocol):
-    """A batch builder that predicts at most `limit` places of a sequence."""
+    """Batch builder that predicts at most `limit` positions of a sequence."""
 
     @property
     def limit(self) -> int: ...
@@ -57,14 +56,14 @@ class Rows:
     """Opened data sets of one kind.
 
     Attributes:
-        blocks: of each data set.
-        meta: what all rows have in common; None for labelled sentences.
-        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop (of all input
+        blocks: blocks of each data set.
+        meta: properties of all rows; `None` for labelled sentences.
+        limit: predicted positions of a sequence: masked slots of a text row, or masked patches of a crop (of all input
             modalities together).
-        builder: makes batches of their rows.
-        digests: of each data set.
-        labels: of images: the class of each, in stored order, for each data set; -1 where they have none.
-        stored: the data sets, whose tars are fetched ahead if they lie under URLs; empty: none are.
+        builder: builds batches of the rows.
+        digests: digest of each data set.
+        labels: class of each image in stored order, for each data set; -1 without classes.
+        stored: data sets; tars under URLs are prefetched.
     """
 
     blocks: Sequence[Blocks]
@@ -83,7 +82,7 @@ class Rows:
         builder: LimitedBuilder,
         labels: list[Integers] | None = None,
     ) -> Rows:
-        """The rows of opened data sets, which `builder` makes batches of."""
+        """Create the rows of opened data sets."""
         return cls(
             blocks=[dataset.blocks for dataset in datasets],
             meta=meta,
@@ -95,14 +94,14 @@ class Rows:
         )
 
     def digest(self) -> str:
-        """Hash of what this process sees of the storage (names, sizes, indexes)."""
+        """Hash of the data sets as this process sees them (names, sizes, indexes)."""
         digest = hashlib.blake2b(digest_size=16)
         for part in self.digests:
             digest.update(part.encode())
         return digest.hexdigest()
 
     def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[MixtureMember]:
-        """The data sets with the blocks that one source takes of each."""
+        """Return the data sets with the blocks that belong to one source."""
         return [
             MixtureMember(name=path.name, weight=path.weight, table=blocks, chosen=mask)
             for path, blocks, mask in zip(paths, self.blocks, chosen, strict=True)
@@ -110,11 +109,11 @@ class Rows:
 
 
 def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
-    """Refuse data of another kind than the encoder reads.
+    """Refuse data of a kind that the encoder does not read.
 
     Raises:
-        DataError: there is no data.
-        RefusedError: it is of another kind.
+        DataError: a data set is missing.
+        RefusedError: a data set has another kind.
     """
     for path in paths:
         require_dataset(path.path)
@@ -128,14 +127,14 @@ def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Downstream:
-    """The sources of levels II and III (MLO-MAE 3.2): endless, each shuffled in an order of its own.
+    """Sources of levels II and III (MLO-MAE 3.2): endless, with separate orders.
 
     Attributes:
         train: D_tr.
-        validation: D_val; never what data.validation_fraction holds out.
+        validation: D_val; excludes the blocks that data.validation_fraction holds out.
         classes: number of classes.
-        notices: what a user should know of the split.
-        workers_left: of data.workers, for the unlabelled rows.
+        notices: messages for the user about the split.
+        workers_left: number of data.workers that remain for the unlabelled rows.
     """
 
     train: TrainSource
@@ -145,20 +144,19 @@ class Downstream:
     workers_left: int
 
     def close(self) -> None:
-        """End the workers of both."""
+        """End the workers of both sources."""
         self.train.close()
         self.validation.close()
 
 
 class ValidationSource:
-    """The held-out rows, all of them once per pass; every pass is the same, with the masks and
-    crops of epoch 0.
+    """Held-out rows, once per pass; every pass has the masks and crops of epoch 0.
 
     Attributes:
-        rows: held-out rows over all ranks; 0 when nothing is held out.
-        micro_batches: micro-batches per pass on each rank, the same on all.
-        plan: from positions to addresses; None when nothing is held out.
-        cache_use: as of `TrainSource`.
+        rows: held-out rows over all ranks; 0 if nothing is held out.
+        micro_batches: micro-batches per pass on each rank, equal on all ranks.
+        plan: maps positions to addresses; `None` if nothing is held out.
+        cache_use: as in `TrainSource`.
     """
 
     def __init__(
@@ -185,33 +183,33 @@ class ValidationSource:
             self._batches = MicroBatches(
                 Fetcher(plan, builder, stored),
                 self._positions,
-                workers=min(1, config.data.workers),  # one is enough: a forward pass takes longer than a fetch
+                workers=min(1, config.data.workers),  # enough: a forward pass takes longer than a fetch
                 prefetch=config.data.prefetch,
                 pin_memory=pin_memory,
                 stuck_seconds=config.reliability.worker_seconds,
             )
 
     def windows(self) -> Iterator[Batch]:
-        """This rank's micro-batches; the last ones are filled with rows of row_weights 0 and label_weights 0."""
+        """Yield this rank's micro-batches; padding rows have row_weights 0 and label_weights 0."""
         for micro in () if self._batches is None else self._batches:
             self.cache_use = self.cache_use.plus(CacheUse(*micro.cache_use))
             yield micro
 
     def close(self) -> None:
-        """End the worker; there are no more passes."""
+        """End the worker; no further pass is possible."""
         if self._batches is not None:
             self._batches.close()
 
 
 class Sources:
-    """The sources of one run: `train`, `validation`.
+    """Sources of one run: `train`, `validation`.
 
     Attributes:
-        meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
-        limit: predicted places of a sequence (rows.Rows).
+        meta: properties of all rows: a `TextMeta`, or an `ImageMeta` for image runs.
+        limit: predicted positions of a sequence (`Rows.limit`).
         opened: the data sets.
-        downstream: labelled images that masks are learned from; None unless they are.
-        notices: what a user should know of the data.
+        downstream: labelled images for learned masks; `None` without them.
+        notices: messages for the user about the data.
     """
 
     def __init__(
@@ -224,34 +222,34 @@ class Sources:
             downstream.train.reports_to = downstream.validation.reports_to = train
         self.opened = rows
         self._told = CacheUse()
-        self.meta: Any = rows.meta  # the caller knows which kind it has asked for
+        self.meta: Any = rows.meta  # the caller knows which of the two types it is
         self.limit = rows.limit
         self._digest = rows.digest()
 
     def digest(self) -> str:
-        """Return the digest of the rows (rows.Rows.digest): ranks compare it at start."""
+        """Return `Rows.digest`; ranks compare it at start."""
         return self._digest
 
     def rows(self) -> dict[str, int]:
-        """Rows of each source: of an epoch, or of a pass over the held-out ones; those without rows are left out."""
+        """Return the rows per epoch of each source, and those of a validation pass; empty sources are omitted."""
         rows = {name: source.rows for name, source in self._endless().items()} | {"validation": self.validation.rows}
         return {name: count for name, count in rows.items() if count}
 
     def cursors(self) -> dict[str, int]:
-        """Rows consumed of each endless source: what a checkpoint keeps."""
+        """Return the rows consumed of each endless source, for checkpoints."""
         return {name: source.cursor for name, source in self._endless().items()}
 
     def seek(self, cursors: Mapping[str, int]) -> None:
-        """Continue where `cursors` were taken, on any number of ranks.
+        """Continue at `cursors`, on any number of ranks.
 
         Raises:
-            RefusedError: they are of other sources.
+            RefusedError: the cursors belong to other sources.
         """
         sources = self._endless()
         if set(cursors) != set(sources):
             raise RefusedError(
-                f"cursors of {', '.join(cursors) or 'nothing'} found, this run's sources are {', '.join(sources)}; the "
-                "checkpoint is of a run that learned its masks another way"
+                f"cursors of {', '.join(cursors) or 'nothing'} found, this run's sources are {', '.join(sources)}; "
+                "resume a checkpoint of a run with the same kind of masks"
             )
         for name, source in sources.items():
             source.seek(cursors[name])
@@ -262,12 +260,11 @@ class Sources:
         return sum(source.workers for source in self._endless().values())
 
     def waited_seconds(self) -> float:
-        """Time that the endless sources have kept their callers waiting so far, the loop and its hooks."""
+        """Return the time that callers have waited for the endless sources."""
         return sum(source.waited_seconds for source in self._endless().values())
 
     def cache_use(self) -> dict[str, int]:
-        """Return the cache statistics of this rank's workers since the last call, by the fields of `CacheUse`; empty
-        without a cache."""
+        """Return the cache statistics of this rank's workers since the last call; empty without a cache."""
         now = self.validation.cache_use
         for source in self._endless().values():
             now = now.plus(source.cache_use)
@@ -290,8 +287,10 @@ class Sources:
 
 
 def within_cpus(config: Run, cpus: int) -> Run:
-    """Return the settings with at most `cpus` loader workers: more processes than CPUs only take turns. A run records
-    what was asked for, so that it can be repeated on a larger machine."""
+    """Return the settings with at most `cpus` loader workers: more processes than CPUs do not help.
+
+    A run records the unlimited number, so that a larger machine can repeat it.
+    """
     capped = copy.copy(config)
     capped.data = copy.copy(config.data)
     capped.data.workers = min(config.data.workers, cpus)
@@ -299,8 +298,7 @@ def within_cpus(config: Run, cpus: int) -> Run:
 
 
 OpenLabelled = Callable[[Rows, Sequence[MemberPath], Sequence[Chosen]], tuple[Downstream, Sequence[Chosen]]]
-"""Given the opened data, its paths and the blocks that are not held out: the labelled sources, and the blocks of each
-data set that are left to learn from."""
+"""Opens labelled sources from (opened data, paths, training blocks); also returns the remaining blocks."""
 
 
 def open_sources(
@@ -313,29 +311,29 @@ def open_sources(
     world: int,
     device_type: str = "cpu",
 ) -> Sources:
-    """Open a run's data on one rank: read dataset.json and the indexes, check the tars' sizes; starts no worker yet.
+    """Open a run's data on one rank: read dataset.json and indexes, and check the tars' sizes. No worker starts yet.
 
     Args:
-        config: the run.
-        open_rows: opens the data sets at these paths.
-        workers_import: module of the batch builder, which the loader processes import beforehand.
-        labelled: takes labelled images out of them; None: there are no such sources.
-        rank, world: place in, and size of, the data-parallel group.
+        config: settings of the run.
+        open_rows: opens the data sets at the given paths.
+        workers_import: module of the batch builder, which the worker server imports once.
+        labelled: opens labelled sources; `None` without them.
+        rank, world: rank in, and size of, the data-parallel group.
         device_type: "cuda" pins the batches' memory.
 
     Raises:
-        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: settings that do not fit the data, the number of ranks, or each other, or data of a kind that the
-            objective does not learn from.
+        DataError: data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings do not fit the data, the number of ranks or each other, or the encoder does not read
+            data of this kind.
     """
     if config.data.workers > 0:
-        start_worker_server(workers_import)  # first, so that its imports go on beside everything else
+        start_worker_server(workers_import)  # first: its imports run in parallel
     paths = parse_paths(config.data.path)
     rows = open_rows(paths)
     fraction = config.data.validation_fraction
     if config.validation.every > 0 and fraction == 0.0:
         raise RefusedError(
-            "validation.every is set but data.validation_fraction is 0: nothing is held out; set one of them"
+            "validation.every is set but data.validation_fraction is 0: no rows are held out; set one of them"
         )
     held = [
         held_out(blocks.identities, fraction, where=str(path.path))

@@ -1,4 +1,4 @@
-"""Splits by hashes of the blocks' keys: the held-out blocks, and D_val among the others."""
+"""Splits by hashes of block keys: held-out blocks, and D_val among the training blocks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ _DOWNSTREAM = np.uint64(name_hash("downstream validation"))
 
 
 def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[np.bool_]:
-    """Return a mask [n] of held-out blocks: those with identity / 2^64 < fraction; at least one if fraction > 0.
+    """Return a mask [n] of held-out blocks: identity / 2^64 < fraction; the lowest if there is none and fraction > 0.
 
-    Whole blocks, never single rows: neighbouring rows come from the same documents and are each other's partners in
-    next-sentence pairs, so both must stay on one side. The choice depends on the block's key alone, not on the seed or
-    on the other blocks, so that data added later moves no block across. If none falls below, the lowest is taken.
+    The split takes whole blocks: neighbouring rows come from the same documents and are partners in next-sentence
+    pairs. The choice depends on the block's key only, not on seed or other blocks: added data moves no block.
 
     Args:
         identities: [n] uint64 of the blocks (`OrderBlocks.identities`).
         fraction: data.validation_fraction, in [0, 1).
-        where: the data set, for the message.
+        where: name of the data set for messages.
 
     Raises:
-        RefusedError: fraction outside [0, 1), or nothing would be left to train on.
+        RefusedError: fraction outside [0, 1), or no block remains for training.
     """
     if not 0.0 <= fraction < 1.0:
         raise RefusedError(f"data.validation_fraction: {fraction} found, 0 <= fraction < 1 allowed")
@@ -33,9 +32,9 @@ def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[n
     chosen = _lowest(identities, fraction)
     if chosen.all():
         raise RefusedError(
-            f"{where}: data.validation_fraction {fraction} holds out all {len(identities)} blocks and leaves none to "
-            f"train on; shard the data again with a smaller --rows_per_block, or give --data.validation_fraction 0 "
-            f"and --validation.every 0 to hold nothing out"
+            f"{where}: data.validation_fraction {fraction} holds out all {len(identities)} blocks, none remains for "
+            f"training; shard the data again with a smaller --rows_per_block, or set --data.validation_fraction 0 "
+            f"and --validation.every 0"
         )
     return chosen
 
@@ -45,16 +44,16 @@ def downstream_validation(
 ) -> npt.NDArray[np.bool_]:
     """Return a mask [n] of the training blocks in D_val; the other training blocks are D_tr (MLO-MAE B.3).
 
-    As `held_out`, by a second hash of the block's key, which says nothing about the first.
+    Like `held_out`, with a second, independent hash of the block's key.
 
     Args:
         identities: [n] uint64 of the blocks.
         share: multilevel.validation_share, in (0, 1).
         training: [n], blocks that are not held out.
-        where: the data set, for the message.
+        where: name of the data set for messages.
 
     Raises:
-        RefusedError: share outside (0, 1), or one of the two would be empty.
+        RefusedError: share outside (0, 1), or D_tr or D_val would be empty.
     """
     if not 0.0 < share < 1.0:
         raise RefusedError(f"--multilevel.validation_share is {share}, allowed: more than 0 and below 1")
@@ -62,14 +61,14 @@ def downstream_validation(
     chosen[training] = _lowest(mix(identities[training] ^ _DOWNSTREAM), share)
     if (chosen == training).all():
         raise RefusedError(
-            f"{where}: --multilevel.validation_share {share} makes all {training.sum()} training blocks D_val and "
-            f"leaves none to D_tr; shard the data again with a smaller --rows_per_block, or lower the share"
+            f"{where}: --multilevel.validation_share {share} puts all {training.sum()} training blocks into D_val, "
+            f"none remains for D_tr; shard the data again with a smaller --rows_per_block, or lower the share"
         )
     return chosen
 
 
 def _lowest(words: Words, fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask [n] of words below fraction x 2^64; the lowest word if none is."""
+    """Return a mask [n] of words below fraction x 2^64; the lowest word if there is none."""
     chosen: npt.NDArray[np.bool_] = words.astype(np.float64) / 2.0**64 < fraction
     if not chosen.any():
         chosen[np.argmin(words)] = True

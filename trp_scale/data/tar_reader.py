@@ -1,8 +1,7 @@
-"""Read the members of samples: arrays of text by memory map, bytes of images by `pread`. Nothing else in a tar is ever
-opened, and nothing is ever unpickled.
+"""Read the members of samples: arrays of text by memory map, bytes of images by `pread`. Nothing is unpickled.
 
-A memory map of a file that is cut short *while* it is mapped, or that lies on a failing disk, ends the process with
-SIGBUS, and torch's DataLoader reports the worker. Shorter files are found before they are mapped.
+If a file is truncated while it is mapped, or its disk fails, an access ends the process with SIGBUS, which torch's
+DataLoader reports. Files are checked for their size before they are mapped.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from trp_scale.data.stores.tars import StoredPart
 from trp_scale.errors import DataError, RefusedError, error_text
 
 OPEN_IN_CACHE = 32
-"""Tars kept open at most where the cache cannot hold all: one that is open keeps its room on the disk."""
+"""Limit of open tars if the cache is smaller than the data: an open tar occupies its disk space."""
 
 Opened = TypeVar("Opened")
 Content = TypeVar("Content")
 
 
 class TarReader(Generic[Opened]):
-    """Opens tars, or cached parts of them, when they are first read; pickles as its table alone, so that a worker opens
-    its own.
+    """Opens tars, or cached parts of them, on first access; pickles without open files, so that each worker opens its
+    own.
 
     Args:
         table: the samples.
         verify: check each member's crc32.
-        keep: tars kept open; each has a file descriptor.
+        keep: limit of open tars; each needs a file descriptor.
     """
 
     def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128) -> None:
         self.table = table
         self._verify = verify
         self._keep = keep
-        self._files: OrderedDict[StoredPart, tuple[Opened, int]] = OrderedDict()  # with their inodes
+        self._files: OrderedDict[StoredPart, tuple[Opened, int]] = OrderedDict()  # and inode
         self._fetched_again: set[StoredPart] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,13 +58,13 @@ class TarReader(Generic[Opened]):
 
     @abstractmethod
     def _attach(self, descriptor: int, stored: StoredPart) -> Opened:
-        """Return what members are read from; takes over the descriptor."""
+        """Convert a descriptor, which it takes over, to the object that members are read from."""
 
     @abstractmethod
     def _close(self, opened: Opened) -> None: ...
 
     def _file(self, stored: StoredPart) -> Opened:
-        """The opened tar, or part of one; the one that was used longest ago is closed where too many are open."""
+        """Open a tar or a part of it; close the least recently used one beyond the limit."""
         if stored in self._files:
             self._files.move_to_end(stored)
             return self._files[stored][0]
@@ -73,7 +72,7 @@ class TarReader(Generic[Opened]):
             descriptor = self.table.store.open(stored)
             inode = os.fstat(descriptor).st_ino
             self._files[stored] = self._attach(descriptor, stored), inode
-        except RefusedError:  # of the network, or there is no such tar
+        except RefusedError:  # a network error, or a missing tar
             raise
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise DataError(f"{stored.tar}: cannot be opened ({error})") from error
@@ -82,7 +81,7 @@ class TarReader(Generic[Opened]):
         return self._files[stored][0]
 
     def _retry(self, stored: StoredPart, read: Callable[[], Content]) -> Content:
-        """Read, and once more after an error if the cached copy of the tar could be dropped, once in a process."""
+        """Read; after an error drop the cached copy of the tar and read again, once per process."""
         try:
             return read()
         except DataError:
@@ -98,11 +97,11 @@ class TarReader(Generic[Opened]):
 
 
 class ArrayReader(TarReader[mmap.mmap]):
-    """Reads blocks of text as arrays over the mapped tar: rows are read where they are stored, without a copy.
+    """Reads blocks of text as arrays over the mapped tar, without a copy.
 
     Args:
-        table, verify, keep: as of `TarReader`; as many blocks as tars are kept, too.
-        blocks: of the table, with their keys and numbers of rows.
+        table, verify, keep: as for `TarReader`; `keep` also limits the number of kept blocks.
+        blocks: blocks of the table.
     """
 
     def __init__(self, table: SampleTable, blocks: OrderBlocks, *, verify: bool, keep: int = 128) -> None:
@@ -115,11 +114,10 @@ class ArrayReader(TarReader[mmap.mmap]):
         return {**super().__getstate__(), "_arrays": OrderedDict()}
 
     def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
-        """The members of a block as read-only arrays, in the order of the table's suffixes.
+        """Read the members of a block as read-only arrays, in the order of the table's suffixes.
 
         Raises:
-            DataError: the block cannot be read: short or missing file, bad header, wrong number of rows, checksum. The
-                answer is remembered for the life of the process.
+            DataError: file, header, number of rows or checksum is wrong. The process remembers the error.
         """
         arrays = self._arrays.get(block)
         if arrays is not None:
@@ -162,21 +160,21 @@ class ArrayReader(TarReader[mmap.mmap]):
         return mapped
 
     def _close(self, opened: mmap.mmap) -> None:
-        """The map goes with the last array over it."""
+        """Do nothing: the map is freed with the last array over it."""
 
 
 class SampleReader(TarReader[int]):
     """Reads members of images by `pread`.
 
-    Not by memory map, as text: an image is read once an epoch and decoded from a copy in any case, one request for the
-    whole of it is what a network file system serves best, and a file cut short is a short read, not a signal.
+    A memory map has no advantage: an image is read once an epoch and decoded from a copy. A network file system serves
+    one request for the whole image best, and a truncated file gives a short read instead of a signal.
 
     Args:
         table: the images.
-        verify: check each member's crc32. Maps are checked in any case: a damaged one may unpack to other numbers, and
-            compared with unpacking it this is nothing.
-        keep: tars kept open; at most OPEN_IN_CACHE of those that the cache cannot hold all.
-        blocks: of the images: the cache may hold single ones. None: it holds whole tars.
+        verify: check each member's crc32. Maps are always checked: a damaged map may decode to wrong numbers, and the
+            check is cheap compared with decoding.
+        keep: limit of open tars; at most OPEN_IN_CACHE if the cache is smaller than the data.
+        blocks: blocks of the images, which the cache may hold one by one; `None` if it holds whole tars.
     """
 
     def __init__(
@@ -192,11 +190,10 @@ class SampleReader(TarReader[int]):
         self._is_limited = False
 
     def members(self, sample: int) -> list[bytearray]:
-        """The members of an image, in the order of the table's suffixes.
+        """Read the members of an image, in the order of the table's suffixes.
 
         Raises:
-            DataError: the tar is missing or is shorter than at the start, or a checksum differs; also after a cached
-                copy was fetched again.
+            DataError: the tar is missing or truncated, or a checksum differs, also in a fresh copy from the server.
         """
         stored = self._stored_part(sample)
         return self._retry(stored, lambda: self._read(stored, sample))
@@ -208,8 +205,8 @@ class SampleReader(TarReader[int]):
         for position, suffix in enumerate(table.suffixes):
             offset, length = int(table.offsets[sample, position]), int(table.lengths[sample, position])
             where = f"{stored.tar}: image {sample - int(table.starts[table.shard_number(sample)])}, .{suffix}"
-            if offset < 0 or offset + length > stored.size:  # a binary index is not checked as a whole
-                raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
+            if offset < 0 or offset + length > stored.size:  # opening a binary index does not check all of it
+                raise DataError(f"{where}: the index is damaged: the member extends beyond the tar")
             content = bytearray(length)
             try:
                 count = os.preadv(descriptor, [content], offset - start)
@@ -224,9 +221,9 @@ class SampleReader(TarReader[int]):
         return contents
 
     def _stored_part(self, sample: int) -> StoredPart:
-        """The tar, or the part of it, that holds an image."""
+        """Return the tar, or the part of it, that holds an image."""
         table = self.table
-        if not self._is_limited:  # at the first image
+        if not self._is_limited:  # on the first read
             self._is_limited = True
             if table.store.uses_cache and 0 < table.store.room() < int(table.sizes.sum()):
                 self._keep = min(self._keep, OPEN_IN_CACHE)
@@ -250,7 +247,7 @@ _LONGEST_NPY_HEADER = 4096
 
 
 class NpyHeader(NamedTuple):
-    """Header of an .npy file. Attributes: shape, dtype; fortran: columns first; start: of the numbers."""
+    """Header of an .npy file. Attributes: shape, dtype; fortran: column order; start: offset of the numbers."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -259,33 +256,33 @@ class NpyHeader(NamedTuple):
 
 
 def is_npy(content: bytes | bytearray) -> bool:
-    """Whether a file begins as a .npy does."""
+    """Whether a file has the signature of .npy."""
     return content[: len(NPY_SIGNATURE)] == NPY_SIGNATURE
 
 
 def npy_header(content: bytes | bytearray | memoryview) -> NpyHeader:
-    """The header of a .npy file.
+    """Parse the header of a .npy file.
 
     Raises:
-        DataError: not one of numbers, or of another length than it says.
+        DataError: the array is not numeric, or the file's length does not match.
     """
     stream = io.BytesIO(bytes(content[:_LONGEST_NPY_HEADER]))
     try:
         version = np.lib.format.read_magic(stream)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(stream)
-    except Exception as error:  # numpy reads the header as Python: a broken one raises what its tokens lead to
-        raise DataError(f"a .npy file whose header cannot be read ({error_text(error)})") from error
+    except Exception as error:  # numpy parses the header as Python: a damaged one raises many types
+        raise DataError(f"a .npy file with an unreadable header ({error_text(error)})") from error
     start = stream.tell()
     if dtype.kind not in "uif" or dtype.itemsize > 8:
-        raise DataError(f"a .npy file of {dtype}: whole numbers or floats expected")
+        raise DataError(f"a .npy file of {dtype}: integers or floats expected")
     if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != len(content) - start:
-        raise DataError(f"a .npy file of {len(content) - start} bytes of numbers, but its header says {shape} {dtype}")
+        raise DataError(f"a .npy file with {len(content) - start} bytes of numbers, its header says {shape} {dtype}")
     return NpyHeader(shape, dtype, fortran, start)
 
 
 def read_npy(content: bytes | bytearray) -> npt.NDArray[Any]:
-    """The numbers of a .npy file, read-only, in this machine's byte order.
+    """Parse a .npy file to a read-only array in this machine's byte order.
 
     Raises:
         DataError: as `npy_header`.
@@ -296,12 +293,10 @@ def read_npy(content: bytes | bytearray) -> npt.NDArray[Any]:
 
 
 def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:
-    """An array over the bytes of a .npy member, without copying it.
-
-    Only plain integers and floats in row order: an object array (whose content is a pickle) is refused by its header.
+    """Return an array over the bytes of a .npy member, without a copy.
 
     Raises:
-        DataError: not a .npy file, another version, type or order, or fewer bytes than its header says.
+        DataError: not a .npy file of native integers or floats in row order. Object arrays (pickles) are refused too.
     """
     try:
         shape, dtype, fortran_order, start = npy_header(content)

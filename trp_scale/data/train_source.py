@@ -1,5 +1,4 @@
-"""The endless stream of training rows: windows, a cursor, micro-batches fetched ahead, and how a global batch is split
-over ranks and micro-batches."""
+"""Endless stream of training rows: cursor, prefetched micro-batches, and the split of a global batch over ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from trp_scale.distributed.launchers import NodeRanks
 from trp_scale.storage.cache import CacheUse
 
 GLOBAL_BATCH = ("batch.global_size", "batch.micro_size")
-"""Settings of the two sizes, of the batches that the weights learn from."""
+"""Settings of the global and the micro-batch size."""
 
 
 def check_partition(global_size: int, micro_size: int, world: int, *, flags: tuple[str, str] = GLOBAL_BATCH) -> int:
-    """Accumulation steps: global_size / (micro_size x world).
+    """Return the accumulation steps, global_size / (micro_size x world).
 
     Args:
-        flags: settings that the two sizes come from, for the message.
+        flags: settings of the two sizes, for the message.
 
     Raises:
-        RefusedError: not a whole number; the message lists the worlds and micro-batches that do divide.
+        RefusedError: not a whole number; the message lists the worlds and micro-batches that divide.
     """
     for name, value in ((flags[0], global_size), (flags[1], micro_size), ("world size", world)):
         if value < 1:
@@ -54,30 +53,31 @@ def _join_numbers(numbers: list[int]) -> str:
 
 
 class TrainSource:
-    """The endless stream of training rows, in windows of one global batch.
+    """Endless stream of training rows, in windows of one global batch.
 
     Attributes:
-        rows: rows per epoch (of a mixture: of all its members).
-        cursor: rows consumed by all ranks together; the only state there is.
+        rows: rows per epoch (of all members of a mixture).
+        cursor: rows consumed by all ranks together; the only state.
         accumulation: micro-batches per window.
-        waited_seconds: time that windows and peeks have kept the caller waiting so far.
-        cache_use: what this rank's workers have done with the cache of remote tars so far, up to the last window.
-        workers: loader processes; 0: windows are made in this process.
-        asked: whether the run was asked to stop: then it does not wait for rows (fetch.StoppedWaitingError).
-        reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
-            counts such keys in its own windows only. None: the loop reads this source's windows itself.
+        waited_seconds: time that callers have waited for windows.
+        cache_use: cache statistics of this rank's workers up to the last window.
+        workers: loader processes; 0 reads in this process.
+        asked: returns whether the run was asked to stop; it then does not wait for late rows
+            (fetch.StoppedWaitingError).
+        reports_to: source whose next window also carries the keys of this source's unreadable blocks, because the loop
+            counts such keys in its own windows only; `None` if the loop reads this source.
 
     Args:
-        plan: the order.
-        builder: makes batches.
+        plan: order of the rows.
+        builder: builds batches.
         config: `batch` and the loader's settings are read.
-        rank, world: place in, and size of, the data-parallel group.
-        pin_memory: for copies to a GPU.
-        workers: loader processes; None = data.workers.
-        flags: settings that the sizes come from, for messages.
-        stored: the data sets of the order's members (fetch.Fetcher).
-        node: the ranks of this machine; where there are other machines, each gets whole blocks of a global batch as far
-            as can be (plan.ByBlock). None: rows go to ranks in the order of the source.
+        rank, world: rank in, and size of, the data-parallel group.
+        pin_memory: pin batches for copies to a GPU.
+        workers: loader processes; `None` for data.workers.
+        flags: settings of the two batch sizes, for messages.
+        stored: data sets of the order's members (fetch.Fetcher).
+        node: ranks of this machine. If there are several machines, each reads whole blocks of a global batch where
+            possible (plan.ByBlock). `None` assigns rows in the order of the source.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class TrainSource:
         self._ahead: deque[list[Batch]] = deque()
 
     def first_rows(self, count: int) -> Batch:
-        """The first rows of the order, the same on every rank, whatever the cursor; it stays. Read in this process."""
+        """Read the first rows of the order in this process; equal on all ranks. The cursor does not move."""
         batch = self._fetcher.__getitems__(range(count))
         self._fetcher.close()
         return batch
 
     def next_window(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch.
+        """Return this rank's micro-batches of the next global batch.
 
-        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches; on several
-        machines the rows of the global batch are sorted by block before that.
+        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W) as contiguous micro-batches; on several
+        machines the rows of the global batch are sorted by block first.
         """
         window = self._ahead.popleft() if self._ahead else self._fetch()
         self._report(window)
@@ -133,7 +133,7 @@ class TrainSource:
         return window
 
     def _report(self, window: list[Batch]) -> None:
-        """Hand the corrupt keys of a window to `reports_to`; add to it those that other sources have handed here."""
+        """Pass the corrupt keys of a window to `reports_to`; add those that other sources have passed to this one."""
         if self.reports_to is not None:
             self.reports_to._reported.update(key for micro in window for key in micro.corrupt)
         if self._reported:
@@ -141,14 +141,14 @@ class TrainSource:
             self._reported.clear()
 
     def peek(self, count: int) -> list[list[Batch]]:
-        """The next `count` windows without consuming them. `next_window` gives these same objects and moves the cursor.
-        `seek` and `close` drop them."""
+        """Return the next `count` windows without consuming them. `next_window` returns the same objects; `seek` and
+        `close` drop them."""
         while len(self._ahead) < count:
             self._ahead.append(self._fetch())
         return list(itertools.islice(self._ahead, count))
 
     def seek(self, cursor: int) -> None:
-        """Continue at `cursor` rows; whatever was fetched ahead is dropped.
+        """Continue at `cursor` rows; drop prefetched batches.
 
         Raises:
             ValueError: a negative cursor.
@@ -159,7 +159,7 @@ class TrainSource:
         self.cursor = cursor
 
     def close(self) -> None:
-        """End the workers; the next window starts new ones."""
+        """End the workers; the next window starts new workers."""
         self._stream = None
         self._ahead.clear()
         if self._batches is not None:
@@ -196,7 +196,7 @@ class TrainSource:
         return iter(self._batches)
 
     def _positions(self, cursor: int) -> Iterator[range]:
-        """Positions of this rank's micro-batches from `cursor` on, without end."""
+        """Yield the positions of this rank's micro-batches from `cursor` on, without end."""
         while True:
             start = cursor + self._rank * self._rank_size
             for first in range(start, start + self._rank_size, self._micro_size):
@@ -205,19 +205,14 @@ class TrainSource:
 
 
 class JoinedWindows:
-    """This rank's micro-batches of the next global batch of one source, and after them those of another, which are
-    marked as joined. Both sources keep their own cursors.
+    """Micro-batches of the next global batch of `own`, then those of `joined`, marked as joined, on this rank.
 
-    The first ones use every parameter of the model: engines need that of a window's first micro-batch.
-
-    Args:
-        own: the window's own source.
-        joined: the other.
+    The micro-batches of `own` come first because they use every parameter: engines require that of the first one.
     """
 
     def __init__(self, own: TrainSource, joined: TrainSource) -> None:
         self.own, self.joined = own, joined
 
     def next_window(self) -> list[Batch]:
-        """The micro-batches of both."""
+        """Return the micro-batches of both sources."""
         return [*self.own.next_window(), *(replace(micro, joined=True) for micro in self.joined.next_window())]

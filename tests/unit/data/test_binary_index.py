@@ -231,7 +231,7 @@ def test_damaged_numbers_are_found_by_verify_and_not_followed(pictures: Path) ->
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"image 0, \.jpg: "):
             SampleReader(open_image_dataset(pictures).samples, verify=False).members(0)
-        with pytest.raises(DataError, match=r"index\.bin: 'samples' "):
+        with pytest.raises(DataError, match=r"index\.bin: .*'samples' "):
             verify_dataset(pictures)
         indexed(pictures)
 

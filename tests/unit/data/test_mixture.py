@@ -85,7 +85,7 @@ def test_parse_paths() -> None:
     ("text", "message"),
     [
         ("", "--data.path"),
-        ("a:0.5=/x,/y", "'/y' is not"),
+        ("a:0.5=/x,/y", "'/y' found"),
         ("a:0=/x,b:1=/y", "'a' is 0"),
         ("a:0.5=/x,a:0.5=/y", "'a' is used twice"),
     ],

@@ -62,7 +62,7 @@ def test_downstream_knows_nothing_of_what_is_held_out() -> None:
 def test_downstream_parts_are_never_empty() -> None:
     two = np.ones(2, dtype=np.bool_)
     assert downstream_validation(identities(2), 1e-9, training=two, where="d").sum() == 1
-    with pytest.raises(RefusedError, match=r"d: .*all 2 training blocks D_val .*smaller --rows_per_block"):
+    with pytest.raises(RefusedError, match=r"d: .*all 2 training blocks into D_val, .*smaller --rows_per_block"):
         downstream_validation(identities(2), 1 - 1e-9, training=two, where="d")
     for share in (0.0, 1.0):
         with pytest.raises(RefusedError, match=r"--multilevel\.validation_share is [01]\.0, allowed"):

@@ -213,7 +213,7 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
     run = train(moved, tmp_path / "run")
     moved.rename(tmp_path / "elsewhere")
     few = write_images(tmp_path / "few", [[sample(1, 40, 40)]])
-    for other, found in ((text_dataset, "kind 'text' found"), (few, "leaves none to train on")):
+    for other, found in ((text_dataset, "kind 'text' found"), (few, "none remains for")):
         with pytest.raises(RefusedError, match=found) as caught:
             load_trained_images(run, str(other)).images(2)
         assert set(re.findall(r"--[\w.]+", str(caught.value))) == {"--data"}, "report has no other flag of these"
