@@ -1,8 +1,8 @@
-"""A directory of fetched files with a bound, which all processes of a machine share.
+"""Bounded directory of fetched files, shared by all processes of a machine.
 
-A file is written beside its name and then renamed, under a lock, so that of several processes that want it one fetches
-it and the others wait. Where there is no room, the files that were opened longest ago go. A process that has one of
-those open reads on: it is gone when the last one has closed it, and takes its room until then.
+A file is written under a temporary name and then renamed, under a lock: one process fetches it, others wait. If space
+is needed, the least recently opened files are removed. A process that has such a file open can still read it; its space
+is freed when the last process closes it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trp_scale.storage.files import has_name, lock_file, private_directory, try_
 from trp_scale.storage.transfer import RemoteError, RemoteSetupError, patience, read_positive
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
-"""Environment variables: where, and how much."""
+"""Environment variables: directory and bound."""
 
 LEFT_FREE = 0.1
-"""Share of the disk that stays free where no bound is given."""
+"""Share of the disk that stays free if no bound is set."""
 
 _KEPT = 0.9
-"""Share of the bound that remains after a clearing, so that not every file clears."""
+"""Share of the bound that remains after a clearing, so that not every new file causes one."""
 
 _PART = ".part"
 _USED = ".used"
@@ -34,10 +34,10 @@ _POLL = 0.05
 
 
 def cache_root() -> Path:
-    """TRP_SCALE_CACHE; else a directory of this user's in the one for temporary files.
+    """Return TRP_SCALE_CACHE, by default a private directory among the temporary files.
 
     Raises:
-        RefusedError: the latter belongs to someone else.
+        RefusedError: the default directory belongs to another user.
     """
     if directory := os.environ.get(DIRECTORY):
         root = Path(directory).absolute()
@@ -47,7 +47,7 @@ def cache_root() -> Path:
 
 
 class CacheUse(NamedTuple):
-    """Tars opened that were there, and those that were fetched for it, with their bytes; those fetched ahead."""
+    """Opened tars that were cached; fetched tars and their bytes; prefetched tars and their bytes."""
 
     found: int = 0
     fetched: int = 0
@@ -56,15 +56,15 @@ class CacheUse(NamedTuple):
     ahead_bytes: int = 0
 
     def plus(self, other: CacheUse | None) -> CacheUse:
-        """The sum of both."""
+        """Return the sum of both."""
         return self if other is None else CacheUse(*map(sum, zip(self, other, strict=True)))
 
 
 class Cache:
-    """The tars below one root.
+    """Tars below one root.
 
     Attributes:
-        used: what this process did since `take_use`.
+        used: statistics of this process since `take_use`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,26 +75,26 @@ class Cache:
         return shared_cache, (self.root,)
 
     def bound(self) -> int:
-        """Bytes that the files may take."""
+        """Return the limit of bytes of all files."""
         gigabytes = read_positive(GIGABYTES, "gigabytes")
         if gigabytes is not None:
             return int(gigabytes * 1e9)
         try:
             disk = os.statvfs(self.root)
         except OSError as error:
-            raise RemoteError(f"{self.root}: the cache cannot be looked into ({error.strerror})") from error
+            raise RemoteError(f"{self.root}: the disk of the cache cannot be queried ({error.strerror})") from error
         return max(0, self._used_bytes() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
 
     def open(self, path: Path, size: int, fetch: Callable[[int], None]) -> int:
         """Return a descriptor of the file at `path`; fetch the file if it is missing.
 
         Args:
-            path: below the root.
-            size: its bytes.
-            fetch: writes them into a descriptor.
+            path: path below the root.
+            size: bytes of the file.
+            fetch: writes the bytes into a descriptor.
 
         Raises:
-            RemoteError: no room; or another process fetches the file and does not get on.
+            RemoteError: the cache is too small, or another process fetches the file without progress.
         """
         with self._on_this_disk(path):
             while True:
@@ -115,20 +115,20 @@ class Cache:
 
     @contextmanager
     def _on_this_disk(self, path: Path) -> Iterator[None]:
-        """Context in which an error is one of this disk: nothing is wrong with what is stored."""
+        """Context that reports errors of the cache's disk; they say nothing about the data."""
         try:
             yield
         except OSError as error:
             raise RemoteError(
-                f"{path}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
+                f"{path}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with space"
             ) from error
 
     def drop(self, path: Path, inode: int) -> None:
-        """Remove a file whose content is wrong, unless another process has replaced it.
+        """Remove a damaged file, unless another process has replaced it.
 
         Args:
-            path: below the root.
-            inode: of the wrong file, which the caller holds open or mapped.
+            path: path below the root.
+            inode: inode of the damaged file, which the caller holds open or mapped.
         """
         with self._alone(), suppress(FileNotFoundError):
             status = path.stat()
@@ -137,20 +137,16 @@ class Cache:
                 (self.root / _USED).write_text(str(max(0, self._used_bytes() - status.st_size)))
 
     def keep(self, path: Path) -> bool:
-        """Whether a file is there; it then counts as opened just now, so that others go before it."""
+        """Whether a file exists; marks it as recently opened."""
         with suppress(FileNotFoundError):
             os.utime(path)
             return True
         return False
 
     def fetch_ahead(self, path: Path, size: int, fetch: Callable[[int], None]) -> None:
-        """Fetch a file that will be opened, unless it is there or another process fetches it.
+        """Fetch a file that will be opened, unless it exists or another process fetches it.
 
-        Args:
-            path, size, fetch: as of `open`.
-
-        Raises:
-            RemoteError: no room.
+        Arguments and errors as for `open`.
         """
         with self._on_this_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,8 +165,8 @@ class Cache:
         return use
 
     def _fill(self, path: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False) -> bool:
-        """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
-        already. Closes the descriptor after an error, or where `close` says so."""
+        """Fill a claimed unfinished file; `False` if the finished file exists. Close the descriptor after an error, or
+        if `close` is set."""
         room_made = False
         try:
             if path.exists():
@@ -181,11 +177,11 @@ class Cache:
             fetch(descriptor)
             os.fsync(descriptor)  # a power cut after the rename would leave a file of zeros under the name
             _part(path).replace(path)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a forked process may keep the descriptor
             return True
         except BaseException:
             close = True
-            with self._alone():  # whoever counts the files meanwhile counts it, or has it taken off
+            with self._alone():  # so that a concurrent count either includes the file or subtracts it
                 _part(path).unlink(missing_ok=True)
                 if room_made:
                     (self.root / _USED).write_text(str(max(0, self._used_bytes() - size)))
@@ -195,7 +191,7 @@ class Cache:
                 os.close(descriptor)
 
     def _claim(self, path: Path) -> int:
-        """A descriptor of the unfinished file, locked: this process alone writes it."""
+        """Return a locked descriptor of the unfinished file, which only this process may write."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part, end = _part(path), time.monotonic() + patience()
         while True:
@@ -207,17 +203,17 @@ class Cache:
                     if os.fstat(descriptor).st_size and _written_lately(descriptor):
                         end = time.monotonic() + patience()
                     if time.monotonic() > end:
-                        raise RemoteError(f"{path}: another process of this machine fetches it and does not get on")
+                        raise RemoteError(f"{path}: another process of this machine fetches it without progress")
                     time.sleep(_POLL)
                 if has_name(part, descriptor):
                     return descriptor
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # it was renamed, or given up, by the process that had it before
+            os.close(descriptor)  # the process that held the lock has renamed or removed the file
 
     def _make_room(self, path: Path, descriptor: int, size: int) -> None:
-        """Take `size` bytes for an unfinished file, and remove others where that is too much."""
+        """Reserve `size` bytes for an unfinished file; remove other files if necessary."""
         with self._alone():
             bound, used = self.bound(), self._used_bytes()
             if size > bound:
@@ -233,8 +229,8 @@ class Cache:
             (self.root / _USED).write_text(str(used))
 
     def _clear(self, limit: int, keep: Path) -> int:
-        """Remove the files opened longest ago until all take `limit` bytes; returns what they take. Unfinished files of
-        processes that were killed go first."""
+        """Remove least recently opened files until all have at most `limit` bytes; return their bytes. Unfinished files
+        of killed processes are removed first."""
         files = sorted(self._files(), key=lambda entry: entry[0].st_mtime_ns)
         used = sum(status.st_size for status, _ in files)
         for abandoned in (True, False):
@@ -249,7 +245,7 @@ class Cache:
         return used
 
     def _files(self) -> Iterator[tuple[os.stat_result, Path]]:
-        """All files, each once. Whoever fetches one renames it at any time, perhaps after its name was read here."""
+        """Yield each file once. A process may rename an unfinished file at any time, also after its name is read."""
         for path in self.root.rglob("*.tar*"):
             for name in (path, path.with_suffix("")) if path.suffix == _PART else (path,):
                 with suppress(FileNotFoundError):
@@ -274,7 +270,7 @@ _shared: dict[Path, Cache] = {}
 
 
 def shared_cache(root: Path) -> Cache:
-    """One in a process, which counts what it opens."""
+    """Return the cache of this process, which counts the files that it opens."""
     return _shared.setdefault(root, Cache(root))
 
 
@@ -293,13 +289,13 @@ def _written_lately(descriptor: int) -> bool:
 
 
 def _removed_abandoned(path: Path) -> bool:
-    """Remove an unfinished file that no process writes, under its lock, so that none begins to; whether it did."""
+    """Remove an unfinished file under its lock; `False` if another process writes it."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
-        if not try_lock(descriptor) or not has_name(path, descriptor):  # another process writes it, or has renamed it
+        if not try_lock(descriptor) or not has_name(path, descriptor):  # being written, or just renamed
             return False
         path.unlink()
         return True

@@ -1,9 +1,8 @@
-"""Writing that survives a crash: data reaches the disk before a name points to it. Locks on files, by flock: a lock
-ends with its process, even if the process is killed.
+"""Crash-safe writing: data is flushed before a name points to it. Locks by flock, which end with their process.
 
-A file is written under a hidden temporary name in its directory. No two writers choose the same, on however many hosts.
-Such a file belongs to its writer. Nobody else can tell whether the writer lives, so leftovers are removed only where no
-writer can be left: by the run that has a data set for itself, or by `trp-scale merge`.
+A file is written under a hidden temporary name in its directory, which is unique across hosts. No other process can
+know whether the writer is alive. Leftovers are therefore removed only where no writer can exist: by the run that has
+locked a data set, or by `trp-scale merge`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trp_scale.errors import CheckpointError, DataError, RefusedError
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the directory's entries: without it a renamed file can be gone after a power cut."""
+    """Flush the entries of a directory; otherwise a renamed file may be lost in a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,9 +37,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A hidden name in the directory of `path`: .NAME.HOST-PROCESS-RANDOM.tmp"""
+    """Return a hidden name in the directory of `path`: .NAME.HOST-PROCESS-RANDOM.tmp"""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-    # Host and process are for the user. They are not enough: containers share both.
+    # Host and process inform the user. They are not unique: containers share both.
     return path.with_name(f".{path.name}.{host}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
 
 
@@ -55,13 +54,13 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Context with a binary stream to write `path` through; the file appears, whole, when the context ends.
+    """Context with a binary stream; the complete file appears under `path` when the context ends.
 
     After an error the former file remains.
 
     Args:
-        path: in a directory that exists.
-        durable: flush to the disk, so that the file survives a power cut; False for what is written often.
+        path: path in an existing directory.
+        durable: flush to the disk, so that the file survives a power failure; `False` for frequent writes.
     """
     temporary = temporary_beside(path)
     try:
@@ -86,10 +85,10 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def json_text(path: Path, document: Mapping[str, Any], *, sort_keys: bool = False) -> str:
-    """Indented JSON, for a file.
+    """Format a document as indented JSON.
 
     Raises:
-        CheckpointError: the document holds something that is not a JSON value; names the file.
+        CheckpointError: a value is not JSON; names the file.
     """
     try:
         return json.dumps(document, indent=1, sort_keys=sort_keys, ensure_ascii=False) + "\n"
@@ -98,23 +97,19 @@ def json_text(path: Path, document: Mapping[str, Any], *, sort_keys: bool = Fals
 
 
 def write_json(path: Path, document: Mapping[str, Any], *, sort_keys: bool = False) -> None:
-    """Write indented JSON by `atomic_write`.
-
-    Raises:
-        CheckpointError: the document holds something that is not a JSON value.
-    """
+    """Write indented JSON by `atomic_write`; errors as for `json_text`."""
     write_text(path, json_text(path, document, sort_keys=sort_keys))
 
 
 def private_directory(name: str, variable: str) -> Path:
-    """Return the directory NAME-USER among the temporary files; it is made if it does not exist.
+    """Return the directory NAME-USER among the temporary files; create it if it is missing.
 
     Args:
-        name: what it is for.
-        variable: environment variable that chooses another directory, for the message.
+        name: purpose of the directory.
+        variable: environment variable of the alternative directory, for the message.
 
     Raises:
-        RefusedError: it belongs to another user, or others may read it.
+        RefusedError: another user owns or may read it.
     """
     directory = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -127,16 +122,16 @@ def private_directory(name: str, variable: str) -> Path:
 
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What flock says on a file system that has none, such as Lustre mounted without them. Two runs of one part then only
-waste time: half-made files have names of their own, and both make the same bytes."""
+"""Errors of flock on a file system without locks, such as some Lustre mounts. Two runs of one part then only waste
+time: temporary files have unique names, and both runs write the same bytes."""
 
 log = logging.getLogger(__name__)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file for this process alone; `False` if another process has it locked."""
+    """Lock an open file for this process; `False` if another process holds the lock."""
     try:
-        # Not lockf: its locks belong to the process, and would let a second run of this process in.
+        # lockf locks belong to the process and would admit a second run in it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -153,11 +148,11 @@ def has_name(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def lock_file(path: Path, variable: str) -> Iterator[None]:
-    """Context that one process of the machine at a time is in; others wait.
+    """Context that only one process of the machine may enter at a time; others wait.
 
     Args:
-        path: of the lock file.
-        variable: environment variable that chooses its directory, for the message.
+        path: path of the lock file.
+        variable: environment variable of its directory, for the message.
 
     Raises:
         RefusedError: the file system has no locks.
@@ -177,15 +172,15 @@ def lock_file(path: Path, variable: str) -> Iterator[None]:
 
 @contextmanager
 def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterator[None]:
-    """Context in which no other run makes the data set `output`; makes its directory progress/ for the lock file.
+    """Context in which no other run writes the data set `output`; the lock file is in its directory progress/.
 
     Args:
         output: directory of the data set.
-        name: of the lock file; another one, where runs share the work, is for a part of the data set.
+        name: name of the lock file; runs that share the work lock a part of the data set each.
         patience: seconds to wait for another process.
 
     Raises:
-        DataError: another process is in this context; the message names it.
+        DataError: another process holds the lock; names it.
     """
     path = output / "progress" / name
     deadline = time.monotonic() + patience
@@ -193,12 +188,12 @@ def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterato
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             stream = path.open("a+", encoding="utf-8")
-        except FileNotFoundError:  # a run that has just ended took the directory away
+        except FileNotFoundError:  # a finished run has removed the directory
             continue
         with stream:
             if not _locked_by_this_run(stream.fileno(), path, deadline):
                 continue
-            # A run that has just ended took the file away: the lock of a file that is gone keeps nobody out.
+            # A finished run may have removed the file; the lock of a removed file excludes nobody.
             if has_name(path, stream.fileno()):
                 stream.truncate(0)
                 stream.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -211,10 +206,10 @@ def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterato
 
 
 def _locked_by_this_run(descriptor: int, path: Path, deadline: float) -> bool:
-    """Lock the file; `False` if that is to be tried again.
+    """Lock the file; `False` to try again.
 
     Raises:
-        DataError: another run has it at the deadline.
+        DataError: another run holds the lock at the deadline.
     """
     try:
         if try_lock(descriptor):
@@ -222,13 +217,13 @@ def _locked_by_this_run(descriptor: int, path: Path, deadline: float) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        log.warning("%s: this file system has no locks; see that no command is run twice at once", path)
+        log.warning("%s: this file system has no locks; make sure that no command runs twice at once", path)
         return True
     if time.monotonic() < deadline:
         time.sleep(0.1)
         return False
     holder = os.pread(descriptor, 300, 0).decode() or "a process that has just started"
     raise DataError(
-        f"--output {path.parent.parent}: another run is making this data set ({holder} holds {path}); "
+        f"--output {path.parent.parent}: another run is writing this data set ({holder} holds {path}); "
         "wait for it and run the same command again, or choose another --output"
     )

@@ -1,8 +1,8 @@
-"""Arrays that the ranks and loader workers of a machine have in common: one of them computes, the others map its file.
+"""Arrays that the ranks and loader workers of a machine share: one process computes them, the others map the file.
 
-The order of 400 M images has 6 M blocks: 100 MB in each process, and a node has a hundred processes. The files lie in
-the directory for temporary files (TMPDIR). A process that uses one holds a lock on it, which goes with the process,
-however that ends; whoever makes a new one removes those that nobody uses.
+The order of 400 M images has 6 M blocks, 100 MB, and a node has a hundred processes. The files are in the directory for
+temporary files (TMPDIR). A process that uses a file holds a lock on it, which ends with the process. A process that
+writes a new file removes the unlocked ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trp_scale.errors import DataError
 from trp_scale.storage.files import atomic_write, lock_file, private_directory, remove_leftovers, try_lock
 
 SHARED_FROM = 1 << 18
-"""Smaller arrays (2 MB of 64-bit words) are computed by each process for itself."""
+"""Length from which arrays are shared (2 MB of 64-bit words)."""
 
 
 class NodeArray:
-    """An array of this process, or one in a file; the latter pickles as its place there.
+    """Array of this process, or array in a file; the latter pickles as its path.
 
     Attributes:
-        values: the array; read-only if it lies in a file.
+        values: the array; read-only if it is in a file.
     """
 
     def __init__(self, values: npt.NDArray[Any] | None = None, path: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class NodeArray:
         values = self._values
         if self._path is not None:
             return NodeArray, (None, self._path)
-        if isinstance(values, np.memmap):  # of a file that stays: a binary index
+        if isinstance(values, np.memmap):  # over a permanent file: a binary index
             return _map_array, (values.filename, values.dtype, values.offset, values.shape)
         return NodeArray, (values, None)
 
@@ -65,7 +65,7 @@ def _map_array(path: Path, dtype: np.dtype[Any], offset: int, shape: tuple[int, 
 
 
 def content_key(*parts: object) -> str:
-    """A name for what is computed from `parts`: arrays count by their content, everything else by its text."""
+    """Hash `parts` to a name: arrays by content, other values by their text."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -81,12 +81,12 @@ def node_array(length: int, key: Callable[[], str], make: Callable[[], npt.NDArr
     """Return the result of `make`, computed once per machine if it is long.
 
     Args:
-        length: of the array, or of what it is computed from.
-        key: names what it is computed from; called for long ones only.
-        make: computes it.
+        length: length of the array, or of its input.
+        key: returns a name of the input; called for long arrays only.
+        make: computes the array.
 
     Raises:
-        DataError: there is no room for the file.
+        DataError: the disk has no space for the file.
     """
     if length < SHARED_FROM:
         return NodeArray(make())
@@ -102,10 +102,10 @@ def node_array(length: int, key: Callable[[], str], make: Callable[[], npt.NDArr
 
 
 def _open_array(path: Path) -> tuple[npt.NDArray[Any], int]:
-    """The mapped array, and the descriptor that keeps its file.
+    """Map the array in a file; also return the descriptor that keeps the file.
 
     Raises:
-        FileNotFoundError: it is not there, or was taken away before it was locked.
+        FileNotFoundError: the file is missing, or was removed before it was locked.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -124,13 +124,13 @@ def _write(path: Path, values: npt.NDArray[Any]) -> None:
             np.save(stream, values, allow_pickle=False)
     except OSError as error:
         raise DataError(
-            f"{path.parent}: no room for {values.nbytes} bytes of the order of the data ({error.strerror}); set TMPDIR "
+            f"{path.parent}: no space for {values.nbytes} bytes of the data order ({error.strerror}); set TMPDIR "
             "to a directory on a disk of this machine"
         ) from error
 
 
 def _remove_unused(directory: Path) -> None:
-    """Remove what no process uses; called by the only process that may write."""
+    """Remove unlocked files; the caller holds the lock for writing."""
     remove_leftovers(directory)
     for path in directory.glob("*.npy"):
         with suppress(FileNotFoundError):

@@ -1,9 +1,8 @@
-"""Reading files under a URL through fsspec: again after failures, with an end to waiting, and with errors that say what
-to change.
+"""Read files under a URL through fsspec, with retries, time limits and advice in errors.
 
-fsspec's file systems differ in what they do about failures: s3fs repeats some requests, the one for https none; and
-none of them ends a request that stalls. Here every request has a time limit, and is repeated until a file has not got
-on for TRP_SCALE_REMOTE_SECONDS.
+fsspec's file systems handle failures differently: s3fs repeats some requests, the https one none, and neither ends a
+request that hangs. Here every request has a time limit and is repeated until there is no progress for
+TRP_SCALE_REMOTE_SECONDS.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from trp_scale.errors import DataError, ExitStatus, RefusedError
 logger = logging.getLogger(__name__)
 
 SECONDS = "TRP_SCALE_REMOTE_SECONDS"
-"""Environment variable: how long a file may not get on."""
+"""Environment variable: seconds without progress before a file is given up."""
 
 DEFAULT_SECONDS = 300.0
 
 REQUEST_SECONDS = 60.0
-"""Of one request: PIECE bytes at 140 kB/s."""
+"""Time limit of a request: PIECE bytes at 140 kB/s."""
 
 PIECE = 8 << 20
 """Bytes of one request."""
 
 AT_ONCE = 8
-"""Requests at a time."""
+"""Concurrent requests."""
 
 TOLD_AFTER = 6
-"""Requests for a file that fail in a row, after which the log says so: within some ten seconds."""
+"""Failed requests in a row before the log reports them, after about ten seconds."""
 
 SECONDS_TO_STOP = 5.0
-"""How long a file may not get on once the process was asked to stop."""
+"""Seconds without progress before a file is given up after a stop request."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 
-_EXTRA = "pip install 'trp-scale[remote]' has what s3:// and https:// need, gs:// needs gcsfs"
+_EXTRA = "for s3:// and https:// run pip install 'trp-scale[remote]', for gs:// install gcsfs"
 
 _SIGN_IN = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket, "
@@ -81,17 +80,17 @@ _UNSIGNED = {
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 
 _MOST: ContextVar[int] = ContextVar("_MOST", default=LARGEST_INDEX)
-"""Bytes of an HTTP body that the present request takes."""
+"""Limit of bytes of an HTTP body in the current request."""
 
 Answer = TypeVar("Answer")
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it.
+    """Return fsspec's file system of a URL, and the path in it.
 
     Raises:
-        RefusedError: no installed library knows it.
-        Exception: of the library's own kinds.
+        RefusedError: no installed library supports the URL.
+        Exception: errors of that library.
     """
     import fsspec
 
@@ -110,11 +109,11 @@ def file_system(url: str) -> tuple[Any, str]:
         raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
     except ValueError as error:
         known = "s3://, gs://, https://, hf://, file://"
-        raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec knows") from error
+        raise RefusedError(f"{url}: {error}; allowed: {known} and other protocols of fsspec") from error
 
 
 class RemoteError(RefusedError):
-    """A file cannot be fetched now. Not a `DataError`: no block is left out because the network is down."""
+    """A file cannot be fetched now. Not a `DataError`: a network failure must not skip blocks."""
 
     status = ExitStatus.FAILED
 
@@ -126,23 +125,23 @@ class RemoteSetupError(RemoteError):
 
 
 class DataReplacedError(RefusedError):
-    """The data set under a URL is another one now. Not a `DataError`: no block is left out for it."""
+    """The data set under a URL has been replaced. Not a `DataError`: this must not skip blocks."""
 
 
 class NotThereError(DataError):
-    """There is no such file under the URL."""
+    """The file does not exist under the URL."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A listed file: its bytes, and a text that changes with its content."""
+    """Listed file: bytes, and a version that changes with its content."""
 
     size: int
     version: str
 
 
 def is_url(text: str) -> bool:
-    """Whether a data directory is given by URL."""
+    """Whether the text is a URL."""
     return "://" in text
 
 
@@ -163,15 +162,15 @@ def read_positive(variable: str, unit: str) -> float | None:
 
 
 def patience() -> float:
-    """Seconds that a file may not get on."""
+    """Return the seconds without progress before a file is given up."""
     return read_positive(SECONDS, "seconds") or DEFAULT_SECONDS
 
 
 class Remote:
-    """Files under a URL. Used by several threads at a time; not handed to other processes.
+    """Files under a URL. Several threads may use it; it must not be passed to other processes.
 
     Raises:
-        RefusedError: a URL that no installed library reads.
+        RefusedError: no installed library supports the URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -180,12 +179,12 @@ class Remote:
         self._seconds = patience()
         self._once = False
         if "?" in url:
-            raise RefusedError(f"{url}: a query in the URL of a directory; allowed: URLs without one")
+            raise RefusedError(f"{url}: the URL of a directory has a query; give a URL without one")
         try:
             self._files, self._path = file_system(self.url)
         except RefusedError:
             raise
-        except Exception as error:  # of the libraries' own kinds
+        except Exception as error:  # each library has its own types
             raise self._refusal(url, error) from error
         if self._protocol in ("http", "https"):
             self._files.client_kwargs = {**self._files.client_kwargs, "response_class": _bounded_response()}
@@ -197,22 +196,21 @@ class Remote:
         return other
 
     def read(self, name: str, largest: int = LARGEST_INDEX) -> bytes:
-        """A whole file, of at most `largest` bytes.
+        """Read a whole file of at most `largest` bytes.
 
         Raises:
-            NotThereError: there is none.
-            RemoteError: it cannot be read.
+            NotThereError: the file does not exist.
+            RemoteError: the file cannot be read.
         """
         content: bytes = self._retry(name, lambda seconds: self._content(name, seconds, largest))
         return content
 
     def read_into(self, descriptor: int, name: str, size: int, start: int = 0) -> None:
-        """Write bytes start to start + size of a file into an open one, from its first byte on, in several requests at
-        a time.
+        """Write bytes start to start + size of a file to the beginning of an open one, with concurrent requests.
 
         Raises:
-            NotThereError: there is no such file.
-            RemoteError: it cannot be read, or is shorter.
+            NotThereError: the file does not exist.
+            RemoteError: the file cannot be read, or is shorter.
         """
         pieces = [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
 
@@ -238,32 +236,32 @@ class Remote:
                 raise
 
     def read_range(self, name: str, start: int, end: int, size: int) -> bytes:
-        """Bytes start to end of a file of `size` bytes; more of them where a server sends whole files only.
+        """Read bytes start to end of a file of `size` bytes; more of them if the server sends whole files only.
 
         Raises:
-            NotThereError: there is no such file.
-            RemoteError: it cannot be read, or is shorter.
+            NotThereError: the file does not exist.
+            RemoteError: the file cannot be read, or is shorter.
         """
         return self._range(name, start, end, whole=size)
 
     def stat_file(self, name: str) -> Stored:
-        """Size and version of a file.
+        """Return size and version of a file.
 
         Raises:
-            NotThereError: there is none.
-            RemoteError: the server cannot be asked, or does not say the size.
+            NotThereError: the file does not exist.
+            RemoteError: the server does not respond, or gives no size.
         """
-        self._files.invalidate_cache()  # of listings, which are older
+        self._files.invalidate_cache()  # drop listings, which are older
         entry = self._retry(name, lambda seconds: self._ask("info", seconds, self._place(name)))
         if entry.get("size") is None:
-            raise RemoteSetupError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
+            raise RemoteSetupError(f"{self.url}/{name}: the server gives no size; copy the file to another server")
         return Stored(int(entry["size"]), _version(entry))
 
     def list_files(self) -> dict[str, Stored] | None:
-        """All files by their names under the URL; None where a server does not list them.
+        """List all files by their names under the URL; `None` if the server does not list files.
 
         Raises:
-            RemoteError: they cannot be listed.
+            RemoteError: the listing fails.
         """
         if self._protocol in ("http", "https"):
             return None
@@ -276,19 +274,19 @@ class Remote:
         }
 
     def _range(self, name: str, start: int, end: int, whole: int) -> bytes:
-        """Bytes start to end; or those from 0 to `whole`, where a server sends the whole file whatever it is asked."""
+        """Read bytes start to end; returns bytes 0 to `whole` if the server ignores ranges."""
 
         def ask(seconds: float) -> bytes:
             most = end - start if start else max(end, whole)
             content = self._content(name, seconds, most, start=start, end=end)
             if len(content) != end - start and not (start == 0 and len(content) == whole):
-                raise EOFError(f"{len(content)} bytes received of {end - start} asked for")
+                raise EOFError(f"{len(content)} bytes received, {end - start} requested")
             return content
 
         return self._retry(name, ask)
 
     def _content(self, name: str, seconds: float, most: int, **part: int) -> bytes:
-        """A file or a part of it. Of HTTP no more than `most` bytes are taken, whatever a server sends."""
+        """Read a file or a part of it; over HTTP at most `most` bytes, whatever the server sends."""
         before = _MOST.set(most)
         try:
             content: bytes = self._ask("cat_file", seconds, self._place(name), **part)
@@ -300,7 +298,7 @@ class Remote:
         return f"{self._path.rstrip('/')}/{name}"
 
     def _ask(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the file system, at most `seconds`."""
+        """Call a method of the file system with a time limit."""
         asynchronous = getattr(self._files, f"_{what}", None)
         if self._files.async_impl and inspect.iscoroutinefunction(asynchronous):
             from fsspec.asyn import sync
@@ -309,7 +307,7 @@ class Remote:
         return _within(seconds, lambda: getattr(self._files, what)(*arguments, **named))
 
     def _retry(self, name: str, ask: Callable[[float], Answer]) -> Answer:
-        """The answer, asked for again after failures, with longer and longer pauses."""
+        """Call `ask`, and repeat it after failures with growing pauses."""
         where = f"{self.url}/{name}" if name else self.url
         began = time.monotonic()
         pause, asked = FIRST_PAUSE, 0
@@ -324,21 +322,21 @@ class Remote:
             try:
                 return ask(max(0.1, min(REQUEST_SECONDS, seconds_left())))
             except FileNotFoundError as error:
-                advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
+                advice = f"; if it is private, {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
                 raise NotThereError(f"{where}: not found{advice}") from error
-            except Exception as error:  # each file system has exceptions of its own
+            except Exception as error:  # each file system has its own types
                 if _lacks_credentials(error):
                     raise self._refusal(where, error) from error
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 if asked == TOLD_AFTER:
-                    logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
+                    logger.warning("%s: %s; the request is repeated for up to %g s", where, reason, self._seconds)
                 if self._once or pause > seconds_left():
                     ended = f"not read within {self._seconds:g} s"
                     if first_signal_time() is not None:
                         ended = "not read before this process was asked to stop"
                     raise RemoteError(
-                        f"{where}: {ended}, asked for {asked} times, at last: {reason}; see whether this machine "
-                        f"reaches it, or set {SECONDS} to wait longer"
+                        f"{where}: {ended}, after {asked} requests, the last error: {reason}; check this machine's "
+                        f"network, or set {SECONDS} to wait longer"
                     ) from error
             again = time.monotonic() + pause * random.uniform(0.5, 1.0)
             while (
@@ -354,8 +352,8 @@ class Remote:
 
 @functools.cache
 def _bounded_response() -> type:
-    """aiohttp's response, whose body may not be longer than `_MOST`: fsspec reads it as a whole, and a body without an
-    end, or 14 MB of gzip, took 4 GB within seconds."""
+    """Return aiohttp's response class with a limit of `_MOST` bytes: fsspec reads whole bodies. An endless body, or 14
+    MB of gzip, took 4 GB within seconds."""
     import aiohttp
 
     class BoundedResponse(aiohttp.ClientResponse):
@@ -366,7 +364,7 @@ def _bounded_response() -> type:
                 size += len(part)
                 if size > most:
                     self.close()
-                    raise EOFError(f"more than {most} bytes received, which were asked for")
+                    raise EOFError(f"more than {most} bytes received, which were requested")
             return b"".join(parts)
 
     return BoundedResponse
@@ -374,12 +372,12 @@ def _bounded_response() -> type:
 
 @functools.lru_cache(maxsize=64)
 def shared_remote(url: str) -> Remote:
-    """One of a directory in a process, for its connections."""
+    """Return the `Remote` of a directory in this process, to share connections."""
     return Remote(url)
 
 
 def url_directory(url: str, root: Path) -> Path:
-    """The directory below `root` for what lies under a URL.
+    """Return the directory below `root` for the files under a URL.
 
     Raises:
         RefusedError: not the URL of a directory.
@@ -387,7 +385,7 @@ def url_directory(url: str, root: Path) -> Path:
     protocol, _, rest = url.partition("://")
     parts = [part for part in PurePosixPath(rest).parts if part != "/"]
     if not parts or ".." in parts or not re.fullmatch(r"[A-Za-z0-9+.-]+", protocol):
-        raise RefusedError(f"{url}: not the URL of a directory, as s3://BUCKET/DATASET is")
+        raise RefusedError(f"{url}: not the URL of a directory; give a URL like s3://BUCKET/DATASET")
     return root.joinpath(protocol, *parts)
 
 
@@ -403,7 +401,7 @@ def _write(descriptor: int, content: bytes, at: int) -> None:
 
 
 def _lacks_credentials(error: BaseException) -> bool:
-    """Whether credentials are missing or not enough: that does not pass by waiting."""
+    """Whether credentials are missing or insufficient, which waiting does not solve."""
     for cause in _chain(error):
         status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(cause, PermissionError) or type(cause).__name__ in _UNSIGNED or status in (401, 403):
@@ -419,10 +417,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Return the result of `ask`; give up waiting after `seconds`.
+    """Return the result of `ask`.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: it takes more than `seconds`.
     """
     answers: list[Answer] = []
     errors: list[BaseException] = []

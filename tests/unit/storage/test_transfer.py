@@ -119,7 +119,7 @@ def test_a_server_that_does_not_answer_is_told_long_before_the_end(
             faults.of["tar"] = ["503"] * failures
             caplog.clear()
             assert Remote(url).read("tar") == CONTENT
-            assert sum("it is asked for again, for " in line for line in caplog.messages) == told
+            assert sum("the request is repeated for " in line for line in caplog.messages) == told
 
 
 def test_a_file_that_is_not_there_is_asked_for_once(tmp_path: Path) -> None:

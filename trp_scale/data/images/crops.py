@@ -1,9 +1,9 @@
-"""Draw the box and the flip of each crop, and cut it out.
+"""Draw the box and the flip of each crop, and cut the crop.
 
-Every draw is a hash of the row's state and the crop's number, so a crop depends on (seed, row key, masking, crop) and
-on the image's size, never on the batch it is made in.
+Every draw hashes the row's state and the crop's number. A crop thus depends on (seed, row key, masking, crop) and on
+the image's size, not on the batch.
 
-Large-scale jitter (Ghiasi et al. 2021) takes the whole image at a random size, cut or padded to a square.
+Large-scale jitter (Ghiasi et al. 2021) resizes the whole image at random, then crops or pads it to a square.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WINDOW = np.uint64(name_hash("crop: window"))
 _FLIP = np.uint64(name_hash("crop: flip"))
 
 GREY = 128
-"""Value of all pixels of a row that is not there or cannot be decoded."""
+"""Pixel value of rows without a decoded image."""
 
 TRIES = 10
 SHORTEST, LONGEST = 3.0 / 4.0, 4.0 / 3.0
@@ -39,12 +39,12 @@ SHORTEST, LONGEST = 3.0 / 4.0, 4.0 / 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Crops:
-    """Where the crops of a batch's images lie.
+    """Positions of the crops of a batch.
 
     Attributes:
         boxes: [R, k, 4] top, left, height, width in pixels of the image; for crops.from = view [R, 1, 4], of the view.
-        windows: [R, k, 2] top, left in the view; None for crops.from = image.
-        flips: [R, k] which crops are mirrored.
+        windows: [R, k, 2] top, left in the view; `None` for crops.from = image.
+        flips: [R, k] mask of the mirrored crops.
         scales: [R] 1, 2, 4 or 8: the image is decoded at 1/scale of its size; boxes are multiples of it.
     """
 
@@ -58,7 +58,7 @@ class Cropper:
     """Draws crops and cuts them out.
 
     Args:
-        settings: the section `crops`, checked (config/images.py); where it has no number of crops, one of the image.
+        settings: checked section `crops` (config/images.py); without a number of crops, one crop of the image.
 
     Attributes:
         size: side of a crop in pixels.
@@ -72,11 +72,11 @@ class Cropper:
         self._mode = InterpolationMode[settings.interpolation.upper()]
 
     def draw(self, states: Words, sizes: Integers) -> Crops:
-        """The crops of each row.
+        """Draw the crops of each row.
 
         Args:
             states: [R] a word per row (`plan.row_states`).
-            sizes: [R, 2] height and width of its image.
+            sizes: [R, 2] height and width of the image.
         """
         settings = self._settings
         words = crop_words(states, self._count)  # [R, k]
@@ -90,8 +90,7 @@ class Cropper:
         return Crops(boxes=boxes, windows=windows, flips=flips, scales=scales)
 
     def scales(self, states: Words) -> Callable[[Integers], Integers] | None:
-        """Return a function from image sizes [R, 2] to decoding scales [R] (`Crops.scales`); `None` decodes all images
-        whole."""
+        """Return a function from image sizes [R, 2] to decoding scales [R]; `None` to decode whole images."""
         if not self._settings.scaled_decoding:
             return None
         return lambda sizes: self.draw(states, sizes).scales
@@ -101,13 +100,13 @@ class Cropper:
 
         Args:
             image: [3, H, W] uint8, decoded at the row's scale.
-            crops: of the batch.
-            row: number of the row in it.
-            out: [k, 3, S, S] uint8, is written.
+            crops: crops of the batch.
+            row: number of the row in the batch.
+            out: [k, 3, S, S] uint8, output.
         """
         size = self.size
         flips = crops.flips[row].tolist()
-        boxes = (crops.boxes[row] // crops.scales[row]).tolist()  # in pixels of what is decoded
+        boxes = (crops.boxes[row] // crops.scales[row]).tolist()  # in decoded pixels
         if crops.windows is None:
             for number, box in enumerate(boxes):
                 _place(self._resize(image, box, size), flips[number], out[number])
@@ -117,17 +116,17 @@ class Cropper:
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
 
     def pick(self, map_: Map, crops: Crops, row: int, size: int) -> Map:
-        """The crop of one row out of its map, numbers picked, never mixed: [size, size] or [size, size, C].
+        """Cut a row's map at its first crop without interpolation: [size, size] or [size, size, C].
 
-        A mirrored crop has the numbers of the other side as they are: what they say of a direction is not turned.
+        Mirroring moves pixels only; it does not change directions that their numbers may represent.
 
-        Output pixel i of n takes the input pixel that holds its centre, floor((i + 1/2) height / n), so that maps keep
-        their place beside the image at any size. In integers: floating point is one pixel off at some sizes.
+        Output pixel i of n takes the input pixel at its centre, floor((i + 1/2) height / n), so that maps stay aligned
+        with the image at any size. Integer arithmetic: floating point is off by one pixel at some sizes.
 
         Args:
             map_: [H, W] or [H, W, C].
-            crops: of the batch, for crops.from = image; the first one of the row is taken.
-            row: number of the row in it.
+            crops: crops of the batch, with crops.from = image.
+            row: number of the row in the batch.
             size: side of the result.
         """
         top, left, height, width = crops.boxes[row, 0].tolist()
@@ -135,14 +134,14 @@ class Cropper:
         return np.ascontiguousarray(picked[:, ::-1]) if crops.flips[row, 0] else picked
 
     def _resize(self, image: Tensor, box: list[int], size: int) -> Tensor:
-        """A box of the image as [3, size, size]; neighbours outside the box do not enter."""
+        """Resize a box of the image to [3, size, size]; pixels outside the box have no influence."""
         top, left, height, width = box
         part = image[:, top : top + height, left : left + width]
         resized: Tensor = functional.resize(part, [size, size], interpolation=self._mode, antialias=True)
         return resized
 
     def _boxes(self, words: Words, sizes: Integers, side: int) -> tuple[Integers, Integers]:
-        """Boxes that become squares of `side` pixels, and each image's scale."""
+        """Draw boxes for squares of `side` pixels, and return them with each image's scale."""
         boxes = draw_boxes(words, sizes, self._settings.min_scale, self._settings.max_scale)
         if self._settings.scaled_decoding:
             return on_scaled_pixels(boxes, side)
@@ -150,7 +149,7 @@ class Cropper:
 
 
 def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
-    """The crops of all rows, [R, k, 3, S, S] uint8; grey where there is no image."""
+    """Cut the crops of all rows, [R, k, 3, S, S] uint8; rows without an image are grey."""
     count, size = crops.flips.shape[1], cropper.size
     images = torch.empty(len(rows.samples), count, 3, size, size, dtype=torch.uint8)
     for row, sample in enumerate(rows.samples):
@@ -162,22 +161,22 @@ def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
 
 
 def crop_words(states: Words, count: int) -> Words:
-    """A word for each crop of each row, [R, k], from which its box, flip and mask come."""
+    """Hash to a word for each crop of each row, [R, k], from which its box, flip and mask are drawn."""
     return mix(mix(states ^ _CROP)[:, None] ^ np.arange(count, dtype=np.uint64))
 
 
 def uniform(words: Words) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) from the upper 53 bits of each word."""
+    """Map words to [0, 1) by their upper 53 bits."""
     numbers: npt.NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
 
 
 def draw_boxes(words: Words, sizes: Integers, min_scale: float, max_scale: float) -> Integers:
-    """Random resized crops (Szegedy et al. 2015, as torchvision's RandomResizedCrop draws them).
+    """Draw random resized crops (Szegedy et al. 2015, like torchvision's RandomResizedCrop).
 
-    A try takes a share of the area, uniform from min_scale to max_scale, and a ratio of the sides, log-uniform from 3/4
-    to 4/3. The first of ten tries whose box fits into the image is placed at random; if none fits, it is the largest
-    central box of an allowed ratio.
+    A try draws a share of the area, uniform from min_scale to max_scale, and a ratio of the sides, log-uniform from 3/4
+    to 4/3. The first of ten boxes that fits into the image gets a random position; if none fits, the largest central
+    box with an allowed ratio is used.
 
     Args:
         words: [R, k] a word per crop.
@@ -204,19 +203,18 @@ def draw_boxes(words: Words, sizes: Integers, min_scale: float, max_scale: float
 
 
 SCALES = (2, 4, 8)
-"""By which libjpeg reduces an image while it decodes it."""
+"""Factors by which libjpeg can reduce an image during decoding."""
 
 
 def on_scaled_pixels(boxes: Integers, side: int) -> tuple[Integers, Integers]:
-    """The largest scale of each image at which none of its boxes gets smaller than its crop, and the boxes on whole
-    pixels of the image at that scale: a map that is cut by them lies where the scaled image does.
+    """Return boxes [R, k, 4] on whole pixels of the scaled images, and the scales [R].
+
+    The scale of an image is the largest at which each of its boxes has at least the crop's size. A map that is cut by
+    these boxes stays aligned with the scaled image.
 
     Args:
         boxes: [R, k, 4] top, left, height, width.
-        side: of a crop.
-
-    Returns:
-        [R, k, 4], [R].
+        side: size of a crop.
     """
     shortest = boxes[:, :, 2:].min(axis=(1, 2))  # [R]
     scales = np.ones(len(boxes), dtype=np.int64)
@@ -227,7 +225,7 @@ def on_scaled_pixels(boxes: Integers, side: int) -> tuple[Integers, Integers]:
 
 
 def _central_boxes(sizes: Integers) -> Integers:
-    """The largest central box of each image whose ratio is allowed, [R, 4]."""
+    """Return the largest central box of each image with an allowed ratio, [R, 4]."""
     height, width = sizes[:, 0], sizes[:, 1]
     tall = np.minimum(height, np.rint(width / SHORTEST).astype(np.int64))
     wide = np.minimum(width, np.rint(height * LONGEST).astype(np.int64))
@@ -244,12 +242,12 @@ _JITTER = np.uint64(name_hash("jitter"))
 
 @dataclass(frozen=True, kw_only=True)
 class Jitters:
-    """Augmentations of each image of a batch.
+    """Augmentations of the images of a batch.
 
     Attributes:
-        boxes: [R, 4] top, left, height, width of the part that is shown, in pixels of the image.
+        boxes: [R, 4] top, left, height, width of the visible part, in pixels of the image.
         shown: [R, 2] height and width of that part in the crop, from its upper left corner.
-        flips: [R] which crops are mirrored, padding and all.
+        flips: [R] mask of the mirrored crops; the padding is mirrored too.
     """
 
     boxes: Integers
@@ -258,12 +256,12 @@ class Jitters:
 
 
 class Jitter:
-    """Draws jitters and carries them out.
+    """Draws jitters and applies them.
 
     Args:
         crops: size, flip and interpolation.
         scales: smallest and largest size of an image, in units of crops.size.
-        longer: whether that is the size of its longer side; otherwise of the shorter one.
+        longer: apply `scales` to the longer side of the image, otherwise to the shorter one.
     """
 
     def __init__(self, crops: CropConfig, scales: tuple[float, float], *, longer: bool) -> None:
@@ -273,11 +271,11 @@ class Jitter:
         self._mode = InterpolationMode[crops.interpolation.upper()]
 
     def draw(self, states: Words, sizes: Integers) -> Jitters:
-        """The jitter of each row.
+        """Draw the jitter of each row.
 
         Args:
             states: [R] a word per row (`plan.row_states`).
-            sizes: [R, 2] height and width of its image.
+            sizes: [R, 2] height and width of the image.
         """
         words = mix(mix(states ^ _JITTER)[:, None] ^ np.arange(4, dtype=np.uint64))  # [R, 4]
         scale = self._low + (self._high - self._low) * uniform(words[:, 0])
@@ -285,7 +283,7 @@ class Jitter:
         ratio = (scale * self.size / side)[:, None]  # [R, 1]
         scaled = np.maximum(1, np.rint(sizes * ratio)).astype(np.int64)  # [R, 2]
         shown = np.minimum(scaled, self.size)
-        # The shown part in the image's own pixels: image and map are cut by the same box, so they stay aligned.
+        # Visible part in pixels of the image: image and map are cut by the same box, so they stay aligned.
         extent = np.clip(np.rint(shown * sizes / scaled).astype(np.int64), 1, sizes)
         corner = below(words[:, 1:3], sizes - extent + 1)
         return Jitters(
@@ -293,13 +291,13 @@ class Jitter:
         )
 
     def cut(self, image: Tensor, jitters: Jitters, row: int, out: Tensor) -> None:
-        """Put the jittered image of one row into `out`, [3, S, S] uint8, which holds the padding's colour.
+        """Write the jittered image of one row into `out`, which holds the padding's colour.
 
         Args:
             image: [3, H, W] uint8.
-            jitters: of the batch.
-            row: number of the row in it.
-            out: is written.
+            jitters: jitters of the batch.
+            row: number of the row in the batch.
+            out: [3, S, S] uint8, output.
         """
         top, left, height, width = jitters.boxes[row].tolist()
         tall, wide = jitters.shown[row].tolist()
@@ -311,7 +309,7 @@ class Jitter:
             out[:, :tall, :wide] = part
 
     def pick(self, map_: Map, jitters: Jitters, row: int, out: Map) -> None:
-        """Cut a map [H, W] like `cut`: each pixel takes the number at its centre; `out` [S, S]."""
+        """Cut a map [H, W] like `cut`, with the number at the centre of each pixel; `out` [S, S]."""
         top, left, height, width = jitters.boxes[row].tolist()
         tall, wide = jitters.shown[row].tolist()
         picked = pick_centres(map_[top : top + height, left : left + width], tall, wide)
@@ -322,8 +320,8 @@ class Jitter:
 
 
 def pick_centres(map_: Map, tall: int, wide: int) -> Map:
-    """[H, W] or [H, W, C] -> [tall, wide] or [tall, wide, C], numbers picked, never mixed: each new pixel takes that at
-    its centre."""
+    """Resample [H, W] or [H, W, C] to [tall, wide] or [tall, wide, C] without interpolation: each pixel takes the
+    number at its centre."""
     height, width = map_.shape[:2]
     lines = (2 * np.arange(tall) + 1) * height // (2 * tall)
     columns = (2 * np.arange(wide) + 1) * width // (2 * wide)

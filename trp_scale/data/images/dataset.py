@@ -1,11 +1,11 @@
-"""A stored image data set: dataset.json, the blocks that order and split see, and the images, decoded.
+"""Image data set: dataset.json, blocks for order and split, and decoded images.
 
 DATASET/
-  dataset.json                  what was made, from what, and the counts
+  dataset.json                  settings, sources and counts
   shards/image-000000.tar       WebDataset tar; one sample = one image: KEY.jpg, KEY.cls, aligned KEY.depth.png ...
   shards/image-000000.index.json
-  shards/index.bin              all of those in one (binary_index.py)
-  DIRECTORY/image-000000.tar    maps that were made later: tars of the same names, keys and order (maps.py)
+  shards/index.bin              binary index of all tars (binary_index.py)
+  DIRECTORY/image-000000.tar    maps added later: tars with the same names, keys and order (maps.py)
   DIRECTORY/image-000000.index.json
 """
 
@@ -63,10 +63,10 @@ class ImageMeta:
     """Properties that the images of a source share.
 
     Attributes:
-        classes: names of the classes, by label; None when labels have no names or images no labels.
-        suffixes: members that every image has in its own sample.
-        rows: images, of a mixture: of all its members.
-        maps: what the objective reads beside the image, by modality; of a mixture: as its first member has them.
+        classes: names of the classes, by label; `None` without labels or without names.
+        suffixes: members of every image's own sample.
+        rows: images of all members of a mixture.
+        maps: maps that the objective reads, by modality, as described by the first member of a mixture.
     """
 
     classes: tuple[str, ...] | None
@@ -77,18 +77,18 @@ class ImageMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """One opened data set.
+    """Opened data set.
 
     Attributes:
-        name: "" unless it is a member of a mixture.
-        directory: where it lies.
-        split: what the images were said to be for when they were sharded; "train" if nothing was said.
-        meta: what its images have in common.
-        maps: those that the objective reads.
-        rows_per_block: images of an order-block.
+        name: name in the mixture; "" without a mixture.
+        directory: directory of the data set.
+        split: split that was set when the images were sharded; "train" by default.
+        meta: properties that its images share.
+        maps: maps that the objective reads.
+        rows_per_block: images of a block.
         samples: members in the images' own tars.
-        aligned: members in other directories, the same images in the same order.
-        blocks: what order and split see.
+        aligned: members in other directories, for the same images in the same order.
+        blocks: blocks for order and split.
     """
 
     name: str
@@ -102,9 +102,9 @@ class ImageDataset:
     blocks: OrderBlocks
 
     def digest(self) -> str:
-        """Equal on two ranks if they see the same dataset.json, indexes and tar sizes, as far as they are read.
+        """Digest of dataset.json, indexes and tar sizes, as far as they are read; equal on ranks that see the same.
 
-        Checkpoints hold it and are resumed only with the same: what it says of images alone must stay as it is.
+        Checkpoints store it, and a resume requires an equal one. The part about images must stay as it is.
         """
         meta = ", ".join(f"{name}={getattr(self.meta, name)!r}" for name in ("classes", "suffixes", "rows"))
         tables = " ".join(table.digest for table in (self.samples, *self.aligned))
@@ -112,7 +112,7 @@ class ImageDataset:
         return " ".join(str(part) for part in parts)
 
     def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
-        """The tars of a block's images and maps, or the parts of them that the cache holds, with their stores."""
+        """Return the tars of a block's images and maps, or the parts that the cache holds, with their stores."""
         first = int(self.blocks.first[block])
         samples = range(first, first + int(self.blocks.rows[block]))
         return [(table.store, table.stored_part(samples)) for table in (self.samples, *self.aligned)]
@@ -122,13 +122,13 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     """Read dataset.json and all indexes.
 
     Args:
-        directory: of the data set.
-        name: its name in a mixture.
-        used: modalities that the objective reads beside the image, in the order of `map_formats`.
+        directory: directory of the data set.
+        name: name in a mixture.
+        used: modalities of maps that the objective reads, in the order of `map_formats`.
 
     Raises:
-        DataError: something is missing or of another format, or the tars differ from their indexes.
-        RefusedError: the data set has not all modalities that are used.
+        DataError: a file is missing or has another format, or the tars differ from their indexes.
+        RefusedError: a used modality is missing.
     """
     path = directory / "dataset.json"
     fields = read_dataset(directory, "image", "shard the images again")
@@ -140,7 +140,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         directory / OWN_TAR, shards, meta.suffixes, rows_per_block, opened=(IMAGE, *stored_suffixes)
     )
     if samples.rows != meta.rows:
-        raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
+        raise DataError(f"{path}: {meta.rows} rows in dataset.json, {samples.rows} images found; copy the data again")
     highest = samples.highest_label
     if meta.classes is not None and highest >= len(meta.classes):
         image = samples.key(int(samples.labels.argmax()))
@@ -164,24 +164,18 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
 
 
 def _read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_per_block: int) -> SampleTable:
-    """Read the indexes of the tars in a modality's own directory.
-
-    Args:
-        directory: of the data set.
-        maps: they lie in `directory / maps.directory`.
-        images: the data set's images.
-        rows_per_block: that a binary index must be of.
+    """Read the indexes of the tars in a modality's own directory, `directory / maps.directory`.
 
     Raises:
-        DataError: a tar, a member or a key is missing or another than beside the image.
+        DataError: a tar, a member or a key is missing or differs from that of the images.
     """
-    advice = f"make the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
+    advice = f"create the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
     suffixes = (maps.suffix,)
     try:
         shards = [path.name for path in images.shards]
         table, _ = read_samples(directory / maps.directory, shards, suffixes, rows_per_block)
     except DataError as error:
-        raise DataError(f"{maps.name} maps beside the images: {error}; {advice}") from error
+        raise DataError(f"{maps.name} maps of the images: {error}; {advice}") from error
     for images_tar, maps_tar, ours, theirs in zip(
         images.shards, table.shards, images.key_digests, table.key_digests, strict=True
     ):
@@ -191,21 +185,21 @@ def _read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_p
 
 
 def first_difference(images: Path, maps: Path) -> str:
-    """The first place at which two tars have different keys, by their indexes; "" if there is none."""
+    """Describe the first position at which the keys of two indexes differ; "" if they are equal."""
     keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
     for position, (ours, theirs) in enumerate(zip_longest(*keys)):
         if ours != theirs:
             difference = "no more maps" if theirs is None else f"a map of {shorten(theirs)}"
             expected = "no more images" if ours is None else f"image {shorten(ours)}"
-            return f"{maps}: place {position}: {difference} found, {images} has {expected} there"
+            return f"{maps}: position {position}: {difference} found, {images} has {expected}"
     return ""
 
 
 def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
-    """The meta data of a mixture: images without class names mix with any, and have label -1 if they have no label.
+    """Return the metadata of a mixture. Images without class names mix with any; without a label they have label -1.
 
     Raises:
-        DataError: two members have different classes, or maps that do not fit each other; both are named.
+        DataError: two members have different classes or incompatible maps.
     """
     named = [(member.name, member.meta.classes) for member in datasets if member.meta.classes is not None]
     refuse_other_classes("classes", named)
@@ -221,7 +215,7 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
 
 
 def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
-    """Read the metadata of dataset.json, and the images per block."""
+    """Read the metadata and the images per block from dataset.json."""
     suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:
@@ -240,13 +234,13 @@ Made = TypeVar("Made")
 
 
 def decode_image(content: bytearray) -> Tensor:
-    """The pixels of a JPEG, PNG or WebP, [3, H, W] uint8, channels last in memory; a grey one has three equal channels.
+    """Decode a JPEG, PNG or WebP to RGB, [3, H, W] uint8, channels last in memory.
 
-    libjpeg makes pixels of most damage within the file: only a checksum finds it (data.verify).
+    libjpeg decodes most damaged files without an error: only a checksum detects the damage (data.verify).
 
     Raises:
-        DataError: none of these, of more than MOST_PIXELS or MOST_SCANS, cut short, or in colours that torchvision does
-            not turn into RGB.
+        DataError: another format, more than MOST_PIXELS or MOST_SCANS, truncated, or colours that torchvision does not
+            convert to RGB.
     """
     if not content:
         raise DataError("an empty file, a JPEG expected")
@@ -255,9 +249,9 @@ def decode_image(content: bytearray) -> Tensor:
             return torch.from_numpy(decode_other_format(content)).permute(2, 0, 1)
         except DataError:
             raise
-        except Exception as error:  # decoders raise whatever a broken file leads them to
+        except Exception as error:  # decoders raise many types on a damaged file
             raise DataError(f"a PNG or WebP that cannot be decoded ({error_text(error)})") from error
-    from torchvision.io import ImageReadMode, decode_jpeg  # an extra: text goes without it
+    from torchvision.io import ImageReadMode, decode_jpeg  # an extra that text does not need
 
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
     refuse_too_many_scans(content)
@@ -269,24 +263,24 @@ def decode_image(content: bytearray) -> Tensor:
 
 
 def jpeg_size(content: bytearray) -> tuple[int, int]:
-    """(H, W) in the header of a JPEG in grey or three colours; (1, 1) of anything else, which has no smaller size."""
+    """Read (H, W) from the header of a grey or RGB JPEG; (1, 1) for other files, which are not decoded at a scale."""
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             return (image.height, image.width) if image.mode in ("RGB", "L") else (1, 1)
-    except Exception:  # Pillow raises what a broken header leads it to; decode_image says what is wrong
+    except Exception:  # Pillow raises many types on a damaged header; decode_image reports the error
         return 1, 1
 
 
 def decode_scaled(content: bytearray, scale: int) -> Tensor:
-    """Decode at 1/scale of the size: libjpeg makes one pixel of scale x scale from their frequencies (torchvision
-    cannot ask it to).
+    """Decode at 1/scale of the size: libjpeg computes one pixel from the frequencies of scale x scale (not available in
+    torchvision).
 
     Args:
-        content: of a JPEG whose `jpeg_size` is at least `scale` each way.
+        content: JPEG with a `jpeg_size` of at least `scale` in height and width.
         scale: 2, 4 or 8.
 
     Raises:
-        DataError: of more than MOST_PIXELS or MOST_SCANS, cut short, or damaged.
+        DataError: more than MOST_PIXELS or MOST_SCANS, truncated, or damaged.
     """
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
     refuse_too_many_scans(content)
@@ -294,15 +288,15 @@ def decode_scaled(content: bytearray, scale: int) -> Tensor:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             image.draft("RGB", (image.width // scale, image.height // scale))
             pixels = np.array(image.convert("RGB"))  # [H / scale, W / scale, 3], rounded up
-    except Exception as error:  # decoders raise whatever a broken file leads them to
+    except Exception as error:  # decoders raise many types on a damaged file
         raise DataError(f"not a JPEG that can be decoded ({error_text(error)})") from error
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedSample:
-    """An image [3, h, w] uint8, whole or at a scale; its size (H, W) as stored; its maps [H, W] or [H, W, C] by
-    modality, its class or -1."""
+    """Image [3, h, w] uint8, whole or at a scale; its stored size (H, W); maps [H, W] or [H, W, C] by modality; class
+    or -1."""
 
     image: Tensor
     size: tuple[int, int]
@@ -312,11 +306,11 @@ class DecodedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedRows:
-    """The samples of a batch.
+    """Decoded samples of a batch.
 
     Attributes:
-        samples: of each row; None where there is none, or it cannot be decoded.
-        reasons: why some cannot be decoded, by their names, "SHARD/KEY".
+        samples: sample of each row; `None` if it is not present or cannot be decoded.
+        reasons: reasons of decoding errors, by "SHARD/KEY".
     """
 
     samples: list[DecodedSample | None]
@@ -324,17 +318,17 @@ class DecodedRows:
 
     @property
     def sizes(self) -> Integers:
-        """Height and width of each image as stored, [R, 2]; 1 where there is none."""
+        """Stored height and width of each image, [R, 2]; 1 without an image."""
         return np.array([(1, 1) if sample is None else sample.size for sample in self.samples], dtype=np.int64)
 
     def batch(self, fields: dict[str, Tensor], addresses: Addresses, *, start: int, began: float) -> Batch:
-        """A Batch of `fields`, and of what every row has: labels and row_weights.
+        """Build a Batch of `fields`, labels and row_weights.
 
         Args:
-            fields: first dimension rows.
-            addresses: of the rows.
+            fields: tensors with first dimension rows.
+            addresses: addresses of the rows.
             start: position of the first row.
-            began: time.perf_counter() when the work on the batch began.
+            began: time.perf_counter() at the start of the work on the batch.
         """
         labels = [-1 if sample is None else sample.label for sample in self.samples]
         weights = [0.0 if sample is None else 1.0 for sample in self.samples]
@@ -354,11 +348,11 @@ class DecodedRows:
 
 
 class RowReader:
-    """Reads and decodes the members that the data sets were opened for.
+    """Reads and decodes the opened members of images.
 
     Args:
         datasets: members of the mixture.
-        meta: what they have in common.
+        meta: properties that they share.
         verify: check each member's checksum.
     """
 
@@ -373,11 +367,11 @@ class RowReader:
         ]
 
     def read(self, addresses: Addresses, scales: Callable[[Integers], Integers] | None = None) -> DecodedRows:
-        """The samples at `addresses`.
+        """Read and decode the samples at `addresses`.
 
         Args:
-            scales: from the images' sizes [R, 2], at 1/scale of which each is decoded, [R]; None: all are decoded
-                whole.
+            scales: maps image sizes [R, 2] to scales [R]; an image is decoded at 1/scale of its size. `None` decodes
+                whole images.
         """
         corrupt: dict[str, str] = {}
         contents = [self._try(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
@@ -395,20 +389,20 @@ class RowReader:
     def _try(
         self, addresses: Addresses, row: int, corrupt: dict[str, str], prepare: Callable[[int, int], Made]
     ) -> Made | None:
-        """Return the prepared image of a row; `None` if it is missing or damaged, which is noted in `corrupt`."""
+        """Return the prepared image of a row; `None` if it is not present or damaged (noted in `corrupt`)."""
         if not addresses.present[row]:
             return None
         member = int(addresses.member[row])
         number = int(self._blocks[member].first[addresses.block[row]] + addresses.row[row])
         try:
             return prepare(member, number)
-        except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
+        except Exception as error:  # a damaged file raises many types; the loop limits the number of damaged blocks
             name, key = self._names[member], self._readers[member][0].table.key(number)
             corrupt[f"{name}/{key}" if name else key] = failure_reason(error)
             return None
 
     def _contents(self, member: int, number: int) -> dict[str, bytearray]:
-        """The members of an image by suffix."""
+        """Read the members of an image, by suffix."""
         contents: dict[str, bytearray] = {}
         for reader in self._readers[member]:
             contents.update(zip(reader.table.suffixes, reader.members(number), strict=True))

@@ -1,9 +1,9 @@
-"""File formats of images and maps: their headers are checked before memory is taken for what they claim.
+"""File formats of images and maps. Headers are checked before memory is allocated for the size that they claim.
 
-Images are JPEG; external tars may hold PNG and WebP. Maps are PNG, grey or red, green and blue, of 8 or 16 bits, or
-.npy when they come from others. Pillow decodes all but JPEG: torchvision's decoder of PNG ends the process on most
-damaged files. Pillow itself has no image of three 16-bit channels, so these are unpacked twice, the upper bytes and
-the lower ones. A file of 3 kB can claim 65,535 x 65,535 pixels, which took 6.3 GB and 20 s. Nothing is unpickled.
+Images are JPEG; external tars may hold PNG and WebP. Maps are grey or RGB PNG of 8 or 16 bits; shard-images also reads
+.npy. Pillow decodes all but JPEG, because torchvision's PNG decoder ends the process on most damaged files. Pillow has
+no image mode with three 16-bit channels: these are decoded twice, for the upper and the lower bytes. A file of 3 kB can
+claim 65,535 x 65,535 pixels, which took 6.3 GB and 20 s. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from PIL import Image
 from trp_scale.errors import DataError
 
 MOST_PIXELS = 100_000_000
-"""Of an image or a map; sharding leaves larger ones out too, unless --max_pixels says otherwise."""
+"""Limit of pixels of an image or a map; sharding skips larger ones too, unless --max_pixels is set."""
 
 MOST_SCANS = 500
-"""Of a progressive JPEG, as libjpeg-turbo's own tools advise; encoders make some 10. Each goes over all pixels: of 100
-megapixels one takes 140 bytes and 65 ms, so a file of 1 MB took minutes."""
+"""Limit of scans of a progressive JPEG, as in libjpeg-turbo's own tools; encoders write about 10. A scan passes over
+all pixels: at 100 megapixels it takes 140 bytes and 65 ms, so that a file of 1 MB took minutes."""
 
 _SOS, _TEM = 0xDA, 0x01
 _WITHOUT_LENGTH = frozenset({_TEM, *range(0xD0, 0xDA)})
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of a JPEG that tell its size: all kinds of frames."""
+"""Start-of-frame markers of a JPEG, which hold its size."""
 _PROGRESSIVE = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
 
 
@@ -43,19 +43,19 @@ def refuse_too_many_pixels(height: int, width: int) -> None:
 
 
 def refuse_too_many_scans(content: bytes | bytearray) -> None:
-    """Raise DataError for a progressive JPEG of more than MOST_SCANS; others have one for each colour."""
+    """Raise DataError for a progressive JPEG of more than MOST_SCANS; other JPEGs have one scan for each colour."""
     frame = _frame(content)
     if frame is None or content[frame - 1] not in _PROGRESSIVE:
-        return  # counting takes as long as a tenth of the decoding
+        return  # counting takes a tenth of the decoding time
     scans = content.count(bytes((0xFF, _SOS)))
     if scans > MOST_SCANS:
-        raise DataError(f"a JPEG of {scans} scans, at most {MOST_SCANS} are decoded; write it anew")
+        raise DataError(f"a JPEG of {scans} scans, at most {MOST_SCANS} are decoded; encode it again")
 
 
 def jpeg_frame_size(content: bytes | bytearray) -> tuple[int, int] | None:
-    """(H, W) of a JPEG, read from its markers as libjpeg reads them; None if there is no frame before the pixels.
+    """Read (H, W) from the markers of a JPEG, like libjpeg; `None` if no frame precedes the pixels.
 
-    Takes 2 us, where opening the file by Pillow takes 60.
+    It takes 2 us; opening the file with Pillow takes 60 us.
     """
     offset = _frame(content)
     if offset is None or len(frame := content[offset : offset + 7]) < 7:
@@ -64,7 +64,7 @@ def jpeg_frame_size(content: bytes | bytearray) -> tuple[int, int] | None:
 
 
 def _frame(content: bytes | bytearray) -> int | None:
-    """The byte behind the marker of a JPEG's frame."""
+    """Return the offset after the marker of a JPEG's frame."""
     offset, end = 2, len(content)
     if content[:2] != b"\xff\xd8":
         return None
@@ -85,34 +85,34 @@ def _frame(content: bytes | bytearray) -> int | None:
 
 
 Map = npt.NDArray[Any]
-"""The numbers of a map, [H, W] or [H, W, 3], uint8 or uint16."""
+"""Pixels of a map, [H, W] or [H, W, 3], uint8 or uint16."""
 
 GREY, RGB, PALETTE = 0, 2, 3
 """Colour types of the PNG format."""
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _UP = 2
-"""The filter that stores each line as its difference from the line above."""
+"""PNG filter that stores the difference of each line from the line above."""
 
 
 def png_format(content: bytes | bytearray) -> tuple[int, int]:
-    """(bits of a channel, colour type) in the header of a PNG; (0, 0) of anything else."""
+    """Read (bits per channel, colour type) from the header of a PNG; (0, 0) for other files."""
     if len(content) < 26 or content[:8] != PNG_SIGNATURE:
         return 0, 0
     return content[24], content[25]
 
 
 def png_size(content: bytes | bytearray) -> tuple[int, int]:
-    """(H, W) in the header of a PNG."""
+    """Read (H, W) from the header of a PNG."""
     width, height = struct.unpack(">II", content[16:24])
     return height, width
 
 
 def read_png(content: bytes | bytearray) -> Map:
-    """The numbers of a PNG that is grey, of a palette (the places in it) or of red, green and blue; read-only.
+    """Decode a PNG with grey, palette (as indices) or RGB pixels; read-only.
 
     Raises:
-        Exception: whatever a broken file leads Pillow to.
+        Exception: Pillow raises many types on a damaged file.
     """
     if png_format(content) != (16, RGB):
         return np.asarray(_open_png(content))
@@ -127,11 +127,11 @@ def _open_png(content: bytes | bytearray) -> Image.Image:
 
 
 def write_png(numbers: Map, level: int = 6) -> bytes:
-    """A PNG of the map's own bits and channels.
+    """Encode a map as PNG with its own bits and channels.
 
     Args:
         numbers: [H, W] or [H, W, 3], uint8 or uint16.
-        level: of zlib.
+        level: compression level of zlib.
     """
     if numbers.ndim == 2 or numbers.dtype == np.uint8:
         stream = io.BytesIO()
@@ -149,20 +149,20 @@ def write_png(numbers: Map, level: int = 6) -> bytes:
 
 
 FORMATS = ("PNG", "WEBP")
-"""Pillow's names of them. Nothing else is opened: Pillow starts programs for some formats."""
+"""Formats that Pillow may open; for some others it starts programs."""
 
 
 def is_other_format(content: bytes | bytearray) -> bool:
-    """Whether a file begins as a PNG or a WebP does, whatever its name says."""
+    """Whether a file has the signature of a PNG or a WebP."""
     return content[:8] == PNG_SIGNATURE or (content[:4] == b"RIFF" and content[8:12] == b"WEBP")
 
 
 def decode_other_format(content: bytes | bytearray) -> npt.NDArray[np.uint8]:
-    """The pixels of a PNG or WebP, [H, W, 3]; transparent ones show white.
+    """Decode a PNG or WebP, [H, W, 3]; transparent pixels become white.
 
     Raises:
         DataError: more than MOST_PIXELS.
-        Exception: whatever a broken file leads Pillow to.
+        Exception: Pillow raises many types on a damaged file.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         refuse_too_many_pixels(image.height, image.width)
@@ -171,17 +171,17 @@ def decode_other_format(content: bytes | bytearray) -> npt.NDArray[np.uint8]:
 
 
 class UnknownRangeError(ValueError):
-    """An image of 32-bit pixels: nobody can know their range."""
+    """The range of an image's 32-bit pixels is unknown."""
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB of any mode; transparent pixels show white.
+    """Convert any mode to 8-bit RGB; transparent pixels become white.
 
     Raises:
         UnknownRangeError: 32-bit pixels.
     """
     if image.mode in ("I", "F"):
-        raise UnknownRangeError(f"pixels of mode {image.mode}, whose range nobody can know")
+        raise UnknownRangeError(f"pixels of mode {image.mode}, with an unknown range")
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 257).convert("L")
     if image.has_transparency_data:

@@ -1,8 +1,8 @@
-"""Keep test images out of training: images that dataset.json reserves, and images that two data sets share.
+"""Keep test images out of training.
 
-Masks are learned from labels of images that a run has not trained on. Were those the test images, the figure on them
-would be one of training (MLO-MAE B.3 keeps them apart): so a marked set is refused where masks are learned, and where
-accuracy is measured a set is refused that the run has learned from, marked or not.
+Learned masks use labels of images. If those were test images, accuracy on them would be training accuracy (MLO-MAE B.3
+keeps them apart): data marked as a test set is refused for learned masks. For accuracy, a test set is refused if the
+run's data contains its images, marked or not.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import quote
 
 KEPT_FOR_TESTS = ("test", "val", "dev", "eval")
-"""How a word of a split's name begins that is not for training: test, val, validation, dev, evaluation, test2017 ..."""
+"""Prefixes of words in the names of test splits: test, val, validation, dev, evaluation, test2017 ..."""
 
 MOST_IN_COMMON = 0.01
-"""Share of a test set that may be in the training data: public sets hold a few images twice under other names."""
+"""Allowed share of test images in the training data; public data sets contain a few images twice."""
 
 
 def is_test_set(split: str) -> bool:
-    """Whether a split of this name is kept for validation or test."""
+    """Whether a split of this name is meant for validation or test."""
     return any(word.startswith(KEPT_FOR_TESTS) for word in re.findall("[a-z]+", split.lower()))
 
 
@@ -39,26 +39,26 @@ def refuse_test_sets(datasets: Sequence[ImageDataset], kind: str) -> None:
     """Refuse data that is marked as a test set.
 
     Args:
-        datasets: of the run.
+        datasets: data sets of the run.
         kind: multilevel.kind.
 
     Raises:
-        RefusedError: naming the first.
+        RefusedError: a data set is marked.
     """
     for dataset in datasets:
         if is_test_set(dataset.split):
             raise RefusedError(
-                f"{dataset.directory}: dataset.json says that these images are split {dataset.split!r} "
+                f"{dataset.directory}: dataset.json marks these images as split {dataset.split!r} "
                 f"(settings.split; --split of trp-scale shard-images); --multilevel.kind {kind} would learn "
-                "masks from images that are kept for a test; allowed: images of another split, such as train, or "
+                "masks from images that are kept for a test; give images of another split, such as train, or set "
                 "--multilevel.kind none"
             )
 
 
 def shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> list[str]:
-    """Images of `test` whose .jpg is, byte for byte, one of `train`'s: their "SHARD/KEY".
+    """Return "SHARD/KEY" of the images of `test` whose .jpg is byte for byte in `train`.
 
-    By lengths and checksums in the indexes; only where both agree the bytes are read.
+    Bytes are only read if length and checksum in the indexes agree.
     """
     reader, words = SampleReader(test.samples, verify=False), _words(test)
     names_by_row: dict[int, str] = {}
@@ -73,27 +73,27 @@ def shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> list[str
 
 
 def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> int:
-    """Refuse a test set whose images the run has in its data.
+    """Refuse a test set with images of the run's data.
 
     Returns:
-        images in common, at most MOST_IN_COMMON of the test set.
+        Number of shared images, at most MOST_IN_COMMON of the test set.
 
     Raises:
-        RefusedError: there are more.
+        RefusedError: more images are shared.
     """
     shared = shared_images(train, test)
     if len(shared) > MOST_IN_COMMON * test.samples.rows:
         where = ", ".join(str(dataset.directory) for dataset in train)
         raise RefusedError(
             f"{test.directory}: {len(shared)} of its {test.samples.rows} images are in the run's data ({where}), for "
-            f"example {', '.join(shared[:3])}; a test set may share {MOST_IN_COMMON:.0%} with it; give images that the "
+            f"example {', '.join(shared[:3])}; at most {MOST_IN_COMMON:.0%} may be; give images that the "
             "run has not learned from"
         )
     return len(shared)
 
 
 def image_datasets(paths: str) -> list[ImageDataset]:
-    """The data sets of images among those that `paths` names, as --data.path has them.
+    """Open the image data sets of `paths`, which has the form of --data.path.
 
     Raises:
         DataError: a data set is missing or damaged.
@@ -106,7 +106,7 @@ def image_datasets(paths: str) -> list[ImageDataset]:
 
 
 def _words(dataset: ImageDataset) -> Words:
-    """Checksum and length of each image's .jpg, [n]."""
+    """Pack checksum and length of each image's .jpg, [n]."""
     table = dataset.samples
     column = table.suffixes.index("jpg")
     words: Words = (table.checksums[:, column].astype(np.uint64) << np.uint64(32)) | table.lengths[:, column]
@@ -121,15 +121,15 @@ log = logging.getLogger(__name__)
 
 
 def check_test(config: Config, test: Path) -> None:
-    """Refuse a test set on which a run's accuracy would say nothing.
+    """Refuse a test set that is unsuitable for the accuracy of a run.
 
     Args:
-        config: of the run, whose data is there.
+        config: settings of the run.
         test: directory of the test set.
 
     Raises:
-        DataError: one of the two is missing or damaged.
-        RefusedError: it holds no images, no classes or other ones than the run's data, or images of the run's data.
+        DataError: a data set is missing or damaged.
+        RefusedError: it has no images or no classes, other classes than the run's data, or images of the run's data.
     """
     require_dataset(test, f"--test {test}")
     kind = read_json(test / "dataset.json").get("kind")
@@ -143,7 +143,7 @@ def check_test(config: Config, test: Path) -> None:
         raise RefusedError(f"--test {test}: the images have no classes; accuracy needs those of --data.path")
     _check_classes(train, test_dataset, test)
     if shared := refuse_shared_images(train, test_dataset):
-        log.warning("%s: %d of its %d images are in the run's data too", test, shared, test_dataset.samples.rows)
+        log.warning("%s: %d of its %d images are also in the run's data", test, shared, test_dataset.samples.rows)
 
 
 def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: Path) -> None:
@@ -151,9 +151,8 @@ def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: 
     if known != names:
         raise RefusedError(
             f"--test {test}: classes {_join_names(names)} found, those of --data.path are {_join_names(known)}; "
-            "a test set has "
-            "the same, in the same order: shard it from a folder with the same sub-folders, or with the same "
-            "--class_names"
+            "give a test set with the same classes in the same order: shard it from a folder with the same "
+            "sub-folders, or with the same --class_names"
         )
     most, highest = max(int(dataset.samples.labels.max()) for dataset in train), int(test_dataset.samples.labels.max())
     if names is None and highest > most:

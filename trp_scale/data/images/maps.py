@@ -1,13 +1,12 @@
-"""Maps aligned with the images of a data set: how those of a modality are stored, and what dataset.json says of them.
+"""Maps aligned with the images of a data set: their storage and their description in dataset.json.
 
-A map is a PNG of its image's size. It is a member of the image's own sample, or lies in tars of its own beside them.
-"modalities": {"depth": {...}, "semseg": {...}} in dataset.json says what is known of each modality's maps. Every
-modality may have:
-    "exact": rendered, not measured or predicted;
-    "directory": "shards" (or absent) if the maps are members of the image's own sample, else a directory of DATASET
-        with tars of the same names, keys and order;
-and what its own format adds, such as the classes of segmentation (trp_scale/pretraining/modalities).
-A text file may name classes: one name a line, in the order of their numbers.
+A map is a PNG of its image's size. It is a member of the image's own sample, or of a tar in another directory.
+dataset.json describes each modality: "modalities": {"depth": {...}, "semseg": {...}}. Every description may have:
+    "exact": rendered, neither measured nor predicted;
+    "directory": "shards" (default) if the maps are members of the image's own sample, else a directory of DATASET with
+        tars of the same names, keys and order;
+and fields of its own format, such as the classes of segmentation (trp_scale/pretraining/modalities).
+A text file may name classes, one name a line, in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ IMAGE, CLASS = "jpg", "cls"
 """Members of a sample: the image, and its class as an ASCII integer."""
 
 OWN_MODALITY = "; --module registers a modality of your own"
-"""Ends the refusal of a member that no modality has."""
+"""End of the message about a member of an unknown modality."""
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
 
 Description = Mapping[str, Any]
-"""Of one modality in dataset.json."""
+"""Description of one modality in dataset.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMaps:
-    """The maps of one modality in one data set. What its repr shows is in the digest that checkpoints hold.
+    """Maps of one modality in one data set. Its repr is part of the digest that checkpoints hold.
 
     Attributes:
-        name: of the modality.
-        suffix: of the members that hold the maps.
-        directory: of their tars, relative to the data set.
+        name: modality.
+        suffix: suffix of the members with the maps.
+        directory: directory of their tars, relative to the data set.
     """
 
     name: str
@@ -53,14 +52,14 @@ class StoredMaps:
 
 
 class MapFormat:
-    """How the maps of a modality are stored. A modality with a description of its own overrides `stored`, and where the
-    description limits the numbers, `check`.
+    """Storage format of the maps of a modality. A modality with its own description overrides `stored`; if the
+    description limits the numbers, also `check`.
 
     Args:
-        suffix: of the members.
-        bits: of a number; several: any of them.
-        channels: 1, a grey PNG, or 3, one of red, green and blue.
-        empty: number that says, in all channels, that nothing is known of a pixel.
+        suffix: suffix of the members.
+        bits: bits of a number; a tuple allows any of them.
+        channels: 1 for a grey PNG, 3 for RGB.
+        empty: number that marks an unknown pixel, in all channels.
     """
 
     def __init__(self, suffix: str, *, bits: int | tuple[int, ...] = 8, channels: int = 1, empty: int = 0) -> None:
@@ -69,24 +68,24 @@ class MapFormat:
         self.colour_type = GREY if channels == 1 else RGB
 
     def fits(self, content: bytes | bytearray) -> bool:
-        """Whether the header is of a PNG of this form."""
+        """Whether the header is that of a PNG in this format."""
         bits, colour_type = png_format(content)
         return bits in self.bits and colour_type == self.colour_type
 
     def readable(self, content: bytes | bytearray) -> bool:
-        """Whether a file like this can be sharded, as it is or anew."""
+        """Whether such a file can be sharded, directly or after conversion."""
         return self.fits(content)
 
     def decode(self, content: bytes | bytearray, size: tuple[int, ...] | None) -> Map:
-        """The numbers of a map, [H, W] or [H, W, 3], uint8 or uint16, read-only.
+        """Decode a map, [H, W] or [H, W, 3], uint8 or uint16, read-only.
 
-        Pillow finds what no longer unpacks, not every changed number; `SampleReader` compares a map's checksum before.
+        Pillow does not detect every changed number; `SampleReader` therefore compares the map's checksum.
 
         Args:
-            size: (H, W) of its image; None: any.
+            size: (H, W) of its image; `None` allows any.
 
         Raises:
-            DataError: not a PNG of this form that can be decoded, or of another size.
+            DataError: not a decodable PNG of this format, or another size.
         """
         if not self.fits(content):
             bits, colour_type = png_format(content)
@@ -98,67 +97,67 @@ class MapFormat:
                 f".{self.suffix}: {description}; {' or '.join(map(str, self.bits))} bits and colour type "
                 f"{self.colour_type} ({kind}) expected"
             )
-        height, width = png_size(content)  # as its header says, before anything is unpacked
+        height, width = png_size(content)  # from the header, before decoding
         if size is not None and (height, width) != tuple(size):
             raise DataError(f".{self.suffix}: {width} x {height} pixels, the image has {size[1]} x {size[0]}")
         refuse_too_many_pixels(height, width)
         try:
             return read_png(content)
-        except Exception as error:  # decoders raise whatever a broken file leads them to
+        except Exception as error:  # decoders raise many types on a damaged file
             raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error_text(error)})") from error
 
     def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
-        """Return the description of the maps in dataset.json.
+        """Parse the description of the maps in dataset.json.
 
         Args:
-            path: of dataset.json, for messages.
-            name: of the modality.
-            description: what stands there.
+            path: path of dataset.json, for messages.
+            name: modality.
+            description: its description.
 
         Raises:
-            DataError: a description that cannot be.
+            DataError: the description is invalid.
         """
         return StoredMaps(name=name, suffix=self.suffix, directory=own_directory(path, name, description))
 
     def check(self, numbers: Map, stored: Any) -> None:
-        """Raises DataError if a map has a number that its data set cannot have."""
+        """Raise DataError if a map has a number that its description excludes."""
 
     def require(self, path: Path, stored: Any) -> None:
-        """Raises RefusedError if a run cannot learn from the maps of the data set whose dataset.json is at `path`."""
+        """Raise RefusedError if a run cannot learn from the maps of the data set with dataset.json at `path`."""
 
     def agree(self, members: Sequence[tuple[str, Any]]) -> None:
-        """Raises DataError if the maps of several members of a mixture cannot be learned from together.
+        """Raise DataError if the maps of the members of a mixture are incompatible.
 
         Args:
-            members: (name, what is stored there) of each.
+            members: (name, stored maps) of each member.
         """
 
 
 def known_suffixes() -> tuple[str, ...]:
-    """Members that a sample may have, in their order; every sample of a data set has the same ones."""
+    """Return the members that a sample may have, in their order; all samples of a data set have the same members."""
     return (IMAGE, CLASS, *(form.suffix for form in map_formats().values()))
 
 
 def ordered_suffixes(suffixes: Collection[str]) -> tuple[str, ...]:
-    """The suffixes in the order of `known_suffixes`."""
+    """Sort suffixes by the order of `known_suffixes`."""
     return tuple(suffix for suffix in known_suffixes() if suffix in suffixes)
 
 
 def map_formats() -> dict[str, MapFormat]:
-    """The format of each modality that has one, by its name, in the order of a sample's members."""
+    """Return the format of each modality with maps, by name, in the order of a sample's members."""
     kinds = {name: find("modality", name).load() for name in names("modality")}
     return {name: kind.format for name, kind in kinds.items() if kind.format is not None}
 
 
 def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps]:
-    """The maps of a data set, by modality.
+    """Parse the maps of a data set, by modality.
 
     Args:
-        path: of dataset.json, for messages.
+        path: path of dataset.json, for messages.
         document: its content.
 
     Raises:
-        DataError: a description that cannot be.
+        DataError: a description is invalid.
     """
     described, suffixes = document.get("modalities") or {}, document.get("suffixes", [])
     if not isinstance(described, dict):
@@ -176,18 +175,14 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
             maps_by_name[name] = form.stored(path, name, description)
             if maps_by_name[name].directory == OWN_TAR and form.suffix not in suffixes:
                 raise DataError(
-                    f"{path}: modality {name} is described, but samples have no member .{form.suffix} and no other "
-                    f"directory is named for it; shard the images again"
+                    f"{path}: modality {name} is described, but samples have no member .{form.suffix} and its "
+                    f"description has no other directory; shard the images again"
                 )
     return maps_by_name
 
 
 def second_directories(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps]:
-    """The maps that lie in tars of their own, by directory; none of a data set of text.
-
-    Raises:
-        DataError: as `stored_maps`.
-    """
+    """Return the maps that are stored in tars of their own, by directory; empty for text."""
     return {maps.directory: maps for maps in stored_maps(path, document).values() if maps.directory != OWN_TAR}
 
 
@@ -204,12 +199,12 @@ def own_directory(path: Path, name: str, description: Description) -> str:
 
 
 def class_names(path: Path, field_path: str, value: object) -> tuple[str, ...] | None:
-    """Return the names of classes in dataset.json, or `None`.
+    """Parse the names of classes in dataset.json; `None` for null.
 
     Args:
-        path: of dataset.json, for messages.
-        field_path: of the field, for messages.
-        value: of the field.
+        path: path of dataset.json, for messages.
+        field_path: name of the field, for messages.
+        value: value of the field.
 
     Raises:
         DataError: neither a list of names nor null.
@@ -224,7 +219,7 @@ def class_names(path: Path, field_path: str, value: object) -> tuple[str, ...] |
 
 
 def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]) -> None:
-    """Raise DataError if one of (member of a mixture, its classes) differs from the first."""
+    """Raise DataError if one of the (member of a mixture, classes) has other classes than the first."""
     for name, classes in named[1:]:
         if classes != named[0][1]:
             raise DataError(
@@ -242,28 +237,28 @@ def require_maps(directory: Path, stored: Mapping[str, StoredMaps], used: Sequen
     """Return the maps of a data set that the objective reads.
 
     Raises:
-        RefusedError: one is not there, or cannot be learned from.
+        RefusedError: a modality is missing, or unsuitable for training.
     """
     for name in used:
         if name not in stored:
             available = ", ".join(["rgb", *stored])
             raise RefusedError(
                 f"--modalities.inputs or --modalities.outputs has {name}, but {directory} has {available} only; "
-                f"make the maps with trp-scale pseudo-label, or leave {name} out of both"
+                f"create the maps with trp-scale pseudo-label, or leave {name} out of both"
             )
         map_formats()[name].require(directory / "dataset.json", stored[name])
     return tuple(stored[name] for name in used)
 
 
 def read_names(flag: str, file: str) -> tuple[list[str], bytes]:
-    """The names, and the file's content for a fingerprint.
+    """Return the names in a file, one a line, and its content for a fingerprint.
 
     Args:
-        flag: that the file was given with, for messages.
-        file: its path; empty lines at its end do not count.
+        flag: option that gives the file, for messages.
+        file: path; empty lines at the end are ignored.
 
     Raises:
-        DataError: the file cannot be read, holds no name, or a line between names is empty.
+        DataError: the file cannot be read, has no name, or has an empty line between names.
     """
     content = read_content(Path(file), DataError, source=f"{flag} {file}")
     try:
@@ -271,7 +266,7 @@ def read_names(flag: str, file: str) -> tuple[list[str], bytes]:
     except UnicodeDecodeError as error:
         raise DataError(f"{flag} {file}: not a text file that can be read ({error})") from error
     if not names:
-        raise DataError(f"{flag} {file}: no name in it, one a line expected")
+        raise DataError(f"{flag} {file}: the file has no names, one a line expected")
     if "" in names:
-        raise DataError(f"{flag} {file}: line {names.index('') + 1} is empty; the place of a name is its number")
+        raise DataError(f"{flag} {file}: line {names.index('') + 1} is empty; a name's line is its number")
     return names, content

@@ -1,13 +1,13 @@
-"""The local directory of a data set that lies under a URL: its small files, and those tars that the cache holds.
+"""Mirror: local directory of a data set under a URL, with its small files and the tars that the cache holds.
 
 CACHE/s3/BUCKET/DATASET/
-  remote.json                   the URL, and size and version of each file there
+  remote.json                   the URL; size and version of each of its files
   dataset.json, tokenizer/
-  shards/index.bin              or, where there is none, shards/*.index.json
-  shards/text-000000.tar        fetched when it is first read; may go again when there is no room
+  shards/index.bin              or shards/*.index.json
+  shards/text-000000.tar        fetched on first read; may be removed when space is needed
 
-Everything that reads a data set from a directory reads it from this one. Only who opens tars, and who compares their
-sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.json, and fsspec is not imported.
+All code that reads a data set from a directory can read it from a mirror. Only code that opens tars or compares their
+sizes uses `Mirror` (tars.py). A local data set costs one lookup of remote.json and does not import fsspec.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from trp_scale.storage.transfer import (
 MARKER = "remote.json"
 
 FRESH_SECONDS = 30.0
-"""The ranks of a machine start within this time; the first one looks what is under the URL."""
+"""Age up to which a mirror needs no update; the ranks of a machine start within this time."""
 
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
-"""Looked for where a server lists no files."""
+"""Candidates for a server that does not list files."""
 
 
 def local_directory(text: str) -> Path:
-    """The directory of a data set: the one that is named, or of a URL its mirror, brought up to date.
+    """Return the directory of a data set; for a URL, its updated mirror.
 
     Raises:
-        DataError: there is no data set.
+        DataError: the URL has no data set.
         RemoteError: the URL cannot be read.
-        RefusedError: no URL that can be read.
+        RefusedError: the URL is not supported.
     """
     return _update_mirror(text, cache_root()) if is_url(text) else Path(text)
 
 
 @functools.cache
 def _update_mirror(url: str, root: Path) -> Path:
-    """Once in a process: a run sees one state of its data."""
+    """Update a mirror once per process: a run sees one state of its data."""
     directory = url_directory(url, root)
     directory.mkdir(parents=True, exist_ok=True)
     with lock_file(directory / ".lock", DIRECTORY):
@@ -73,7 +73,7 @@ def _update_mirror(url: str, root: Path) -> Path:
 
 
 class _Update:
-    """Brings the small files of a mirror up to date, and removes tars that are others now."""
+    """Updates the small files of a mirror and removes tars that have changed."""
 
     def __init__(self, url: str, root: Path, directory: Path) -> None:
         self._url, self._root, self._directory = url, root, directory
@@ -83,12 +83,12 @@ class _Update:
         listed = self._remote.list_files()
         if listed is not None and "dataset.json" not in listed:
             contents = f"{len(listed)} other files" if listed else "nothing"
-            raise DataError(f"{self._url}/dataset.json: not found, {contents} there")
+            raise DataError(f"{self._url}/dataset.json: not found, the URL has {contents}")
         before = self._before()
         content = self._remote.read("dataset.json", LARGEST)
         path = self._directory / "dataset.json"
         if listed is None and (not path.exists() or path.read_bytes() != content):
-            before = {}  # all may be others now, also at the next start if this one comes to no end
+            before = {}  # all files may have changed; without the marker, a repeat after an interruption sees this too
             (self._directory / MARKER).unlink(missing_ok=True)
         self._write("dataset.json", lambda file: file.write(content))
         document = read_json(path)
@@ -107,13 +107,13 @@ class _Update:
         return {name: list(entry) for name, entry in (_read_marker(marker).files or {}).items()} or {"": None}
 
     def _is_current(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
-        """Whether what is here, if it is, is what is there."""
+        """Whether a local copy would have the version of the server."""
         if listed is None:
             return bool(before)
         return name in listed and before.get(name) == [listed[name].size, listed[name].version]
 
     def _is_whole(self, name: str, listed: dict[str, Stored] | None) -> bool:
-        """Whether a file is here, with the size that the server lists for it."""
+        """Whether a local copy exists and has the listed size."""
         path = self._directory / name
         return path.exists() and (listed is None or path.stat().st_size == listed[name].size)
 
@@ -131,7 +131,7 @@ class _Update:
                 if listed is None:
                     content = self._remote.read(name)
                     self._write(name, lambda file: file.write(content))
-                else:  # a file of any size: an index of 400 M images has 10 GB
+                else:  # streamed: an index of 400 M images has 10 GB
                     size = listed[name].size
                     self._write(name, lambda file: self._remote.read_into(file.fileno(), name, size))
             except KeyError as error:
@@ -147,7 +147,7 @@ class _Update:
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
         path = self._directory / name
         if not is_within(name) or not path.resolve().is_relative_to(self._directory.resolve()):
-            raise DataError(f"{self._url}: file name {quote(name)} leads out of the data set")
+            raise DataError(f"{self._url}: file name {quote(name)} is outside the data set")
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
             fill(file)
@@ -163,7 +163,7 @@ class _Update:
 
 
 def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
-    """Return the one index of each folder, or the indexes of its tars."""
+    """Return the binary index of each folder, or the indexes of its tars."""
     names = []
     for tar in tars:
         binary = str(Path(tar).with_name(BINARY_INDEX))
@@ -172,10 +172,10 @@ def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[s
 
 
 def _tars(url: str, document: dict[str, Any]) -> list[str]:
-    """Names of the tars: of the samples, and of maps that were made later.
+    """Return the names of the tars, including those of maps in other directories.
 
     Raises:
-        DataError: one that leads elsewhere.
+        DataError: a name is outside the data set.
     """
     fields = Fields(document, f"{url}/dataset.json", DataError)
     names = fields.file_names("shards") if "shards" in fields else []
@@ -188,13 +188,13 @@ def _tars(url: str, document: dict[str, Any]) -> list[str]:
 
 
 class Mirror(CachedStore):
-    """Opens the tars in one folder of a mirror.
+    """Opens the tars of one folder of a mirror.
 
     Args:
-        directory: the folder, such as DATASET/shards.
-        url: of the data set.
-        cache: the cache that the mirror is a part of.
-        files: size and version of the files under the URL, by name; None where a server did not list them.
+        directory: folder, such as DATASET/shards.
+        url: URL of the data set.
+        cache: cache that contains the mirror.
+        files: size and version of the files under the URL, by name; `None` if the server does not list files.
     """
 
     def __init__(self, directory: Path, url: str, cache: Cache, files: dict[str, Stored] | None) -> None:
@@ -215,16 +215,16 @@ class Mirror(CachedStore):
         def fetch(descriptor: int) -> None:
             remote = shared_remote(self.url) if retry else shared_remote(self.url).once()
             remote.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
-            with suppress(RemoteSetupError):  # a server that does not say the size
+            with suppress(RemoteSetupError):  # the server gives no size
                 now = remote.stat_file(name)
                 if now.size == size and known.version in ("", now.version):
                     return
-                listed = remote.list_files() or {}  # a server may give versions of two kinds
+                listed = remote.list_files() or {}  # a server may use two kinds of versions
                 if now.size == size and listed.get(name) == known:
                     return
                 raise DataReplacedError(
-                    f"{remote.url}/{name}: replaced since this job began ({now.size} bytes now, {size} expected); "
-                    "start the job again, or put the earlier data back"
+                    f"{remote.url}/{name}: replaced since this job started ({now.size} bytes now, {size} expected); "
+                    "start the job again, or restore the earlier data"
                 )
 
         return fetch
@@ -247,7 +247,7 @@ class Mirror(CachedStore):
 
 
 def find_mirror(directory: Path) -> Mirror | None:
-    """Return the mirror that a folder of tars belongs to; `None` if it is not a copy of a URL.
+    """Return the mirror of a folder of tars; `None` if the folder does not mirror a URL.
 
     Raises:
         DataError: remote.json is damaged.
@@ -262,7 +262,7 @@ def find_mirror(directory: Path) -> Mirror | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Marker:
-    """remote.json: the URL, the cache's folder, and size and version of each file; None: the server lists none."""
+    """remote.json: URL, cache directory, size and version of each file (`None` if the server does not list files)."""
 
     url: str
     cache: str
@@ -270,7 +270,7 @@ class _Marker:
 
 
 def _read_marker(marker: Path) -> _Marker:
-    advice = f"remove {marker}: the directory is then looked through again"
+    advice = f"remove {marker}: the directory is then updated"
     content = record(_Marker, read_json(marker), str(marker), DataError, advice)
     if not is_url(content.url) or not Path(content.cache).is_absolute() or "\0" in content.cache:
         raise DataError(
@@ -281,9 +281,9 @@ def _read_marker(marker: Path) -> _Marker:
 
 
 def find_store(directory: Path) -> TarStore:
-    """Return the store of a folder's tars: the folder, the URL that it mirrors, or a path of its own for each tar.
+    """Return the store of a folder's tars: external tars, a mirror, or the folder itself.
 
     Raises:
-        DataError: the file that describes it is damaged.
+        DataError: remote.json or places.json is damaged.
     """
     return find_external_tars(directory) or find_mirror(directory) or TarStore(directory)

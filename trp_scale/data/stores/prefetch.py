@@ -1,9 +1,8 @@
-"""The tars of the next positions of an order, fetched before anybody reads them.
+"""Prefetch the tars of the next positions of an order.
 
-One process of a machine does it: the first loader worker of the first rank, or that rank itself. Threads that nobody
-waits for fetch what the next positions need, at most half of the cache and TARS_AHEAD tars of it; a tar that a reader
-wants meanwhile is fetched by whoever comes first (storage/cache.py). An error is left to who reads the tar: it is met
-there once more, with what to do about it.
+One process of a machine does it: the first loader worker of the first rank, or that rank itself. Its threads fetch up
+to TARS_AHEAD tars, at most half of the cache, for the next positions. If a reader needs a tar at the same time, either
+of them fetches it (storage/cache.py). Errors are ignored: the reader of the tar meets and reports them.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.errors import RefusedError
 
 AHEAD = "TRP_SCALE_TARS_AHEAD"
-"""Environment variable: the most tars that are fetched before they are read; 0 = none."""
+"""Environment variable: limit of prefetched tars; 0 disables prefetching."""
 
 TARS_AHEAD = 32
 
 THREADS = 4
 
 _CHUNK, _CHUNKS = 1024, 32
-"""Positions that are looked at together, and how many times at most."""
+"""Positions that are inspected together, and limit of such chunks."""
 
 
 class StoredTars(Protocol):
-    """An opened data set, as far as this file knows it."""
+    """Opened data set that can locate its tars."""
 
     def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
-        """The tars that hold a block, or the parts of them that the cache holds of it, with their stores."""
+        """Return the tars of a block, or the parts that the cache holds, with their stores."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The positions of each global batch that this machine's ranks read.
+    """Positions of each global batch that this machine's ranks read.
 
     Attributes:
-        first: position at which a global batch begins.
-        size: rows of one.
-        read: places in it.
+        first: position at which a global batch starts.
+        size: rows of a global batch.
+        read: range of rows within a global batch.
     """
 
     first: int
@@ -59,36 +58,36 @@ class Share:
     read: range
 
     def select(self, positions: Integers) -> Integers:
-        """Return the positions that this rank reads."""
+        """Return the positions that this machine reads."""
         places = (positions - self.first) % self.size
         return positions[(places >= self.read.start) & (places < self.read.stop)]
 
 
 def most_ahead() -> int:
-    """TRP_SCALE_TARS_AHEAD.
+    """Return TRP_SCALE_TARS_AHEAD.
 
     Raises:
         RefusedError: not a whole number.
     """
     text = os.environ.get(AHEAD, "")
     if text and not text.isdecimal():
-        raise RefusedError(f"{AHEAD}: {text!r} found, a whole number of tars allowed; 0 fetches none ahead")
+        raise RefusedError(f"{AHEAD}: {text!r} found, a whole number of tars allowed; 0 disables prefetching")
     return int(text) if text else TARS_AHEAD
 
 
 class TarsAhead:
-    """Fetches the next tars of one source.
+    """Prefetches the next tars of one source.
 
     Args:
-        plan: the order; a copy of it is asked.
-        stored: the data sets of the order's members.
-        share: what this machine reads; None: everything.
+        plan: order of the rows; it is copied.
+        stored: data sets of the order's members.
+        share: positions that this machine reads; `None` for all.
     """
 
     def __init__(self, plan: Plan, stored: Sequence[StoredTars], share: Share | None = None) -> None:
         self._plan, self._stored, self._share = copy.deepcopy(plan), stored, share
         self._changed = threading.Condition()
-        self._position = self._planned = -_CHUNK  # nobody reads yet
+        self._position = self._planned = -_CHUNK  # no reader yet
         self._planning = False
         self._wanted: deque[tuple[TarStore, StoredPart]] = deque()
         self._failed: set[StoredPart] = set()
@@ -97,14 +96,14 @@ class TarsAhead:
             threading.Thread(target=self._run, name="TarsAhead", daemon=True).start()
 
     def reading(self, position: int) -> None:
-        """Positions from this one on will be read."""
+        """Announce that positions from this one on will be read."""
         with self._changed:
             self._position = position
             if self._due():
                 self._changed.notify()
 
     def close(self) -> None:
-        """Begin no more; what is under way is not waited for."""
+        """Start no more downloads; do not wait for active ones."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -127,11 +126,11 @@ class TarsAhead:
                 continue
             try:
                 store.prefetch(wanted)
-            except (RefusedError, OSError):  # who reads it meets the same, and says so
+            except (RefusedError, OSError):  # the reader meets the same error and reports it
                 self._failed.add(wanted)
 
     def _look_ahead(self) -> None:
-        """Note what is wanted from the planned position on; one thread at a time."""
+        """Queue the tars that are missing from the planned position on; one thread at a time."""
         wanted: deque[tuple[TarStore, StoredPart]] = deque()
         try:
             wanted.extend(self._missing(self._planned))
@@ -143,7 +142,7 @@ class TarsAhead:
                 self._changed.notify_all()
 
     def _missing(self, position: int) -> Iterator[tuple[TarStore, StoredPart]]:
-        """The next tars that are not there, in the order in which they are needed."""
+        """Yield the next missing tars in the order of their use."""
         room: int | None = None
         seen: set[StoredPart] = set()
         for store, part in self._next_tars(position):
@@ -175,7 +174,7 @@ class TarsAhead:
 
 
 def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = None) -> TarsAhead | None:
-    """The `TarsAhead` of this process; None: another process has it, or nothing is fetched."""
+    """Return the `TarsAhead` of this process; `None` if another process prefetches, or nothing is remote."""
     worker = get_worker_info()
     if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
         return None

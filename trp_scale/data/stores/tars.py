@@ -1,15 +1,15 @@
-"""Stores of tars: a data set asks its store to open them, whether they are local files or fetched through the cache.
+"""Stores of tars: a data set opens its tars through a store, as local files or through the cache.
 
-External tars are made by others and read where they are stored, on this machine's disks or under URLs:
+External tars come from others and are read where they are stored, on local disks or under URLs:
 
 DATASET/
   dataset.json
-  shards/places.json            of each tar: its path or URL, its bytes, and a text that changes with its content
-  shards/NAME.index.json        as of all tars
+  shards/places.json            path or URL of each tar, its bytes and its version
+  shards/NAME.index.json        index, as for other tars
   shards/index.bin
 
-A tar under a URL goes through the cache, beside those of mirrors; its version is part of its name there, so a changed
-one is never taken for it.
+A tar under a URL goes through the cache. Its name in the cache contains the version, so that a changed tar gets another
+name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from trp_scale.storage.transfer import PIECE, Remote, is_url, shared_remote, url
 logger = logging.getLogger(__name__)
 
 PARTS = "TRP_SCALE_CACHE_PARTS"
-"""Environment variable: whether the cache holds blocks in place of whole tars: auto (where it cannot hold the data
-set), always or never."""
+"""Environment variable: whether the cache holds blocks instead of whole tars: auto (if the data set exceeds the cache),
+always or never."""
 
 PART_MARK = "@"
-"""Between the name of a tar and the bytes of it that a file of the cache holds."""
+"""Separator of tar name and byte range in the name of a cached part."""
 
 
 class StoredPart(NamedTuple):
@@ -57,10 +57,10 @@ class StoredPart(NamedTuple):
 
 
 class TarStore:
-    """Opens the tars of one folder; this class, those that are files in it.
+    """Opens the tars of one folder. This class opens local files.
 
     Args:
-        directory: the folder, DATASET/shards or DATASET/MODALITY.
+        directory: folder, DATASET/shards or DATASET/MODALITY.
 
     Attributes:
         uses_cache: whether tars may be fetched through the cache.
@@ -73,21 +73,20 @@ class TarStore:
         self._exceeds_cache: dict[int, bool] = {}
 
     def open(self, stored: StoredPart) -> int:
-        """Return a descriptor of a tar, or of a file with a part of its bytes; one under a URL is fetched first if the
-        cache does not hold it.
+        """Return a descriptor of a tar, or of a file with a part of its bytes; fetch it first if necessary.
 
         Raises:
-            OSError: it cannot be opened.
-            DataError: it does not exist, or has been replaced.
-            RemoteError: it cannot be fetched, or there is no room for it.
+            OSError: the tar cannot be opened.
+            DataError: the tar is missing, or has been replaced.
+            RemoteError: the tar cannot be fetched, or the cache is too small.
         """
         return os.open(stored.tar, os.O_RDONLY)
 
     def size(self, tar: Path) -> int | None:
-        """Bytes of a tar; `None` if they are known only when it is fetched.
+        """Return the bytes of a tar; `None` if they are unknown until it is fetched.
 
         Raises:
-            DataError: it does not exist, or has been replaced.
+            DataError: the tar is missing, or has been replaced.
         """
         try:
             return tar.stat().st_size
@@ -99,26 +98,26 @@ class TarStore:
         return False
 
     def drop(self, stored: StoredPart, inode: int) -> bool:
-        """Remove a damaged copy from the cache, so that it is fetched again; `False` if the tar is a local file.
+        """Remove a damaged copy from the cache, so that it is fetched again; `False` for a local file.
 
         Args:
-            inode: of the copy, which the caller holds open or mapped.
+            inode: inode of the copy, which the caller holds open or mapped.
         """
         return False
 
     def is_local(self, stored: StoredPart) -> bool:
-        """Whether a tar, or a part, need not be fetched; the cache then removes others before it."""
+        """Whether a tar, or a part, need not be fetched; marks the copy in the cache as recently used."""
         return True
 
     def prefetch(self, stored: StoredPart) -> None:
-        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
+        """Fetch a tar, or a part, that will be opened, unless another process does; one attempt.
 
         Raises:
-            RefusedError: it cannot be fetched, or there is no room for it.
+            RefusedError: the tar cannot be fetched, or the cache is too small.
         """
 
     def room(self) -> int:
-        """Bytes that the cache may take; 0: nothing is fetched."""
+        """Return the capacity of the cache in bytes; 0 if nothing is fetched."""
         return 0
 
     def where(self, tar: Path) -> str:
@@ -126,8 +125,10 @@ class TarStore:
         return str(tar)
 
     def reads_parts(self, tar: Path, total: int) -> bool:
-        """Whether the cache holds blocks of a tar in place of the whole: a block of each tar is read at a time, so
-        that whole tars of a data set of `total` bytes that it cannot hold would come and go.
+        """Whether the cache holds blocks of a tar instead of the whole tar.
+
+        Reading takes one block of a tar at a time. If the data set (`total` bytes) exceeds the cache, whole tars would
+        be fetched and removed again and again.
 
         Raises:
             RefusedError: the environment variable has another value.
@@ -137,7 +138,7 @@ class TarStore:
             raise RefusedError(f"{PARTS}: {choice!r} found; auto, always and never are allowed")
         if choice == "never" or not self.is_remote(tar):
             return False
-        if total not in self._exceeds_cache:  # once in a process: the room changes with the disk
+        if total not in self._exceeds_cache:  # once per process: the capacity changes with the disk
             self._exceeds_cache[total] = total > self.room()
         return choice == "always" or self._exceeds_cache[total]
 
@@ -186,12 +187,12 @@ PLACES = "places.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalTar:
-    """Where a tar lies.
+    """Location of an external tar.
 
     Attributes:
-        place: an absolute path, or a URL.
-        size: its bytes when it was indexed.
-        version: changes with its content: when it was last written to, or what a server says.
+        place: absolute path or URL.
+        size: bytes when the tar was indexed.
+        version: changes with the content: time of the last write, or the server's version.
     """
 
     place: str
@@ -200,11 +201,11 @@ class ExternalTar:
 
 
 def look_up(place: str) -> ExternalTar:
-    """A tar as it is now.
+    """Return the current state of a tar.
 
     Raises:
-        DataError: it is not there.
-        RemoteError: it cannot be asked for.
+        DataError: the tar is missing.
+        RemoteError: the server cannot be reached.
     """
     if is_url(place):
         remote, name = _split_url(place)
@@ -219,22 +220,22 @@ def look_up(place: str) -> ExternalTar:
 
 
 def _split_url(url: str) -> tuple[Remote, str]:
-    """The directory of a file, and the file's name there."""
+    """Split the URL of a file into its directory and name."""
     directory, _, name = url.rpartition("/")
     return shared_remote(directory), name
 
 
 def write_places(directory: Path, places: Mapping[str, ExternalTar]) -> None:
-    """Say where the tars of a folder lie, by the names that they have in the data set."""
+    """Write places.json: locations of the tars of a folder, by their names in the data set."""
     write_json(directory / PLACES, {"format": 1, "tars": {name: vars(entry) for name, entry in places.items()}})
 
 
 class ExternalTars(CachedStore):
-    """Opens the tars of a folder where they are stored.
+    """Opens external tars.
 
     Args:
-        directory: the folder, shards/ of the data set.
-        tars: by name.
+        directory: folder shards/ of the data set.
+        tars: locations by name.
     """
 
     def __init__(self, directory: Path, tars: Mapping[str, ExternalTar]) -> None:
@@ -268,7 +269,7 @@ class ExternalTars(CachedStore):
 
         def fetch(descriptor: int) -> None:
             reader.read_into(descriptor, name, len(stored.wanted), start=stored.wanted.start)
-            now = reader.stat_file(name)  # after reading: it may have been replaced meanwhile
+            now = reader.stat_file(name)  # after the read: it may have been replaced during it
             self._refuse_changed(known, ExternalTar(place=known.place, size=now.size, version=now.version))
 
         return fetch
@@ -287,7 +288,7 @@ class ExternalTars(CachedStore):
 
     def size(self, tar: Path) -> int | None:
         known = self._known_tar(tar)
-        if is_url(known.place):  # compared when it is fetched
+        if is_url(known.place):  # the download compares it
             return None
         current = look_up(known.place)
         self._refuse_changed(known, current)
@@ -312,7 +313,7 @@ class ExternalTars(CachedStore):
             )
         if current.version != known.version:
             when = "" if is_url(known.place) else f" ({_time(known.version)} then, {_time(current.version)} now)"
-            raise DataError(f"{known.place}: it was written to after it was indexed{when}; {self._advice}")
+            raise DataError(f"{known.place}: changed after it was indexed{when}; {self._advice}")
 
 
 def _time(nanoseconds: str) -> str:
@@ -320,7 +321,7 @@ def _time(nanoseconds: str) -> str:
 
 
 def find_external_tars(directory: Path) -> ExternalTars | None:
-    """Return the external tars of a folder; `None` if it stores its tars itself.
+    """Return the external tars of a folder; `None` if the folder contains its tars.
 
     Raises:
         DataError: places.json is damaged.
@@ -334,12 +335,12 @@ def find_external_tars(directory: Path) -> ExternalTars | None:
         if "\0" in entry.place or not (is_url(entry.place) or entry.place.startswith("/")):
             raise fields.refusal(f"place {quote(entry.place)} found, an absolute path or a URL expected")
         if not is_url(entry.place) and not re.fullmatch(r"\d{1,19}", entry.version):
-            raise fields.refusal(f"version {quote(entry.version)} found, the time it was written to expected")
+            raise fields.refusal(f"version {quote(entry.version)} found, the time of the last write expected")
     return ExternalTars(directory, tars)
 
 
 def open_stream(source: ExternalTar) -> BinaryIO:
-    """Open a tar where it is stored, not through the cache; one under a URL is read in large requests.
+    """Open an external tar without the cache; a tar under a URL is read in large requests.
 
     Raises:
         OSError: a local file cannot be opened.
@@ -350,7 +351,7 @@ def open_stream(source: ExternalTar) -> BinaryIO:
 
 
 class _Pieces(io.RawIOBase):
-    """The bytes of a file; one piece of it is held."""
+    """Stream over a remote file that buffers one piece."""
 
     def __init__(self, source: ExternalTar) -> None:
         directory, _, self._name = source.place.rpartition("/")

@@ -1,4 +1,4 @@
-"""A stored text data set: what dataset.json says, its blocks, and its rows as a micro-batch reads them."""
+"""Text data set: dataset.json, blocks, and rows for micro-batches."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GROUPS: tuple[str, ...] = (
     "interjection",
     "other",
 )
-"""Group names; the position is the number stored in shards. The last one is outside the nine."""
+"""Names of the groups; shards store the position. The last group takes all other tags."""
 
 OTHER = GROUPS.index("other")
 
 WORD_START = 0x80
-"""Bit set in a stored tag byte on the first piece of each word; the low four bits are the group."""
+"""Bit of a stored tag byte that marks the first piece of a word; the low four bits are the group."""
 
 GROUP_BITS = 0x0F
 
@@ -59,7 +59,7 @@ PENN_TO_GROUP: dict[str, int] = {tag: GROUPS.index(group) for group, tags in _TA
 
 
 def penn_group(penn_tag: str) -> int:
-    """Number of the group of a Penn tag; tags outside the nine groups are `other`."""
+    """Return the number of the group of a Penn tag; unknown tags belong to `other`."""
     return PENN_TO_GROUP.get(penn_tag, OTHER)
 
 
@@ -67,24 +67,24 @@ SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
 """Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16."""
 
 LONGEST = 1 << 16
-"""Pieces of a sequence: ends of sentences are stored in 16 bits."""
+"""Limit of pieces of a sequence: ends of sentences have 16 bits."""
 
 _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextMeta:
-    """Properties that all rows of a text source share; mixed data sets must agree on all but the directories.
+    """Properties that all rows of a text source share; the members of a mixture may differ in the directories only.
 
     Attributes:
-        length: pieces of a finished sequence, [CLS] and both [SEP] included.
-        row_length: pieces stored per row, length - 3.
+        length: pieces of a sequence, including [CLS] and both [SEP].
+        row_length: pieces of a stored row, length - 3.
         vocab_size: number of token ids.
         token_dtype: numpy type of stored tokens, uint16 or uint32.
         special_tokens: ids of pad, unk, cls, sep and mask.
-        special_token_ids: ids that a random replacement never takes.
+        special_token_ids: ids that random replacement excludes.
         groups: names of the groups in the tags.
-        tokenizer_digest: hash of the tokenizer directory's content ("" when there is none).
+        tokenizer_digest: hash of the tokenizer directory's content; "" without a tokenizer.
         tokenizer_directories: Hugging Face tokenizer directory of each member, in the order of `data.path`.
     """
 
@@ -101,13 +101,13 @@ class TextMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataset:
-    """One opened data set.
+    """Opened data set.
 
     Attributes:
-        name: "" unless it is a member of a mixture.
-        meta: what its rows have in common.
-        samples: the stored blocks.
-        blocks: what order and split see of them.
+        name: name in the mixture; "" without a mixture.
+        meta: properties that its rows share.
+        samples: stored blocks.
+        blocks: blocks for order and split.
     """
 
     name: str
@@ -116,12 +116,12 @@ class TextDataset:
     blocks: OrderBlocks
 
     def digest(self) -> str:
-        """Equal on two ranks if they see the same dataset.json, tokenizer, indexes and tar sizes."""
+        """Digest of dataset.json, tokenizer, indexes and tar sizes; equal on ranks that see the same."""
         parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
         return f"{parts} {self.meta.tokenizer_digest} {self.samples.digest}"
 
     def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
-        """The tar that holds a block, or the part of it that the cache holds, with its store."""
+        """Return the tar of a block, or the part that the cache holds, with its store."""
         return [(self.samples.store, self.samples.stored_part(range(block, block + 1)))]
 
 
@@ -129,7 +129,7 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     """Read dataset.json and all indexes.
 
     Raises:
-        DataError: something is missing or of another format, or the tars differ from their indexes.
+        DataError: a file is missing or has another format, or the tars differ from their indexes.
     """
     fields = read_dataset(directory, "text", "shard the data again")
     meta = _read_meta(directory, fields)
@@ -138,17 +138,17 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
 
 
 def agree(datasets: list[TextDataset]) -> TextMeta:
-    """The meta data of a mixture.
+    """Return the metadata of a mixture.
 
     Raises:
-        DataError: two members differ in something that every row must share; both values are named.
+        DataError: two members differ in a property that all rows must share; names both values.
     """
     first = datasets[0]
     for other in datasets[1:]:
         if first.meta.tokenizer_digest != other.meta.tokenizer_digest:
             raise DataError(
-                f"data.path: members of a mixture must have one tokenizer, and {first.name} and {other.name} have each "
-                f"its own; shard one of them again, with --tokenizer {first.meta.tokenizer_directories[0]} or "
+                f"data.path: members of a mixture must have one tokenizer, but {first.name} and {other.name} have "
+                f"different ones; shard one again, with --tokenizer {first.meta.tokenizer_directories[0]} or "
                 f"{other.meta.tokenizer_directories[0]}"
             )
         for field in (
@@ -196,8 +196,7 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
 
 
 def tokenizer_digest(directory: Path) -> str:
-    """Hash of the vocabulary file, the one file of a Hugging Face tokenizer that decides what ids mean; "" without
-    one."""
+    """Hash the vocabulary file, which determines the meaning of ids; "" without one."""
     for name in ("tokenizer.json", "vocab.txt"):
         if (directory / name).is_file():
             return hashlib.blake2b((directory / name).read_bytes(), digest_size=16).hexdigest()
@@ -206,17 +205,17 @@ def tokenizer_digest(directory: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRows:
-    """Rows as stored; P pieces a row, S sentence ends.
+    """Stored rows; P pieces a row, S sentence ends.
 
     Attributes:
-        tokens: [N, P] as stored, uint16 or uint32.
+        tokens: [N, P] uint16 or uint32, as stored.
         tags: [N, P] uint8.
         ends: [N, S] int64, end offsets of sentences, ascending; padded with the row's number of pieces.
-        pieces: [N] number of pieces, 0 for a row that is not there or cannot be read.
-        own: [R] line of each address's own row in the arrays above.
-        partner: [R] line of its partner.
-        readable: [R] whether both could be read and hold allowed values.
-        reasons: what was wrong with some blocks, by key.
+        pieces: [N] number of pieces; 0 for an unreadable row.
+        own: [R] index in the arrays above of each address's own row.
+        partner: [R] index of its partner.
+        readable: [R] whether both rows are readable and have allowed values.
+        reasons: errors of blocks, by key.
     """
 
     tokens: npt.NDArray[Any]
@@ -233,11 +232,11 @@ class TextRowReader:
     """Reads rows of several data sets.
 
     Args:
-        readers: one per data set.
-        names: their names in the mixture, put before the keys of corrupt blocks.
+        readers: reader of each data set.
+        names: names in the mixture, prefixes of the keys of corrupt blocks.
         row_length: P.
         token_dtype: type of stored tokens.
-        vocab_size: token ids must be below it.
+        vocab_size: bound of token ids.
     """
 
     def __init__(
@@ -254,9 +253,9 @@ class TextRowReader:
         self._row_length, self._vocab_size = row_length, vocab_size
 
     def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
-        """Rows `own` and `partner` of each block, all [R].
+        """Read the rows `own` and `partner` of each block, all [R].
 
-        One gather per block and member file: lines come sorted by block, `TextRows.own` and `.partner` say where.
+        Rows are sorted by block and gathered once per block; `TextRows.own` and `.partner` are their indices.
         """
         count = len(own)
         block_code = np.tile(member << 40 | block, 2)  # [2R]
@@ -276,7 +275,7 @@ class TextRowReader:
             if opened is None:
                 continue
             lines = rows[first:last]
-            # mode: "raise" would copy through a buffer; lines are in range by the index, which `_open` compares
+            # mode "raise" would copy through a buffer; the index, which `_open` compares, keeps lines in range
             opened[0].take(lines, axis=0, out=tokens[first:last], mode="clip")
             opened[1].take(lines, axis=0, out=tags[first:last], mode="clip")
             stored = opened[2][lines]  # [lines, S of this block]
@@ -289,7 +288,7 @@ class TextRowReader:
                 good[first:last] = False
         if not good.all():
             ends[~good] = 0
-            wrong = {self._key(code): "numbers that no row can have" for code in np.unique(codes[~good]).tolist()}
+            wrong = {self._key(code): "values outside the allowed range" for code in np.unique(codes[~good]).tolist()}
             reasons = wrong | reasons
         line = np.empty(2 * count, dtype=np.int64)
         line[order] = np.arange(2 * count)
@@ -305,7 +304,7 @@ class TextRowReader:
         )
 
     def _open(self, code: int, reasons: dict[str, str]) -> tuple[npt.NDArray[Any], ...] | None:
-        """Arrays of a block; None where it cannot be read: the batch names it, the training loop limits them."""
+        """Open the arrays of a block; `None` if it is unreadable (noted in `reasons`)."""
         try:
             tokens, tags, sentences = self._readers[code >> 40].arrays(code & ((1 << 40) - 1))
             width = (self._row_length,)
@@ -313,18 +312,18 @@ class TextRowReader:
                 raise DataError(f"arrays of {tokens.shape}, {tags.shape} and {sentences.shape}, not of rows of {width}")
             if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
                 raise DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
-        except Exception as error:  # whatever a damaged file leads to
+        except Exception as error:  # a damaged file raises many types
             reasons[self._key(code)] = failure_reason(error)
             return None
         return tokens, tags, sentences
 
     def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
-        """Return a mask [N] of the lines with allowed values: a wrong id would fault in the embedding, on a GPU for
-        good."""
+        """Return a mask [N] of the rows with allowed values: a wrong id would break the embedding, on a GPU beyond
+        recovery."""
         groups = tags & np.uint8(GROUP_BITS)
         steps = ends[:, 1:] >= ends[:, :-1]
         good = np.ones(len(tokens), dtype=np.bool_)
-        if int(tokens.max()) < self._vocab_size and int(groups.max()) < len(GROUPS) and steps.all():  # as a rule
+        if int(tokens.max()) < self._vocab_size and int(groups.max()) < len(GROUPS) and steps.all():  # the usual case
             return good & (ends[:, -1] <= self._row_length)
         good &= tokens.max(axis=1) < self._vocab_size
         good &= groups.max(axis=1) < len(GROUPS)

@@ -1,4 +1,4 @@
-"""The tokenizer of a data set: trained here, or a given Hugging Face directory; stored beside the shards."""
+"""Tokenizer of a data set, stored next to the shards: trained here, or copied from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trp_scale.errors import DataError, error_text
 from trp_scale.storage.files import temporary_beside
 
 LARGEST = 256 << 20
-"""Bytes of tokenizer.json; those of large vocabularies have some 20 MB."""
+"""Limit of bytes of tokenizer.json; large vocabularies have about 20 MB."""
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-"""Roles that pre-training needs, and what a tokenizer trained here calls them."""
+"""Roles that pre-training needs, and their tokens in a tokenizer that is trained here."""
 
 
 MAX_ALPHABET = 1000
-"""Different characters a trained vocabulary holds, the most frequent; text of all scripts has far more."""
+"""Limit of characters of a trained vocabulary; the most frequent are kept. Text of all scripts has far more."""
 
 
 def train_word_piece(texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Tokenizer:
-    """Train WordPiece with BERT's normalization. The same texts give the same vocabulary, numbers included.
+    """Train WordPiece with BERT's normalization. The same texts give the same vocabulary and ids.
 
-    The trainer numbers continuing letters ("##a") in the order of a hash table, which changes from run to run, and
-    breaks ties between merges by these numbers. So they are found first, and given in a fixed order as if special.
+    The trainer numbers continuing letters ("##a") in the order of a hash table, which changes between runs, and breaks
+    ties between merges by these numbers. A first pass finds them; the second gets them in a fixed order, as if special.
 
     Args:
-        texts: gives the texts from the start each time it is called.
+        texts: returns the texts from the start on each call.
     """
     special = list(SPECIAL_TOKENS.values())
     characters: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def train_word_piece(texts: Callable[[], Iterable[str]], vocab_size: int, lowerc
 def _train(
     texts: Iterable[str], vocab_size: int, first: list[str], alphabet: list[str], lowercase: bool
 ) -> dict[str, int]:
-    """The vocabulary of one run of the trainer, with `first` at its beginning."""
+    """Run the trainer once; return the vocabulary, which starts with `first`."""
     tokenizer = _bert_pipeline(Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS["unk"])), lowercase)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -78,7 +78,7 @@ def _bert_pipeline(tokenizer: Tokenizer, lowercase: bool) -> Tokenizer:
 
 
 def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length: int) -> None:
-    """Write a Hugging Face directory (tokenizer.json, tokenizer_config.json, vocab.txt), whole under its final name."""
+    """Write a Hugging Face directory (tokenizer.json, tokenizer_config.json, vocab.txt) atomically."""
     temporary = _empty_temporary(directory)
     names = SPECIAL_TOKENS
     cls_id, sep_id = tokenizer.token_to_id(names["cls"]), tokenizer.token_to_id(names["sep"])
@@ -104,38 +104,38 @@ def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length:
 
 
 def open_given(directory: Path, *, flag: str) -> Any:
-    """A Hugging Face tokenizer directory, as transformers opens it; Python code that lies in it is not run.
+    """Open a Hugging Face tokenizer directory with transformers, without running Python code from it.
 
     Raises:
-        DataError: there is no such directory, or transformers cannot load it.
+        DataError: the directory is missing, or transformers cannot load it.
     """
     from transformers import AutoTokenizer
 
-    if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
+    if not directory.is_dir():  # transformers would look for a downloaded model of that name
         raise DataError(
-            f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies. Names on a hub are not loaded"
+            f"{directory}: no such directory; give {flag} DIR with a tokenizer. Names on a hub are not downloaded"
         )
-    for path in sorted(directory.glob("*.json")):  # under our limits, before a library reads them
+    for path in sorted(directory.glob("*.json")):  # check our limits before a library reads them
         read_object(path, DataError, largest=LARGEST)
     try:
-        # Left to itself, transformers asks on the terminal whether such code is to run, and takes a pipe's "y".
+        # By default transformers asks on the terminal whether to run such code, and accepts a "y" from a pipe.
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except BaseException as error:  # the tokenizers library raises plain ones, and its panics, which are no Exception
+    except BaseException as error:  # panics of the tokenizers library are not Exceptions
         _pass_on(error)
         raise DataError(
-            f"{directory}: transformers cannot load a tokenizer from it ({error_text(error)}); give {flag} DIR, one "
-            "that needs no code of its own: such code is never run"
+            f"{directory}: transformers cannot load a tokenizer from it ({error_text(error)}); give {flag} DIR with a "
+            "tokenizer that needs no code of its own: such code is never run"
         ) from error
 
 
 def _pass_on(error: BaseException) -> None:
-    """Raise what is no fault of a file: it ends the process."""
+    """Raise errors that end the process and have nothing to do with a file."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
 
 
 def save_given(source: Path, directory: Path) -> None:
-    """Copy a Hugging Face tokenizer directory in the form this transformers writes, under its final name at once.
+    """Copy a Hugging Face tokenizer directory atomically, in the form that this version of transformers writes.
 
     Raises:
         DataError: transformers cannot load it, or it has no fast (Rust) form.
@@ -157,7 +157,7 @@ def _empty_temporary(directory: Path) -> Path:
 
 
 def _put(temporary: Path, directory: Path) -> None:
-    """Give a whole tokenizer its name. Where another process was faster, its one stays: it is of the same texts."""
+    """Rename a complete tokenizer; if another process was faster, keep its tokenizer, which has the same texts."""
     try:
         temporary.replace(directory)
     except OSError:
@@ -167,11 +167,11 @@ def _put(temporary: Path, directory: Path) -> None:
 
 
 def load_for_sharding(directory: Path) -> Tokenizer:
-    """The tokenizer of a data set as sharding needs it: no truncation, no padding, and text that spells a special
-    token ("[MASK]") stays text, so that no stored piece is special but the unknown one.
+    """Load the tokenizer of a data set for sharding, without truncation and padding. Text that spells a special token
+    ("[MASK]") stays text: no stored piece is special except the unknown one.
 
     Raises:
-        DataError: it is not there, or damaged.
+        DataError: the tokenizer is missing or damaged.
     """
     path = directory / "tokenizer.json"
     read_object(path, DataError, largest=LARGEST)
@@ -185,11 +185,11 @@ def load_for_sharding(directory: Path) -> Tokenizer:
 
 
 def try_out(tokenizer: Tokenizer, path: Path) -> Encoding:
-    """A pair of words and what no vocabulary has as pieces: a model that lacks its own unknown piece raises when it
-    meets a word that it does not know, which may be in the last of a million documents.
+    """Encode a pair of words and an unknown character: a model without its own unknown piece raises at an unknown word,
+    which may be in the last of a million documents.
 
     Raises:
-        DataError: it cannot make them.
+        DataError: encoding fails.
     """
     with _of_tokenizers(path):
         tokenizer.encode("\U0010fffd")
@@ -198,23 +198,16 @@ def try_out(tokenizer: Tokenizer, path: Path) -> Encoding:
 
 @contextmanager
 def _of_tokenizers(path: Path) -> Iterator[None]:
-    """Convert errors of the tokenizers library about a file.
-
-    Raises:
-        DataError: it fails.
-    """
+    """Context that converts errors of the tokenizers library to DataError."""
     try:
         yield
     except BaseException as error:  # as in open_given
         _pass_on(error)
-        raise DataError(f"{path}: not a tokenizer that can be used ({error_text(error)}); copy it again") from error
+        raise DataError(f"{path}: not a usable tokenizer ({error_text(error)}); copy it again") from error
 
 
 def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
-    """Numbers of the special tokens of a saved tokenizer.
-
-    Returns:
-        The number of each role in SPECIAL_TOKENS, and all numbers that are special (sorted).
+    """Return the id of each role in SPECIAL_TOKENS, and all special ids, sorted.
 
     Raises:
         DataError: a role has no token.
@@ -236,12 +229,12 @@ def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest piece number."""
+    """Return the largest id + 1."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def is_bert_word_piece(tokenizer: Tokenizer) -> bool:
-    """Whether pieces depend on nothing beyond white space: BERT's normalizer and pre-tokenizer over WordPiece."""
+    """Whether pieces depend only on words between white space: BERT's normalizer and pre-tokenizer, WordPiece."""
     if any(not added.special for added in tokenizer.get_added_tokens_decoder().values()):
         return False
     return (

@@ -149,4 +149,4 @@ def test_a_few_images_in_common_are_told(tmp_path: Path, caplog: pytest.LogCaptu
     config = config_for(write(tmp_path / "train", range(30)))
     with caplog.at_level(logging.WARNING):
         check_test(config, write(tmp_path / "test", range(29, 129)))
-    assert "test: 1 of its 100 images are in the run's data too" in caplog.text
+    assert "test: 1 of its 100 images are also in the run's data" in caplog.text
