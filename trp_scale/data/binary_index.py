@@ -398,7 +398,7 @@ class BinaryIndex:
 
     def _compare_size(self, path: Path, size: int | None, expected: int) -> None:
         if size not in (None, expected):
-            raise DataError(f"{path}: {size} bytes found, {NAME} expects {expected}; {self._stale_advice}")
+            raise DataError(f"{path}: {size} bytes found, {NAME} expects {expected} bytes; {self._stale_advice}")
 
     def verify(self) -> None:
         """Compare all arrays with their hashes.

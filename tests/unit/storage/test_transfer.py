@@ -86,7 +86,7 @@ def test_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with faulty_server(directory(tmp_path)) as (url, faults):
         faults.of["tar"] = ["503"] * 1000
         began = time.monotonic()
-        with pytest.raises(RemoteError, match=r"(?s)/tar: .* 0.5 s, .*\d+ times, .*503.*TRP_SCALE_REMOTE_SECONDS"):
+        with pytest.raises(RemoteError, match=r"(?s)/tar: .* 0.5 s, .*\d+ requests, .*503.*TRP_SCALE_REMOTE_SECONDS"):
             Remote(url).read("tar")
         assert time.monotonic() - began < 3
     with pytest.raises(RemoteError, match=r" 0.5 s"):
@@ -103,7 +103,7 @@ def test_a_signal_to_stop_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.M
         faults.of["tar"] = ["503"] * 1000
         began = time.monotonic()
         asked.start()
-        with pytest.raises(RemoteError, match=r" stop, .*2 times"):
+        with pytest.raises(RemoteError, match=r" stop, .*2 requests"):
             Remote(url).read("tar")
         assert time.monotonic() - began < 10
 

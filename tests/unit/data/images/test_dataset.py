@@ -176,9 +176,9 @@ def test_the_digest_sees_them_only_when_they_are_read(data: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"order": [0, 2, 1, 3]}, r"place 1: .*n00007 .*shards/image-000001\.tar .*n00006"),
-        ({"order": [0, 1, 2]}, "place 3: .*n00008"),
-        ({"members": {3: {"__key__": "n00009"}}}, "place 3: .*n00009 .*n00008"),
+        ({"order": [0, 2, 1, 3]}, r"position 1: .*n00007 .*shards/image-000001\.tar .*n00006"),
+        ({"order": [0, 1, 2]}, "position 3: .*n00008"),
+        ({"members": {3: {"__key__": "n00009"}}}, "position 3: .*n00009 .*n00008"),
         ({"members": {1: {"depth.png": b"x"}}}, r"block n00006 .*\.depth\.png; .*\.semseg\.png"),
     ],
 )
