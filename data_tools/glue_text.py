@@ -29,7 +29,7 @@ def write_sentences(root: Path, output: Path) -> int:
             find_folder(root, task)
         except DataError:
             continue
-        train = read_glue(root, task, split="dev", allowed_bad=BAD_LINES).train
+        train = read_glue(root, task, split="dev", max_bad_lines=BAD_LINES).train
         sentences += [text for pair in zip(*train.sentences, strict=True) for text in pair]
     if not sentences:
         raise DataError(f"{root}: no task of GLUE is there; allowed: folders such as CoLA and SST-2")

@@ -19,7 +19,7 @@ from trp_scale.data.text.tokenizer import open_given
 from trp_scale.evaluation.arguments import FrozenPositions
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoders import EncoderSource, open_encoder, take_weights
+from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_encoder
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import Pixels
@@ -59,7 +59,7 @@ class TextEncoder(Encoder):
         weights["embeddings.word_embeddings.weight"] = rows[:pieces]  # the rest is padding for efficient kernels
         pooled = any(name.startswith("pooler.") for name in weights)
         self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
-        take_weights(self.backbone, weights, f"--from {source.path}")
+        load_weights(self.backbone, weights, f"--from {source.path}")
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -200,7 +200,7 @@ class FrozenEncoder:
         if weights is None:
             initialise_vision(module, seed=seed, std=config.model.initializer_range)
         else:
-            take_weights(module, weights, f"--from {path}")
+            load_weights(module, weights, f"--from {path}")
         self._settings = {
             "model": {name: value for name, value in asdict(config.model).items() if name not in NOT_OF_THE_WEIGHTS},
             "vision": asdict(config.vision),

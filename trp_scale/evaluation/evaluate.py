@@ -17,7 +17,7 @@ from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_
 from trp_scale.evaluation.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
 from trp_scale.evaluation.pretrained_losses import measure_losses, read_pretrained, refuse_flags
 from trp_scale.finetuning.measurement import Collector, ReadRun, find_runs, predict, predicting_engine, read_origin
-from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result, task_class, trained_on_is_there
+from trp_scale.finetuning.task import DownstreamTask, build_task, has_training_data, seed_result, task_class
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
     RESULT_FILE,
@@ -148,7 +148,7 @@ def measure_run(
     try:
         _check_data(run, arguments, config, task, environment)
         _check_classes(run, config, task)
-        task.recall(run.document.extra)
+        task.restore_extra(run.document.extra)
         engine = predicting_engine(task.model(), run, environment)
         collected = None if task.unlabelled else task.metrics()
         saved = None if directory is None else task.predictions(directory, engine.data_group)
@@ -187,7 +187,7 @@ def _check_data(
                 f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} has changed since the "
                 "run; restore it, or name the data to measure with --data"
             )
-    elif isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
+    elif isinstance(run.config, ImageTaskConfig) and has_training_data(run.config):
         train = run.config.data.path
 
         def count_shared() -> int:

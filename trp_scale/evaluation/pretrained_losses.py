@@ -18,7 +18,14 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.errors import DataError, finding
 from trp_scale.evaluation.arguments import EvaluateArguments
 from trp_scale.finetuning.encoders import is_run
-from trp_scale.finetuning.measurement import ReadRun, every_block, open_run, predicting_engine, read_once, refuse_unread
+from trp_scale.finetuning.measurement import (
+    ReadRun,
+    all_blocks,
+    open_run,
+    predicting_engine,
+    read_once,
+    refuse_unreadable_rows,
+)
 from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
 from trp_scale.reporting.results import Results, SeedResult, join
 from trp_scale.training.loop import validate
@@ -71,7 +78,7 @@ def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Envi
         losses = validate(engine, upstream.objective, batches, corrupt)
     finally:
         upstream.sources.close()
-    refuse_unread(corrupt, engine.data_group)
+    refuse_unreadable_rows(corrupt, engine.data_group)
     assert losses is not None, "validation was interrupted"
     balanced = {upstream.objective.tasks[number] for number in upstream.objective.balanced}
     which = "all" if arguments.data else f"held out {run.config.data.validation_fraction:g}"
@@ -134,7 +141,7 @@ def _every_block(run: ReadRun, rows: Rows) -> list[Chosen]:
             "--data is the run's training data: training rows are measured too; leave --data out to measure only "
             "held-out rows"
         )
-    return every_block(rows.blocks)
+    return all_blocks(rows.blocks)
 
 
 def _held_out(run: ReadRun, config: PretrainConfig, rows: Rows, paths: Sequence[MemberPath]) -> list[Chosen]:

@@ -131,7 +131,7 @@ def is_run(path: Path) -> bool:
 
 
 @torch.no_grad()
-def take_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint: str = "") -> None:
+def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint: str = "") -> None:
     """Copy weights into a module by name.
 
     Args:

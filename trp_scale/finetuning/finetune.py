@@ -111,7 +111,7 @@ def select_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: P
     return replace(arguments, config=config, run_dir=directory)
 
 
-def read_done(run_dir: Path, config: Config) -> SeedResult | None:
+def read_finished(run_dir: Path, config: Config) -> SeedResult | None:
     """Return the result of a finished run with these settings.
 
     `None` if no result exists, or if it has another number of steps; such a run is resumed.
@@ -161,7 +161,7 @@ def run_seed(
     assert run_dir is not None
     asked = to_dict(arguments.config)
     if arguments.resume != "never":
-        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, arguments.config))
+        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_finished(run_dir, arguments.config))
         if done is not None:
             check_same_data(run_dir, done.data, earlier)
             return ExitStatus.DONE, done

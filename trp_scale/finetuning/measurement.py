@@ -30,7 +30,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.errors import DataError, UnreadableError, quote
-from trp_scale.finetuning.encoders import take_weights
+from trp_scale.finetuning.encoders import load_weights
 from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.storage.files import atomic_write
 
@@ -81,7 +81,7 @@ def predict(
             for collector in collectors:
                 collector.add(outputs, on_device)
     engine.train(True)
-    refuse_unread(corrupt, engine.data_group)
+    refuse_unreadable_rows(corrupt, engine.data_group)
 
 
 def read_once(
@@ -104,12 +104,12 @@ def read_once(
         source.close()
 
 
-def every_block(blocks: Sequence[Blocks]) -> list[Chosen]:
+def all_blocks(blocks: Sequence[Blocks]) -> list[Chosen]:
     """Return masks [n] that choose all blocks of each data set."""
     return [np.ones(len(table.rows), dtype=np.bool_) for table in blocks]
 
 
-def refuse_unread(corrupt: Iterable[str], group: Group) -> None:
+def refuse_unreadable_rows(corrupt: Iterable[str], group: Group) -> None:
     """Raise `UnreadableError` if any rank has unreadable rows: metrics are of all rows. Collective.
 
     Args:
@@ -122,7 +122,7 @@ def refuse_unread(corrupt: Iterable[str], group: Group) -> None:
         )
 
 
-def distinct(classes: Sequence[str]) -> list[str]:
+def unique_names(classes: Sequence[str]) -> list[str]:
     """Return unique names of the classes, with the class number for repeated names (ImageNet has two cranes)."""
     counts = Counter(classes)
     return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
@@ -305,7 +305,7 @@ def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment)
         RefusedError: the checkpoint has other tensors, or lacks the averaged weights that run.weights selects.
     """
     weights = read_full_state(run.checkpoint, STATE_OF[run.weights])
-    take_weights(module, weights, str(run.checkpoint), "; does the measured data have other classes?")
+    load_weights(module, weights, str(run.checkpoint), "; does the measured data have other classes?")
     config = run.config
     config.training.compile = "none"
     if config.training.precision == "fp16":

@@ -32,8 +32,8 @@ from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.arguments import SCRATCH
-from trp_scale.finetuning.encoders import open_encoder, take_weights
-from trp_scale.finetuning.measurement import Metrics, Predictions, every_block
+from trp_scale.finetuning.encoders import load_weights, open_encoder
+from trp_scale.finetuning.measurement import Metrics, Predictions, all_blocks
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.reporting.results import SeedResult
 
@@ -115,7 +115,7 @@ class DownstreamTask(ABC, Generic[Run]):
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
 
-    def recall(self, extra: Mapping[str, Any]) -> None:
+    def restore_extra(self, extra: Mapping[str, Any]) -> None:
         """Restore the values that `checkpoint_extra` stored: the training data may no longer exist."""
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
@@ -170,7 +170,7 @@ class ImageTask(DownstreamTask[ImageRun]):
         super().measure_on(config, checkpoint, "", images)
         if data:
             config.downstream.test_path, config.downstream.split = data, "test"
-            if not trained_on_is_there(config):
+            if not has_training_data(config):
                 config.data.path = data
 
     @property
@@ -190,10 +190,10 @@ class ImageTask(DownstreamTask[ImageRun]):
             if not last_norm:
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
             with naming_tensors(self.config.model):
-                take_weights(model.encoder, weights, f"--from {path}")
+                load_weights(model.encoder, weights, f"--from {path}")
 
 
-def trained_on_is_there(config: ImageTaskConfig) -> bool:
+def has_training_data(config: ImageTaskConfig) -> bool:
     """Return whether the run's training data still exists."""
     return all((member.path / "dataset.json").is_file() for member in parse_paths(config.data.path))
 
@@ -235,8 +235,8 @@ def open_task_sources(
     """
     config = within_cpus(config, environment.cpus)
     held = config.data.validation_fraction if measured_paths is None else 0.0
-    chosen = blocks_to_learn(train.blocks, train_paths, held)
-    kept = [~mask for mask in chosen] if measured_paths is None else every_block(measured.blocks)
+    chosen = select_training_blocks(train.blocks, train_paths, held)
+    kept = [~mask for mask in chosen] if measured_paths is None else all_blocks(measured.blocks)
     if learned is not None:
         chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
     for mask, path in zip(chosen, train_paths, strict=True):
@@ -247,8 +247,8 @@ def open_task_sources(
             )
     learned_from = train
     if config.downstream.rows:
-        learned_from = draw_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
-        chosen = every_block(learned_from.blocks)
+        learned_from = sample_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
+        chosen = all_blocks(learned_from.blocks)
     plan = TrainPlan(
         seed=config.training.seed,
         members=learned_from.members(train_paths, chosen),
@@ -268,7 +268,7 @@ def open_task_sources(
     )
 
 
-def blocks_to_learn(
+def select_training_blocks(
     blocks: Sequence[Blocks], paths: Sequence[MemberPath], fraction: float
 ) -> list[npt.NDArray[np.bool_]]:
     """Return masks [n] of the blocks that are not held out.
@@ -326,7 +326,7 @@ def seed_result(task: DownstreamTask[Any], seed: int, metrics: dict[str, Any], *
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenRows:
+class SampledRows:
     """Sampled rows of a data set, each as a block of one row, so that single rows are shuffled; see `plan.Blocks`.
 
     Attributes:
@@ -348,11 +348,11 @@ class ChosenRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenRowsBuilder:
+class SampledRowsBuilder:
     """Builds batches of sampled rows with the builder of the whole data sets; see `fetch.BatchBuilder`."""
 
     builder: BatchBuilder
-    chosen: Sequence[ChosenRows]
+    chosen: Sequence[SampledRows]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
@@ -363,7 +363,7 @@ class ChosenRowsBuilder:
         return self.builder.build(replace(addresses, block=block, row=row), start)
 
 
-def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
+def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
     """Sample `count` rows by the seed, stratified by label. A larger sample contains a smaller one, up to rounding.
 
     Args:
@@ -374,7 +374,7 @@ def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) 
     Raises:
         RefusedError: fewer rows exist, or a data set gets none.
     """
-    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_places(whole.blocks), strict=True))
+    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_row_columns(whole.blocks), strict=True))
     labels = np.zeros(len(block), np.int64) if whole.labels is None else np.concatenate(whole.labels)
     may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
     usable = np.flatnonzero(may)
@@ -388,14 +388,14 @@ def draw_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) 
     rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row within its label
     picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
     chosen = [
-        ChosenRows(identities=identities[rows], block=block[rows], row=row[rows])
+        SampledRows(identities=identities[rows], block=block[rows], row=row[rows])
         for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
     ]
     if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:
         raise RefusedError(
             f"--downstream.rows is {count}: data set {empty[0]} of the mixture gets no row; allowed: more rows"
         )
-    builder = ChosenRowsBuilder(builder=whole.builder, chosen=chosen)
+    builder = SampledRowsBuilder(builder=whole.builder, chosen=chosen)
     return replace(whole, blocks=chosen, builder=builder, labels=None, stored=())
 
 
@@ -412,7 +412,7 @@ def _block_of_rows(blocks: Blocks) -> Integers:
     return numbers
 
 
-def _places(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
+def _row_columns(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
     """Return columns [n] for each data set's rows in stored order: identity, number of the data set, block, row."""
     columns = []
     for number, blocks in enumerate(tables):

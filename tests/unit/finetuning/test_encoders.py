@@ -29,7 +29,7 @@ from trp_scale.config.loader import to_dict
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
-from trp_scale.finetuning.encoders import open_encoder, take_weights
+from trp_scale.finetuning.encoders import load_weights, open_encoder
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.models.positions import PositionOrder, sine_cosine
@@ -53,7 +53,7 @@ def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder
     source.adopt(settings)
     settings.crops.size = grid * settings.vision.patch_size
     encoder = ImageEncoder(settings).eval()
-    take_weights(encoder, source.image_weights(settings), str(path))
+    load_weights(encoder, source.image_weights(settings), str(path))
     return encoder, settings
 
 

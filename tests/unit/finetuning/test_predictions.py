@@ -96,7 +96,7 @@ def test_predictions_of_labelled_rows_are_those_of_the_figures(glue: Path, tmp_p
 
 def test_scores_are_cut_to_those_that_there_are(tmp_path: Path) -> None:
     submission = GlueSubmission("stsb", {}, tmp_path, ALONE)
-    assert [submission.spelt(score) for score in (-0.2, 1.23456, 7.0)] == ["0.000", "1.235", "5.000"]
+    assert [submission.format_prediction(score) for score in (-0.2, 1.23456, 7.0)] == ["0.000", "1.235", "5.000"]
 
 
 def test_a_line_for_each_image_s_class(tmp_path: Path) -> None:

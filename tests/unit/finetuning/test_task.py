@@ -18,7 +18,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, TrainPlan
 from trp_scale.data.sources import Rows
 from trp_scale.errors import RefusedError
-from trp_scale.finetuning.task import draw_rows, label_counts, set_length
+from trp_scale.finetuning.task import label_counts, sample_rows, set_length
 
 
 @pytest.mark.parametrize(
@@ -86,33 +86,33 @@ def everywhere() -> list[np.ndarray]:
 
 
 def test_as_many_as_asked_each_label_alike() -> None:
-    found = places(draw_rows(whole(), everywhere(), 60, seed=0))
+    found = places(sample_rows(whole(), everywhere(), 60, seed=0))
     assert len(found) == 60
     labels = [int(LABELS[member][10 * block + row]) for member, block, row in found]
     assert np.bincount(labels).tolist() == [6] * 10
 
 
 def test_the_seed_draws_them_and_more_hold_fewer() -> None:
-    few, more, other = (places(draw_rows(whole(), everywhere(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1)))
+    few, more, other = (places(sample_rows(whole(), everywhere(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1)))
     assert few < more
     assert few != other
 
 
 def test_only_allowed_blocks_are_drawn_from() -> None:
     allowed = [np.arange(20) < 7, np.arange(10) < 3]
-    found = places(draw_rows(whole(), allowed, 100, seed=0))
+    found = places(sample_rows(whole(), allowed, 100, seed=0))
     assert found == {(0, block, row) for block in range(7) for row in range(10)} | {
         (1, block, row) for block in range(3) for row in range(10)
     }
     with pytest.raises(RefusedError, match=r"--downstream\.rows is 101, .* 100 "):
-        draw_rows(whole(), allowed, 101, seed=0)
+        sample_rows(whole(), allowed, 101, seed=0)
 
 
 def test_rows_of_one_data_set_keep_their_keys() -> None:
     """So that crops and masks are those of the whole data set."""
     path = [MemberPath(name="", weight=Fraction(1), path=None)]  # type: ignore[arg-type]
     every_row = Rows(blocks=TABLES[:1], meta=None, limit=0, builder=Tells(), digests=[""], labels=LABELS[:1])
-    chosen = draw_rows(every_row, everywhere()[:1], 40, seed=0)
+    chosen = sample_rows(every_row, everywhere()[:1], 40, seed=0)
     located = []
     for rows in (chosen, every_row):
         plan = TrainPlan(

@@ -31,7 +31,7 @@ from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.figures.drawing import DPI, figure_class, show_image, small_axes
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import every_block
+from trp_scale.finetuning.measurement import all_blocks
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.positions import RelativeInputs
 from trp_scale.models.vit import TransformerBlock
@@ -102,7 +102,7 @@ def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
 def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
     """Yield batches of the chosen images. Raises RefusedError if an image cannot be read."""
     blocks = choice.dataset.blocks
-    (chosen,) = every_block([blocks])
+    (chosen,) = all_blocks([blocks])
     plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=blocks, chosen=chosen)])
     for first in range(0, len(choice.positions), BATCH):
         batch = builder.build(plan.locate(choice.positions[first : first + BATCH]), first)

@@ -21,7 +21,7 @@ from trp_scale.evaluation.figures.trained_images import TrainedImages, load_mask
 from trp_scale.finetuning.dense.batch import DenseData, SegmentationMaps
 from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import open_dense
-from trp_scale.finetuning.measurement import every_block, read_once
+from trp_scale.finetuning.measurement import all_blocks, read_once
 from trp_scale.methods.learned_masks.masks import scheduled_split, select
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import Results, SeedResult, join
@@ -158,7 +158,7 @@ def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
 def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> Iterator[Batch]:
     """Yield micro-batches of all images, each once."""
     rows = opened.rows(config, whole=True)
-    members = rows.members(parse_paths(config.data.path), every_block(rows.blocks))
+    members = rows.members(parse_paths(config.data.path), all_blocks(rows.blocks))
     for batch in read_once(rows, HeldOutPlan(members=members, most=most or None), config, ALONE):
         present = batch["row_weights"] > 0
         fields = {name: batch[name][present] for name in ("images", "semseg")}

@@ -28,7 +28,7 @@ from trp_scale.data.images.dataset import ImageMeta, decode_image
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Sources
 from trp_scale.errors import DataError, error_text, finding
-from trp_scale.finetuning.encoders import take_weights
+from trp_scale.finetuning.encoders import load_weights
 from trp_scale.finetuning.measurement import ReadRun, open_run
 from trp_scale.methods.learned_masks.hook import NETWORK
 from trp_scale.methods.learned_masks.masks import NETWORKS, MaskingNetwork
@@ -225,7 +225,7 @@ def _read(source: Path | str, data: str, kind: type[ImagePretrainConfig]) -> Rea
 
 
 def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine: str = "") -> Model:
-    take_weights(model, read_full_state(checkpoint, state, engine), str(checkpoint))
+    load_weights(model, read_full_state(checkpoint, state, engine), str(checkpoint))
     return model.eval()
 
 

@@ -22,7 +22,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
 from trp_scale.evaluation.probe.features import Features, LabelledFeatures, extract
-from trp_scale.finetuning.measurement import distinct
+from trp_scale.finetuning.measurement import unique_names
 from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.loop import learning_rate
 
@@ -192,7 +192,7 @@ def accuracy(predicted: Integers, labels: Integers) -> float:
 
 def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the accuracy by name of each class that has rows."""
-    present, names = np.unique(labels).tolist(), tuple(distinct(names))
+    present, names = np.unique(labels).tolist(), tuple(unique_names(names))
     return {names[label]: accuracy(predicted[labels == label], labels[labels == label]) for label in present}
 
 

@@ -17,7 +17,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import LabelledImages, open_labelled
-from trp_scale.finetuning.measurement import every_block, read_once
+from trp_scale.finetuning.measurement import all_blocks, read_once
 
 BlockMasks = list[npt.NDArray[np.bool_]]
 """[blocks] of each data set: selected blocks."""
@@ -61,9 +61,9 @@ class ProbedImages:
             for dataset in self.opened.datasets
         ]
 
-    def every_block(self) -> BlockMasks:
+    def all_blocks(self) -> BlockMasks:
         """Select all blocks of each data set."""
-        return every_block([dataset.blocks for dataset in self.opened.datasets])
+        return all_blocks([dataset.blocks for dataset in self.opened.datasets])
 
     def labels(self, chosen: BlockMasks) -> npt.NDArray[np.int64]:
         """Return the classes [n] of the images in these blocks, in stored order."""
@@ -73,7 +73,7 @@ class ProbedImages:
     def batches(self, group: Group) -> Iterator[Batch]:
         """Return this rank's micro-batches of all images, each once and in stored order; padding rows have
         row_weights 0."""
-        return self.once(self.every_block(), group)
+        return self.once(self.all_blocks(), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
         """Return the batches of the chosen blocks, like `batches`."""

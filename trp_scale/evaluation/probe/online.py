@@ -208,7 +208,7 @@ class ImageRows:
         if settings.test:
             check_test(config, Path(settings.test))
             self.test = open_probed(config, settings.test)
-            measured = self.test.every_block()
+            measured = self.test.all_blocks()
         else:
             fraction = fraction or SHARE_MEASURED
             measured = self.train.held_blocks(fraction)
@@ -273,7 +273,7 @@ class SentenceRows:
     def _read(self) -> None:
         settings = self.settings
         self.tokenizer = open_text_dataset(parse_paths(self.run.config.data.path)[0].path).meta.tokenizer_directories[0]
-        data = read_glue(Path(settings.data), settings.task, split="dev", allowed_bad=BAD_LINES)
+        data = read_glue(Path(settings.data), settings.task, split="dev", max_bad_lines=BAD_LINES)
         self.train, self.test = data.train, next(iter(data.measured.values()))
         self.learned, self.measured = draw_alike(self.train, settings.rows), draw_alike(self.test, settings.measured)
         assert self.train.labels is not None

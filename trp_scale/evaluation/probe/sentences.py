@@ -57,7 +57,7 @@ def probe_sentences(arguments: ProbeArguments) -> list[TaskResult]:
 
 
 def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArguments) -> TaskResult:
-    data = read_glue(root, task, split="dev", allowed_bad=BAD_LINES)
+    data = read_glue(root, task, split="dev", max_bad_lines=BAD_LINES)
     for notice in data.notices:
         logger.warning("%s", notice)
     assert data.train.labels is not None
@@ -73,7 +73,10 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     vectors = np.zeros((len(data.train.labels), needed_vectors.shape[1]), np.float32)
     vectors[needed] = needed_vectors
     measured = {
-        name: (pair_vectors(encoder, examples, np.arange(len(examples.places)), arguments.max_length), examples.labels)
+        name: (
+            pair_vectors(encoder, examples, np.arange(len(examples.line_numbers)), arguments.max_length),
+            examples.labels,
+        )
         for name, examples in data.measured.items()
     }
     first = figure_name(next(iter(FIGURES[task])), next(iter(measured)))

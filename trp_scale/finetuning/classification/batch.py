@@ -34,7 +34,7 @@ HIGHEST = 9.999
 
 
 @contextmanager
-def borrowed_generators() -> Iterator[None]:
+def restored_generators() -> Iterator[None]:
     """Restore the generators of Python, numpy and torch (CPU) at exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -53,7 +53,7 @@ def seed_generators(word: int) -> None:
 
 
 class ImageAugmentation:
-    """Applies RandAugment, colour jitter and erasing to one image; call it inside `borrowed_generators`."""
+    """Applies RandAugment, colour jitter and erasing to one image; call it inside `restored_generators`."""
 
     def __init__(self, settings: AugmentationConfig, crops: CropConfig) -> None:
         self._rand_augment = None
@@ -118,7 +118,7 @@ class PairMixing:
         return targets
 
     def __call__(self, images: Tensor, labels: Tensor, word: int) -> tuple[Tensor, Tensor]:
-        """Mix one pair, inside `borrowed_generators`.
+        """Mix one pair, inside `restored_generators`.
 
         Args:
             images: [2, 3, S, S] uint8.
@@ -168,7 +168,7 @@ class TrainingImages:
         labels = torch.tensor([0 if sample is None else sample.label for sample in rows.samples])
         targets = self._mixing.targets(labels)  # [R, C]
         if self._augmentation.active or self._mixing.active:
-            with borrowed_generators():
+            with restored_generators():
                 self._change(images, targets, labels, states, rows, start)
         return rows.batch({"images": images, "targets": targets}, addresses, start=start, began=began)
 

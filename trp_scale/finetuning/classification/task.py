@@ -24,13 +24,13 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import GatheredRows, distinct, image_names, write_table
+from trp_scale.finetuning.measurement import GatheredRows, image_names, unique_names, write_table
 from trp_scale.finetuning.task import (
     ImageTask,
     TaskObjective,
-    blocks_to_learn,
     image_step_flops,
     open_task_sources,
+    select_training_blocks,
 )
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
@@ -88,7 +88,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     def metrics(self) -> Accuracy:
         return Accuracy(self.classes, self.constant)
 
-    def recall(self, extra: Mapping[str, Any]) -> None:
+    def restore_extra(self, extra: Mapping[str, Any]) -> None:
         self.constant = extra.get(MOST_FREQUENT)
 
     def predictions(self, directory: Path, group: Group) -> PredictedClasses:
@@ -151,14 +151,14 @@ class Accuracy:
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        self._rows.add(batch, places=places(outputs, batch["labels"].clamp(min=0)), labels=batch["labels"])
+        self._rows.add(batch, ranks=label_ranks(outputs, batch["labels"].clamp(min=0)), labels=batch["labels"])
 
     def finish(self, group: Group) -> dict[str, Any]:
         rows = self._rows.gather(group)
-        right, labels = rows["places"] == 0, rows["labels"]
+        right, labels = rows["ranks"] == 0, rows["labels"]
         figures: dict[str, Any] = {"accuracy": float(right.mean())}
         if len(self._classes) >= MANY_CLASSES:
-            figures["accuracy_top5"] = float((rows["places"] < TOP).mean())
+            figures["accuracy_top5"] = float((rows["ranks"] < TOP).mean())
         if self._constant is not None:
             figures[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
         images = np.bincount(labels, minlength=len(self._classes)).tolist()
@@ -166,13 +166,13 @@ class Accuracy:
         figures["detail"] = {
             "classes": {
                 name: {"accuracy": hit / count if count else None, "images": count}
-                for name, hit, count in zip(distinct(self._classes), hits, images, strict=True)
+                for name, hit, count in zip(unique_names(self._classes), hits, images, strict=True)
             }
         }
         return figures
 
 
-def places(logits: Tensor, labels: Tensor) -> Tensor:
+def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the rank [R] of each label [R] among the descending logits [R, C], from 0.
 
     Ties go to the lower class. The rank is C if a logit is not finite.
@@ -206,7 +206,7 @@ class LabelledImages:
         """
         blocks = [dataset.blocks for dataset in self.datasets]
         counts = np.zeros(len(self.classes), dtype=np.int64)
-        for dataset, chosen in zip(self.datasets, blocks_to_learn(blocks, self.paths, fraction), strict=True):
+        for dataset, chosen in zip(self.datasets, select_training_blocks(blocks, self.paths, fraction), strict=True):
             of_images = np.repeat(chosen, dataset.blocks.rows)  # [n], in the order of the images
             counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
         return int(counts.argmax())

@@ -57,17 +57,17 @@ class WindowCutter:
         shorter = min(height, width)
         scaled = (size, size) if self._squashed else (round(height * size / shorter), round(width * size / shorter))
         whole = functional.resize(image, list(scaled), interpolation=self._mode, antialias=True)
-        corners = [(top, left) for top in self._places(scaled[0]) for left in self._places(scaled[1])]
+        corners = [(top, left) for top in self._offsets(scaled[0]) for left in self._offsets(scaled[1])]
         cut = [whole[:, top : top + size, left : left + size] for top, left in corners]
         return ImageWindows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
 
-    def _places(self, length: int) -> list[int]:
+    def _offsets(self, length: int) -> list[int]:
         """Return the windows' offsets along a side: a stride apart, the last window flush with the end."""
         last = length - self.size
         return [*range(0, last, self._stride), last]
 
 
-FRESH = 0
+NO_MASKING = 0
 """Argument `maskings` of row_states without masking: the state changes in each epoch."""
 
 
@@ -96,7 +96,7 @@ class JitteredBatchBuilder:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
-        jitters = self._jitter.draw(row_states(addresses, seed=self._seed, maskings=FRESH), rows.sizes)
+        jitters = self._jitter.draw(row_states(addresses, seed=self._seed, maskings=NO_MASKING), rows.sizes)
         size = self._jitter.size
         images = torch.full((len(rows.samples), 3, size, size), GREY, dtype=torch.uint8)
         maps = self._maps.empty((len(rows.samples), size, size))
@@ -132,9 +132,9 @@ class WholeBatchBuilder:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
-        shown = [self.show(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
-        squashed, windows, maps = zip(*shown, strict=True)
-        whole = self._maps.empty((len(shown), *rows.sizes.max(axis=0).tolist()))
+        prepared = [self.prepare(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
+        squashed, windows, maps = zip(*prepared, strict=True)
+        whole = self._maps.empty((len(prepared), *rows.sizes.max(axis=0).tolist()))
         for row, stored in enumerate(maps):
             whole[row, : stored.shape[0], : stored.shape[1]] = stored
         picked = np.stack([pick_centres(stored, self._size, self._size) for stored in maps])
@@ -147,7 +147,7 @@ class WholeBatchBuilder:
         }
         return rows.batch(fields, addresses, start=start, began=began)
 
-    def show(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, ImageWindows, npt.NDArray[Any]]:
+    def prepare(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, ImageWindows, npt.NDArray[Any]]:
         """Return a sample squashed into the crop [3, S, S], its windows, and its map [H, W]; `None` gives grey."""
         if sample is None:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)

@@ -27,7 +27,7 @@ from trp_scale.finetuning.dense.batch import DenseData, DepthMaps
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
 from trp_scale.finetuning.dense.task import DenseTask, predict_whole
 from trp_scale.finetuning.measurement import GatheredRows
-from trp_scale.finetuning.task import TaskObjective, blocks_to_learn
+from trp_scale.finetuning.task import TaskObjective, select_training_blocks
 from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.reporting.results import CONSTANT
@@ -60,7 +60,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
     def hooks(self, run: RunContext) -> list[Hook]:
         return [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
 
-    def complete(self, data: DenseData, measured: DenseData) -> int:
+    def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         maps, dense = data.maps, self.config.dense
         assert isinstance(maps, DepthMaps) and isinstance(measured.maps, DepthMaps)
         path, test_path = self.config.data.path, self.config.downstream.test_path or self.config.data.path
@@ -96,7 +96,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
         plan = TrainPlan(
             seed=config.training.seed,
-            members=rows.members(paths, blocks_to_learn(rows.blocks, paths, fraction)),
+            members=rows.members(paths, select_training_blocks(rows.blocks, paths, fraction)),
             blocks_per_group=config.data.blocks_per_group,
         )
         addresses = plan.locate(np.arange(min(SAMPLED_MAPS, plan.rows)))
@@ -125,7 +125,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
             space.mean + space.deviation * output[0] for output in predict_whole(forward, self.objective.pixels, batch)
         ]
 
-    def numbers(self, predicted: Tensor, member: int) -> Map:
+    def to_stored_map(self, predicted: Tensor, member: int) -> Map:
         """Return unaligned depth in the unit of the stored maps, at least 1: 0 means not measured."""
         units = self.space.depth(predicted.double()).cpu().numpy() / self._units[member]
         stored: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
@@ -267,7 +267,7 @@ class DepthErrors:
         sums, constants = [], []
         for row, (predicted, (height, width)) in enumerate(zip(outputs, batch["sizes"].tolist(), strict=True)):
             true = batch["whole_depth"][row, :height, :width].double()
-            measured = (true > 0) & measured_region(height, width, self._region, true.device)
+            measured = (true > 0) & region_mask(height, width, self._region, true.device)
             sums.append(self._sums(predicted.double()[measured], true[measured]))
             constants.append(self._sums(torch.full_like(true[measured], self._space.mean), true[measured]))
         self._rows.add(batch, sums=torch.stack(sums), constant=torch.stack(constants))
@@ -295,10 +295,12 @@ class DepthErrors:
             )
         images = sums[sums[:, 0] > 0]
         return {
-            **figures(sums.sum(0)),
-            f"{CONSTANT}delta_1": figures(rows["constant"].sum(0))["delta_1"],
+            **depth_metrics(sums.sum(0)),
+            f"{CONSTANT}delta_1": depth_metrics(rows["constant"].sum(0))["delta_1"],
             "detail": {
-                "mean_over_images": {name: float(np.mean([figures(row)[name] for row in images])) for name in NAMES},
+                "mean_over_images": {
+                    name: float(np.mean([depth_metrics(row)[name] for row in images])) for name in NAMES
+                },
                 "pixels": int(sums[:, 0].sum()),
                 "images": len(images),
             },
@@ -318,7 +320,7 @@ def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
     return torch.stack(parts).sum(1, dtype=torch.float64)
 
 
-def figures(sums: Any) -> dict[str, float]:
+def depth_metrics(sums: Any) -> dict[str, float]:
     """Return metrics from `error_sums`: delta_k is the share of pixels with max(p / t, t / p) < 1.25^k; rmse is in the
     unit of depth; rel is the mean of |p - t| / t; log10 is the mean of |log10 p - log10 t|."""
     means = dict(zip(NAMES, (sums[1:] / sums[0]).tolist(), strict=True))
@@ -336,7 +338,7 @@ def align_prediction(predicted: Tensor, target: Tensor) -> Tensor:
     return scale * centred + target.mean()
 
 
-def measured_region(
+def region_mask(
     height: int, width: int, region: Literal["whole", "eigen"], device: torch.device | None = None
 ) -> Tensor:
     """Return the mask [H, W] of evaluated pixels."""

@@ -120,7 +120,7 @@ class LinearHead(DenseHead):
         return [self.classifier(as_map(tokens[-1]))]
 
 
-FINER = 4
+CELLS = 4
 """Cells of the ConvNeXt head along each side of a patch."""
 
 BLOCKS = 4
@@ -143,7 +143,7 @@ class ConvNextHead(DenseHead):
 
     def __init__(self, width: int, outputs: int, cell: int = CONVNEXT_WIDTH) -> None:
         super().__init__()
-        self.projection = nn.Linear(width, FINER**2 * cell)
+        self.projection = nn.Linear(width, CELLS**2 * cell)
         self.blocks = nn.Sequential(*(ConvNeXtBlock(cell, ls_init_value=None) for _ in range(BLOCKS)))
         self.classifier = nn.Conv2d(cell, outputs, 1)
 
@@ -157,8 +157,8 @@ def finer_map(cells: Tensor) -> Tensor:
     """Reshape [B, G^2, 16 W] -> [B, W, 4 G, 4 G]: each token has 4 x 4 cells in row-major order."""
     batch, patches, _ = cells.shape
     grid = round(patches**0.5)
-    parts = cells.view(batch, grid, grid, FINER, FINER, -1)  # [B, row, column, cell row, cell column, W]
-    return parts.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, grid * FINER, grid * FINER)
+    parts = cells.view(batch, grid, grid, CELLS, CELLS, -1)  # [B, row, column, cell row, cell column, W]
+    return parts.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, grid * CELLS, grid * CELLS)
 
 
 DPT_WIDTH = 256

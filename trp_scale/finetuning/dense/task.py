@@ -27,7 +27,7 @@ from trp_scale.errors import DataError
 from trp_scale.finetuning.dense.batch import DenseData, DenseMaps, SegmentationMaps
 from trp_scale.finetuning.dense.model import PixelModel
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, SegmentationTaskConfig
-from trp_scale.finetuning.measurement import distinct, image_names
+from trp_scale.finetuning.measurement import image_names, unique_names
 from trp_scale.finetuning.task import ImageTask, TaskObjective, image_step_flops, open_task_sources
 from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.semseg import VOID
@@ -67,7 +67,7 @@ def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
     map_formats()[name].require(document, stored[name])
 
 
-Numbers = Callable[[Tensor, int], Map]
+MapConverter = Callable[[Tensor, int], Map]
 """Converts a prediction [H, W], and the number of its data set in the mixture, to a map to store."""
 
 
@@ -76,22 +76,22 @@ class PredictedMaps:
 
     Args:
         directory: of the files.
-        numbers: converts a prediction.
+        convert: converts a prediction.
         plan, datasets: of the measured rows.
         group: ranks that predict.
     """
 
     def __init__(
-        self, directory: Path, numbers: Numbers, plan: Plan, datasets: Sequence[ImageDataset], group: Group
+        self, directory: Path, convert: MapConverter, plan: Plan, datasets: Sequence[ImageDataset], group: Group
     ) -> None:
-        self._directory, self._numbers, self._plan, self._group = directory, numbers, plan, group
+        self._directory, self._convert, self._plan, self._group = directory, convert, plan, group
         self._names = on_rank_zero(group, "reading the keys of the images", lambda: image_names(plan, datasets))
 
     def add(self, outputs: Sequence[Tensor], batch: Batch) -> None:
         """Write each row's prediction [H, W]."""
         members = self._plan.locate(np.arange(batch.start, batch.start + len(outputs))).member.tolist()
         encoded = [
-            (batch.start + row, write_png(self._numbers(output, member)))
+            (batch.start + row, write_png(self._convert(output, member)))
             for row, (output, member, weight) in enumerate(
                 zip(outputs, members, batch["row_weights"].tolist(), strict=True)
             )
@@ -127,7 +127,7 @@ class DenseTask(ImageTask[DenseRun]):
         test_paths = parse_paths(test_path) if test_path else None
         data = open_dense(config, paths, self.maps)
         test = data if test_paths is None else open_dense(config, test_paths, self.maps)
-        self._outputs, self._measured = self.complete(data, test), test
+        self._outputs, self._measured = self.derive_settings(data, test), test
         super().__init__(
             config,
             open_task_sources(
@@ -141,7 +141,7 @@ class DenseTask(ImageTask[DenseRun]):
         )
 
     @abstractmethod
-    def complete(self, data: DenseData, measured: DenseData) -> int:
+    def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         """Set the settings that follow from the data; returns C, the model's output channels.
 
         Args:
@@ -153,10 +153,12 @@ class DenseTask(ImageTask[DenseRun]):
         """
 
     def predictions(self, directory: Path, group: Group) -> PredictedMaps:
-        return PredictedMaps(directory / self.name, self.numbers, self.measured_plan, self._measured.datasets, group)
+        return PredictedMaps(
+            directory / self.name, self.to_stored_map, self.measured_plan, self._measured.datasets, group
+        )
 
     @abstractmethod
-    def numbers(self, predicted: Tensor, member: int) -> Map:
+    def to_stored_map(self, predicted: Tensor, member: int) -> Map:
         """Convert a prediction [H, W] to the number format of the measured data set's maps, [H, W] uint8 or uint16.
 
         Args:
@@ -220,7 +222,7 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
         super().__init__(config, environment)
         self.objective = Segmentation(config.dense.auxiliary_weight)
 
-    def complete(self, data: DenseData, measured: DenseData) -> int:
+    def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         assert isinstance(data.maps, SegmentationMaps) and isinstance(measured.maps, SegmentationMaps)
         if data.maps.all_classes != measured.maps.all_classes:
             raise RefusedError(
@@ -235,13 +237,13 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
         """Return the predicted classes of each whole image, [H, W] int64."""
         return [logits.argmax(0) for logits in predict_whole(forward, self.objective.pixels, batch)]
 
-    def numbers(self, predicted: Tensor, member: int) -> Map:
+    def to_stored_map(self, predicted: Tensor, member: int) -> Map:
         """Return class numbers of the stored maps."""
         stored: Map = self._stored[predicted.cpu().numpy()]
         return stored
 
-    def metrics(self) -> Confusion:
-        return Confusion(self.classes)
+    def metrics(self) -> ConfusionMatrix:
+        return ConfusionMatrix(self.classes)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"classes": list(self.classes)}
@@ -270,8 +272,8 @@ class Segmentation(TaskObjective):
         return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
 
 
-class Confusion:
-    """Confusion matrix over pixels; see `Metrics`. Counts are integers, so metrics do not depend on the number of
+class ConfusionMatrix:
+    """ConfusionMatrix matrix over pixels; see `Metrics`. Counts are integers, so metrics do not depend on the number of
     ranks."""
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -290,10 +292,10 @@ class Confusion:
 
     def finish(self, group: Group) -> dict[str, Any]:
         assert self._counts is not None  # every rank has micro-batches, if only of padding rows
-        return figures(group.sum(self._counts).cpu(), self._classes)
+        return segmentation_metrics(group.sum(self._counts).cpu(), self._classes)
 
 
-def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+def segmentation_metrics(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
     """Return the metrics of a confusion matrix.
 
     mean_iou: mean over classes of intersection / union, without classes that are neither labelled nor predicted.
@@ -315,7 +317,7 @@ def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
         )
     union = labelled + predicted - right
     iou, accuracy = right / union, right / labelled  # NaN for classes without pixels
-    names = distinct(classes)
+    names = unique_names(classes)
     constant = labelled.max() / labelled.sum() / (labelled > 0).sum()
     return {
         "mean_iou": float(iou[union > 0].mean()),

@@ -152,10 +152,10 @@ def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **field
     """
     skipped = dict.fromkeys((BOX, OUTSIDE, MASK), 0)
     keys, sizes, firsts, objects = list[str](), list[tuple[int, int]](), [0], list[ReadObject]()
-    for key, height, width, in_image in images:
+    for key, height, width, to_image_pixels in images:
         keys.append(key)
         sizes.append((height, width))
-        for read in in_image:
+        for read in to_image_pixels:
             left, top, right, bottom = read.box
             if not (right > left and bottom > top):
                 skipped[BOX] += 1

@@ -61,7 +61,7 @@ class Placement:
     side: int
 
     @property
-    def shown(self) -> tuple[int, int]:
+    def visible(self) -> tuple[int, int]:
         """Height and width of the visible part of the image in the square."""
         return min(self.side, self.resized[0] - self.top), min(self.side, self.resized[1] - self.left)
 
@@ -70,7 +70,7 @@ class Placement:
         resized = functional.resize(image, list(self.resized), interpolation=mode, antialias=True)
         if self.flip:
             resized = functional.horizontal_flip(resized)
-        height, width = self.shown
+        height, width = self.visible
         out.fill_(GREY)
         out[:, :height, :width] = resized[:, self.top : self.top + height, self.left : self.left + width]
 
@@ -80,13 +80,13 @@ class Placement:
         left, right = boxes[:, 0] * width, boxes[:, 2] * width
         if self.flip:
             left, right = self.resized[1] - right, self.resized[1] - left
-        bottom, end = self.shown
+        bottom, end = self.visible
         placed = np.stack([left - self.left, boxes[:, 1] * height - self.top, right - self.left,
                            boxes[:, 3] * height - self.top], axis=1)  # fmt: skip
         cut: Floats = np.clip(placed, 0.0, [end, bottom, end, bottom])
         return cut
 
-    def sources(self, boxes: Floats) -> Floats:
+    def invert_boxes(self, boxes: Floats) -> Floats:
         """Transform visible boxes [n, 4] of the square back to the image."""
         height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
         left, right = boxes[:, 0] + self.left, boxes[:, 2] + self.left
@@ -105,7 +105,7 @@ class Placement:
             box: [4] in the square.
             grid: cells along each side.
         """
-        source = torch.from_numpy(self.sources(box[None])).float()  # [1, 4]
+        source = torch.from_numpy(self.invert_boxes(box[None])).float()  # [1, 4]
         whole = torch.from_numpy(mask).float()[None, None]  # [1, 1, H, W]
         # The default sampling ratio averages over all pixels of a cell.
         cells: Tensor = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]

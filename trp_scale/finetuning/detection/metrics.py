@@ -53,20 +53,22 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
     objects = sum(int((~difficult).sum()) for _, difficult in truths)
     if objects == 0:
         return None
-    right = np.cumsum(counted) if len(counted := matches(truths, detections)) else np.zeros(0, dtype=np.int64)  # [k]
+    right = (
+        np.cumsum(counted) if len(counted := match_detections(truths, detections)) else np.zeros(0, dtype=np.int64)
+    )  # [k]
     precision = right / np.arange(1, len(right) + 1)
     # Integers: in floating point 3 of 10 objects do not reach the recall 3 x 0.1.
     reached = [right * (POINTS - 1) >= point * objects for point in range(POINTS)]
     return float(np.mean([precision[beyond].max() if beyond.any() else 0.0 for beyond in reached]))
 
 
-def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
+def match_detections(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
     """Return for each detection that is not ignored whether it is a true positive, [k] by descending score."""
     seen = [np.zeros(len(boxes), dtype=np.bool_) for boxes, _ in truths]
     right = []
     for rank in np.argsort(-detections.scores, kind="stable").tolist():
         image = int(detections.image[rank])
-        shares = overlaps(detections.boxes[rank], truths[image][0])  # [n]
+        shares = box_iou(detections.boxes[rank], truths[image][0])  # [n]
         best = int(shares.argmax()) if len(shares) else -1
         if best < 0 or shares[best] < OVERLAP:
             right.append(False)
@@ -76,7 +78,7 @@ def matches(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray
     return np.array(right, dtype=np.bool_)
 
 
-def overlaps(box: Floats, boxes: Floats) -> Floats:
+def box_iou(box: Floats, boxes: Floats) -> Floats:
     """Return the intersection over union [n] of a box [4] with boxes [n, 4]."""
     sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])  # [n, 2]
     both = np.clip(sides, 0.0, None).prod(axis=1)
@@ -138,7 +140,7 @@ class CollectedDetections:
     """Collects the detections of one rank's rows."""
 
     def __init__(self) -> None:
-        self._found: list[ImageDetections] = []
+        self._detections: list[ImageDetections] = []
 
     def add(self, outputs: list[Target], batch: Batch) -> None:
         """Add detections of a micro-batch in pixels of its squares."""
@@ -147,12 +149,12 @@ class CollectedDetections:
         for row, target in enumerate(outputs):
             if present[row] > 0:
                 member, image = images[row]
-                values = in_image(target, sizes[row], resized[row])
-                self._found.append(ImageDetections(position=batch.start + row, address=(member, image), **values))
+                values = to_image_pixels(target, sizes[row], resized[row])
+                self._detections.append(ImageDetections(position=batch.start + row, address=(member, image), **values))
 
     def gather(self, group: Group) -> list[ImageDetections]:
         """Gather the detections of all ranks in stored order. Collective."""
-        gathered = [image for part in group.gather_objects(self._found) for image in part]
+        gathered = [image for part in group.gather_objects(self._detections) for image in part]
         return sorted(gathered, key=lambda image: image.position)
 
 
@@ -181,7 +183,7 @@ class DetectionMetrics(CollectedDetections):
         return {**figures, "detail": detail}
 
 
-def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dict[str, Any]:
+def to_image_pixels(target: Target, size: Sequence[int], resized: Sequence[int]) -> dict[str, Any]:
     """Transform detections of a letterboxed image to pixels of the stored image, clipped to it.
 
     Args:
@@ -228,7 +230,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         if value is not None:
             of_class[name] = value
     if not of_class:
-        raise _nothing(datasets)
+        raise _refuse_no_objects(datasets)
     return {VOC_METRIC: float(np.mean(list(of_class.values()))), "detail": {VOC_METRIC: of_class}}
 
 
@@ -257,14 +259,14 @@ def coco_figures(
             }
             side.createIndex()
             sides.append(side)
-        judged = COCOeval(*sides, kind)
-        judged.evaluate()
-        judged.accumulate()
-        judged.summarize()
-    figures = {name: float(value) for name, value in zip(COCO_FIGURES, judged.stats, strict=False) if value >= 0}
+        evaluation = COCOeval(*sides, kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    figures = {name: float(value) for name, value in zip(COCO_FIGURES, evaluation.stats, strict=False) if value >= 0}
     if "AP" not in figures:
-        raise _nothing(datasets)
-    precision = judged.eval["precision"][:, :, :, 0, -1]  # [overlaps, recalls, classes]
+        raise _refuse_no_objects(datasets)
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [overlaps, recalls, classes]
     of_class = {
         name: float(precision[:, :, number].mean())
         for number, name in enumerate(datasets[0].classes)
@@ -316,7 +318,7 @@ def corner_and_size(box: Floats) -> list[float]:
     return [left, top, right - left, bottom - top]
 
 
-def _nothing(datasets: Sequence[Annotations]) -> RefusedError:
+def _refuse_no_objects(datasets: Sequence[Annotations]) -> RefusedError:
     return RefusedError(
         f"{datasets[0].path}: the measured images have no objects; raise --data.validation_fraction, or set "
         "--downstream.test_path"

@@ -69,7 +69,7 @@ class SimplePyramid(nn.Module):
                 )
             )
 
-    def reads(self, blocks: int) -> list[int]:
+    def block_numbers(self, blocks: int) -> list[int]:
         """Return the numbers of the blocks to read; empty = the encoder's normalised output."""
         return []
 
@@ -92,7 +92,7 @@ class BlockPyramid(nn.Module):
         self.rescale = nn.ModuleList(module for module, _ in scaled)
         self.join = FeaturePyramidNetwork([in_channels for _, in_channels in scaled], channels, norm_layer=LayerNorm2d)
 
-    def reads(self, blocks: int) -> list[int]:
+    def block_numbers(self, blocks: int) -> list[int]:
         """Return the numbers of the blocks to read."""
         return list(quarters(blocks))
 
@@ -155,7 +155,7 @@ class Detector(OnImageEncoder):
         self.pyramid = PYRAMIDS[detection.pyramid](config.model.hidden_size, detection.width)
         self.rpn = _proposals(detection, patch_size)
         self.roi_heads = _heads(detection, patch_size, 1 + config.downstream.classes)
-        self._after = self.pyramid.reads(config.model.layers)
+        self._after = self.pyramid.block_numbers(config.model.layers)
         initialise_vision(self.encoder, seed=config.training.seed, std=config.model.initializer_range)
         for name in ("pyramid", "rpn", "roi_heads"):
             _initialise(getattr(self, name), f"{name}.", config.training.seed)

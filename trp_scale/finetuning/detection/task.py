@@ -23,7 +23,7 @@ from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, PredictedObjects
 from trp_scale.finetuning.detection.model import Detector, Target, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
-from trp_scale.finetuning.task import ImageTask, TaskObjective, open_task_sources, trained_on_is_there
+from trp_scale.finetuning.task import ImageTask, TaskObjective, has_training_data, open_task_sources
 from trp_scale.models.patches import Pixels
 
 
@@ -66,7 +66,7 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
     )
 
 
-def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
+def resolve_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
     """Resolve detection.masks auto in place: on if all data sets have masks.
 
     Args:
@@ -191,7 +191,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
         if test_path:
             measured = open_detection(parse_paths(test_path), detection.test_images, masks=masks)
             measured = [dataset.with_classes(train[0].classes) for dataset in measured]
-        settle_masks(config, [*train, *measured])
+        resolve_masks(config, [*train, *measured])
         masks = detection.masks == "on"
         config.downstream.classes = len(train[0].classes)
         sources = open_task_sources(
@@ -219,7 +219,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
     def measure_on(cls, config: DetectionTaskConfig, checkpoint: Path, data: str, images: str) -> None:
         if data:
             config.detection.test_images = images
-            if not trained_on_is_there(config):
+            if not has_training_data(config):
                 config.detection.images = images
         super().measure_on(config, checkpoint, data, "")
 

@@ -23,7 +23,7 @@ from trp_scale.data.plan import Addresses
 from trp_scale.data.text.tokenizer import open_given, try_out, vocabulary_size
 from trp_scale.finetuning.glue.folders import Examples
 
-AT_ONCE = 4096
+TOKENIZER_BATCH = 4096
 """Number of examples that are tokenized at once: the tokenizer's `Encoding` of an example is large."""
 
 
@@ -110,12 +110,12 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
     dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
     texts = iter(zip(*examples.sentences, strict=True)) if len(examples.sentences) > 1 else iter(examples.sentences[0])
     pieces, lengths, second = [], [], []
-    while part := list(islice(texts, AT_ONCE)):
+    while part := list(islice(texts, TOKENIZER_BATCH)):
         encodings = tokenizer.backend.encode_batch_fast(part)
         pieces.append(np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), dtype=dtype))
         lengths += [len(encoding.ids) for encoding in encodings]
         second += [len(encoding.ids) - sum(encoding.type_ids) for encoding in encodings]
-    keys = [f"{examples.name}/{line}" for line in examples.places]
+    keys = [f"{examples.name}/{line}" for line in examples.line_numbers]
     return TokenTable(
         keys=keys,
         identities=np.array([name_hash(key) for key in keys], dtype=np.uint64),
@@ -127,7 +127,7 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
     )
 
 
-class TokenPlaces(NamedTuple):
+class PackedRows(NamedTuple):
     """Location of each row: its sequence, its first position there, and its index among the sequence's rows; [R]."""
 
     sequence: Integers
@@ -135,7 +135,7 @@ class TokenPlaces(NamedTuple):
     slot: Integers
 
 
-def place_rows(lengths: Integers, width: int) -> TokenPlaces:
+def pack_rows(lengths: Integers, width: int) -> PackedRows:
     """Pack rows into sequences of `width` positions by first-fit decreasing.
 
     32 rows of SST-2 fill 93 % of packed sequences, and 33 % if padded to the longest row; for the longer rows of MRPC
@@ -146,30 +146,30 @@ def place_rows(lengths: Integers, width: int) -> TokenPlaces:
     """
     used: list[int] = []
     counts: list[int] = []
-    places = np.empty((3, len(lengths)), dtype=np.int64)
+    positions = np.empty((3, len(lengths)), dtype=np.int64)
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
         sequence = next((number for number, used_width in enumerate(used) if used_width + length <= width), len(used))
         if sequence == len(used):
             used.append(0)
             counts.append(0)
-        places[:, row] = sequence, used[sequence], counts[sequence]
+        positions[:, row] = sequence, used[sequence], counts[sequence]
         used[sequence] += length
         counts[sequence] += 1
-    return TokenPlaces(*places)
+    return PackedRows(*positions)
 
 
-def one_each(count: int) -> TokenPlaces:
+def unpacked_rows(count: int) -> PackedRows:
     """Return the placement of `count` rows in a sequence each."""
     zeros = np.zeros(count, dtype=np.int64)
-    return TokenPlaces(np.arange(count), zeros, zeros)
+    return PackedRows(np.arange(count), zeros, zeros)
 
 
 WIDTH_MULTIPLE = 64
 """Packed sequences have a width that is a multiple of this: few shapes, which fit the GPU's tiles."""
 
-NOBODY = -1
-"""Value of `owners` at padding."""
+NO_ROW = -1
+"""Value of `row_ids` at padding."""
 
 
 class GlueBatchBuilder:
@@ -178,10 +178,10 @@ class GlueBatchBuilder:
     Fields of the batch: R rows are packed into Q sequences of W positions, at most S rows in a sequence.
         tokens [Q, W] int64.
         token_types [Q, W] int64: 1 for B and its [SEP].
-        places [Q, W] int64: position of a token in its row.
-        owners [Q, W] int64: row of the token, or -1 for padding.
-        first_places [Q, S] int64: first position of each row of a sequence; unused slots are 0.
-        slots [R] int64: index of the row in the flattened first_places.
+        positions [Q, W] int64: position of a token in its row.
+        row_ids [Q, W] int64: row of the token, or -1 for padding.
+        first_positions [Q, S] int64: first position of each row of a sequence; unused slots are 0.
+        slots [R] int64: index of the row in the flattened first_positions.
         labels [R]: int64 numbers of labels, or float32 scores.
         row_weights [R] float32: 1; 0 for a padding row, which is [CLS] alone.
         measured_set [R] int64: number of the row's table.
@@ -224,7 +224,7 @@ class GlueBatchBuilder:
         present = addresses.present
         stored = self._first_row[addresses.member] + addresses.block  # [R]
         lengths = np.where(present, self._lengths[stored], 1)  # every row begins with [CLS]
-        fields = self._lay_out(stored, lengths)
+        fields = self._pack(stored, lengths)
         labels = self._labels[stored]
         fields |= {
             "labels": torch.from_numpy(np.where(present, labels, np.zeros_like(labels))),
@@ -239,29 +239,29 @@ class GlueBatchBuilder:
             fetch_seconds=time.perf_counter() - began,
         )
 
-    def _lay_out(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
+    def _pack(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
         """Pack `lengths` tokens of each stored row into sequences; returns the sequences' fields."""
-        width, laid = self._length, one_each(len(lengths))
+        width, packed = self._length, unpacked_rows(len(lengths))
         if self._padding == "none":
             width = min(width, -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
-            laid = place_rows(lengths, width)
-        sequences, slots = int(laid.sequence.max()) + 1, int(laid.slot.max()) + 1
+            packed = pack_rows(lengths, width)
+        sequences, slots = int(packed.sequence.max()) + 1, int(packed.slot.max()) + 1
         row = np.repeat(np.arange(len(lengths)), lengths)  # [tokens of all rows]
         within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        at = laid.sequence[row] * width + laid.first[row] + within
+        at = packed.sequence[row] * width + packed.first[row] + within
 
         def spread(values: Integers, elsewhere: int = 0) -> Tensor:
             flat = np.full(sequences * width, elsewhere, dtype=np.int64)
             flat[at] = values
             return torch.from_numpy(flat.reshape(sequences, width))  # [Q, W]
 
-        first_places = np.zeros((sequences, slots), dtype=np.int64)
-        first_places[laid.sequence, laid.slot] = laid.first
+        first_positions = np.zeros((sequences, slots), dtype=np.int64)
+        first_positions[packed.sequence, packed.slot] = packed.first
         return {
             "tokens": spread(self._pieces[self._starts[stored][row] + within].astype(np.int64), self._pad),
             "token_types": spread((within >= self._second[stored][row]).astype(np.int64)),
-            "places": spread(within),
-            "owners": spread(row, NOBODY),
-            "first_places": torch.from_numpy(first_places),
-            "slots": torch.from_numpy(laid.sequence * slots + laid.slot),
+            "positions": spread(within),
+            "row_ids": spread(row, NO_ROW),
+            "first_positions": torch.from_numpy(first_positions),
+            "slots": torch.from_numpy(packed.sequence * slots + packed.slot),
         }

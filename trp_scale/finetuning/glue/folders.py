@@ -17,11 +17,11 @@ from trp_scale.data.raw_files import check_rows, open_dataset
 from trp_scale.errors import DataError, error_text, quote, shorten
 
 
-def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
+def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0) -> Examples:
     """Read one file of a task, with or without byte-order mark, with line ends LF or CR LF. Quotation marks are text.
 
     Args:
-        allowed_bad: largest number of lines with a wrong number of columns, which are skipped. The published QQP has
+        max_bad_lines: largest number of lines with a wrong number of columns, which are skipped. The published QQP has
             some, with line ends within questions.
 
     Raises:
@@ -39,7 +39,7 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
         for number, row in cells.items()
         if len(row) != len(names)
     ]
-    if len(left_out) > allowed_bad:
+    if len(left_out) > max_bad_lines:
         more = f" (and {len(left_out) - 1} more such lines)" if len(left_out) > 1 else ""
         raise DataError(
             f"{left_out[0]}{more}; repair the file, or set --data.max_corrupt_blocks {len(left_out)} to skip them"
@@ -47,13 +47,13 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
     rows = {number: row for number, row in cells.items() if len(row) == len(names)}
     if not rows:
         raise DataError(f"{path}: no examples found")
-    places, columns = list(rows), list(zip(*rows.values(), strict=True))
-    labels = None if label is None else number_labels(columns[label], task, places, str(path))
+    line_numbers, columns = list(rows), list(zip(*rows.values(), strict=True))
+    labels = None if label is None else number_labels(columns[label], task, line_numbers, str(path))
     return Examples(
         name=path.stem,
         sentences=tuple(list(columns[number]) for number in sentences),
         labels=labels,
-        places=places,
+        line_numbers=line_numbers,
         indices=[] if index is None else list(columns[index]),
         left_out=left_out,
     )
@@ -136,7 +136,7 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
         name=stem,
         sentences=sentences,
         labels=labels,
-        places=list(range(len(rows))),
+        line_numbers=list(range(len(rows))),
         indices=[] if index is None else [str(index) for index in rows[names[index]]],
     )
 
@@ -196,12 +196,12 @@ def find_folder(root: Path, task: str) -> Path:
     standard = root / FORMATS[task].folder
     if standard.is_dir():
         return standard
-    matches = sorted(path for path in root.iterdir() if path.is_dir() and _plain(path.name) == task)
+    matches = sorted(path for path in root.iterdir() if path.is_dir() and _normalise_name(path.name) == task)
     if len(matches) > 1:
         raise DataError(f"{root}: {' and '.join(path.name for path in matches)} both match {task}; remove all but one")
     if matches:
         return matches[0]
-    if _plain(root.resolve().name) == task:
+    if _normalise_name(root.resolve().name) == task:
         return root
     folders = sorted(path.name for path in root.iterdir() if path.is_dir())
     raise DataError(
@@ -223,13 +223,13 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
         raise DataError(wrong + (f"\nallowed with this data: --task {complete}" if complete else ""))
 
 
-def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueData:
+def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int) -> GlueData:
     """Read the training and measured examples of a task.
 
     Args:
         root: GLUE directory.
         split: dev or test.
-        allowed_bad: largest number of skipped lines for each file.
+        max_bad_lines: largest number of skipped lines for each file.
 
     Raises:
         DataError: a file or folder is missing, damaged or of another format.
@@ -242,7 +242,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
     else:
         paths = {name: [folder / f"{stem}.tsv" for stem in stems] for name, stems in wanted.items()}
         stored = {name: path for name, several in paths.items() for path in several[::-1] if path.is_file()}
-        read = {name: read_tsv(path, form, allowed_bad=allowed_bad) for name, path in stored.items()}
+        read = {name: read_tsv(path, form, max_bad_lines=max_bad_lines) for name, path in stored.items()}
     for name in list(wanted)[:2]:  # the training set and the first measured set are required
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, wanted[name])}")
@@ -254,7 +254,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
     return GlueData(read.pop("train"), read, notices, next(filter(None, unlabelled.values()), ""))
 
 
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
@@ -362,7 +362,7 @@ class Examples:
         name: of the split: train, dev_matched, ...
         sentences: n texts for each sentence of an example.
         labels: [n] float64 numbers of labels, or scores; `None` for files without labels.
-        places: [n] line numbers of the file, or rows of the table.
+        line_numbers: [n] line numbers of the file, or rows of the table.
         indices: [n] values of the index column; empty without such a column.
         left_out: messages about skipped lines.
     """
@@ -370,7 +370,7 @@ class Examples:
     name: str
     sentences: tuple[list[str], ...]
     labels: npt.NDArray[np.float64] | None
-    places: list[int]
+    line_numbers: list[int]
     indices: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -400,7 +400,7 @@ def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[i
 
 
 def number_labels(
-    texts: Sequence[str], task: GlueFormat, places: Sequence[int], where: str
+    texts: Sequence[str], task: GlueFormat, line_numbers: Sequence[int], where: str
 ) -> npt.NDArray[np.float64] | None:
     """Convert a file's labels to numbers [n]; `None` if all are unknown.
 
@@ -418,5 +418,5 @@ def number_labels(
     if not np.isfinite(labels).all():
         row = int(np.argmin(np.isfinite(labels)))
         kind = "label" if task.values else "score"
-        raise DataError(f"{where}:{places[row]}: {kind} {quote(texts[row])} found, {expected}")
+        raise DataError(f"{where}:{line_numbers[row]}: {kind} {quote(texts[row])} found, {expected}")
     return labels

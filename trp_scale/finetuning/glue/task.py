@@ -31,7 +31,7 @@ from trp_scale.data.sources import Rows
 from trp_scale.data.text.tokenizer import save_given
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.finetuning.encoders import EncoderSource, open_encoder, take_weights
+from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
@@ -69,7 +69,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length)
         apart = config.separate_test
         split = downstream.split if apart else "dev"
-        data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
+        data = read_glue(root, self.name, split=split, max_bad_lines=config.data.max_corrupt_blocks)
         train = tokenize(data.train, self._tokenizer)
         self._measured, self._learned = data.measured if apart else {"": data.train}, train.labels
         self._sets, self.unlabelled = list(self._measured), data.unlabelled if apart else ""
@@ -113,7 +113,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         if not any(name.startswith("pooler.") for name in weights):
             weights |= {f"pooler.{name}": value.detach() for name, value in model.bert.pooler.named_parameters()}
         with naming_tensors(self.config.model):
-            take_weights(model.bert, weights, f"--from {self._encoder.path}")
+            load_weights(model.bert, weights, f"--from {self._encoder.path}")
         return model
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
@@ -361,17 +361,19 @@ class GlueSubmission:
             paths = []
             for number, (name, examples) in enumerate(self._measured.items()):
                 path = self._directory / f"{self._form.submitted.get(name, self._form.folder)}.tsv"
-                spelt = [self.spelt(value) for value in rows["predicted"][rows["measured_set"] == number]]
-                indices = examples.indices or [str(row) for row in range(len(spelt))]
+                predictions = [
+                    self.format_prediction(value) for value in rows["predicted"][rows["measured_set"] == number]
+                ]
+                indices = examples.indices or [str(row) for row in range(len(predictions))]
                 if examples.left_out:
                     logger.warning("%s lacks %d lines, which were unreadable", path, len(examples.left_out))
-                write_table(path, ("index", "prediction"), zip(indices, spelt, strict=True), separator="\t")
+                write_table(path, ("index", "prediction"), zip(indices, predictions, strict=True), separator="\t")
                 paths.append(path)
             return paths
 
         return on_rank_zero(self._group, f"writing {self._directory}", write)
 
-    def spelt(self, predicted: float) -> str:
+    def format_prediction(self, predicted: float) -> str:
         """Convert a label's number to its value in GLUE's files, or clip and format a score."""
         if self._form.values:
             return self._form.values[int(predicted)]
@@ -418,19 +420,25 @@ class BertClassifier(nn.Module):
         return self.depth
 
     def forward(
-        self, tokens: Tensor, token_types: Tensor, places: Tensor, owners: Tensor, first_places: Tensor, slots: Tensor
+        self,
+        tokens: Tensor,
+        token_types: Tensor,
+        positions: Tensor,
+        row_ids: Tensor,
+        first_positions: Tensor,
+        slots: Tensor,
     ) -> Tensor:
         """Compute logits [R, C], or scores [R, 1], of R rows packed into Q sequences; a row attends only to itself.
 
         Args:
             tokens, token_types: [Q, W] int64.
-            places: [Q, W] int64, position of a token in its row.
-            owners: [Q, W] int64, row of a token; -1 for padding.
-            first_places: [Q, S] int64, first position of each row of a sequence; unused slots have any position.
-            slots: [R] int64, index of each row in the flattened first_places.
+            positions: [Q, W] int64, position of a token in its row.
+            row_ids: [Q, W] int64, row of a token; -1 for padding.
+            first_positions: [Q, S] int64, first position of each row of a sequence; unused slots have any position.
+            slots: [R] int64, index of each row in the flattened first_positions.
         """
-        same_row = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
-        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=places)  # [Q, W, D]
+        same_row = row_ids[:, :, None] == row_ids[:, None, :]  # [Q, W, W]
+        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=positions)  # [Q, W, D]
         *layers, last = self.layers
         for layer in layers:
             hidden = layer(hidden, same_row[:, None])
@@ -438,16 +446,18 @@ class BertClassifier(nn.Module):
             everywhere = torch.arange(same_row.shape[2], device=same_row.device).expand(len(same_row), -1)  # [Q, W]
             ended = last(hidden, same_row[:, None], everywhere)  # [Q, W, D]
             rows = torch.arange(len(slots), device=same_row.device)[:, None]
-            mine = (owners.flatten() == rows).to(ended.dtype)  # [R, Q W]
+            mine = (row_ids.flatten() == rows).to(ended.dtype)  # [R, Q W]
             read = mine @ ended.flatten(0, 1) / mine.sum(1, keepdim=True)  # [R, D]
         else:
-            own_of_first = same_row.gather(1, first_places[:, :, None].expand(-1, -1, same_row.shape[2]))  # [Q, S, W]
-            read = last(hidden, own_of_first[:, None], first_places).flatten(0, 1)[slots]  # [R, D]
+            own_of_first = same_row.gather(
+                1, first_positions[:, :, None].expand(-1, -1, same_row.shape[2])
+            )  # [Q, S, W]
+            read = last(hidden, own_of_first[:, None], first_positions).flatten(0, 1)[slots]  # [R, D]
         pooled = self.bert.pooler(read[:, None])  # [R, D]
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]
 
 
-INPUTS = ("tokens", "token_types", "places", "owners", "first_places", "slots")
+INPUTS = ("tokens", "token_types", "positions", "row_ids", "first_positions", "slots")
 """Fields of a batch that the model reads, in the order of its arguments."""
 
 

@@ -30,7 +30,7 @@ from trp_scale.finetuning.classification.batch import (
     ImageAugmentation,
     MeasuredImages,
     PairMixing,
-    borrowed_generators,
+    restored_generators,
     seed_generators,
 )
 from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
@@ -203,7 +203,7 @@ def picture(seed: int = 0) -> Tensor:
 
 def augmented(words: list[int], **settings: float) -> list[Tensor]:
     augmentation = ImageAugmentation(AugmentationConfig(**settings), CROPS)  # type: ignore[arg-type]
-    with borrowed_generators():
+    with restored_generators():
         return [augmentation(picture(), word) for word in words]
 
 
@@ -211,7 +211,7 @@ def test_the_process_s_generators_are_as_before() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[union-attr]
     augmented(WORDS[:3], magnitude=9, colour_jitter=0.4, erasing=1.0)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[union-attr]
-    with pytest.raises(KeyError), borrowed_generators():
+    with pytest.raises(KeyError), restored_generators():
         seed_generators(WORDS[0])
         raise KeyError
     assert random.getstate() == before[0]
@@ -245,7 +245,7 @@ def test_rand_augment_is_timms_in_the_settings_of_its_training() -> None:
     }
     theirs = rand_augment_transform("rand-m9-mstd0.5-inc1", described)
     found = augmented(WORDS[:200], magnitude=9)
-    with borrowed_generators():
+    with restored_generators():
         for word, ours in zip(WORDS, found, strict=False):
             seed_generators(word)
             expected = theirs(Image.fromarray(picture().permute(1, 2, 0).numpy()))
@@ -273,7 +273,7 @@ def test_the_data_s_statistics_are_those_of_the_model() -> None:
 def mixed(words: list[int], **settings: float) -> list[tuple[Tensor, Tensor]]:
     mixing = PairMixing(AugmentationConfig(**settings), 3)  # type: ignore[arg-type]
     pair = torch.stack([picture(1), picture(2)])
-    with borrowed_generators():
+    with restored_generators():
         return [mixing(pair, torch.tensor([0, 2]), word) for word in words]
 
 

@@ -32,7 +32,7 @@ from trp_scale.finetuning.classification.task import (
     Accuracy,
     ClassificationTask,
     ImageClassifier,
-    places,
+    label_ranks,
 )
 from trp_scale.finetuning.task import image_step_flops
 from trp_scale.reporting.results import read_results
@@ -88,7 +88,7 @@ def test_filler_rows_count_nowhere() -> None:
 
 def test_of_equal_logits_the_lower_class_comes_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
-    assert places(logits, torch.arange(4)).tolist() == [2, 0, 1, 3]
+    assert label_ranks(logits, torch.arange(4)).tolist() == [2, 0, 1, 3]
     constant = measured(torch.zeros(12, 12), torch.arange(12))
     assert (constant["accuracy"], constant["accuracy_top5"]) == pytest.approx((1 / 12, 5 / 12))
 

@@ -181,13 +181,13 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     sample = DecodedSample(image=image, size=(image.shape[1], image.shape[2]), maps={"semseg": numbers}, label=-1)
     maps = SegmentationMaps(["left", "right"], [])
     meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
-    squashed, windows, shown = WholeBatchBuilder(settings(), DenseData(datasets=[], meta=meta, maps=maps)).show(
+    squashed, windows, prepared = WholeBatchBuilder(settings(), DenseData(datasets=[], meta=meta, maps=maps)).prepare(
         sample, 0
     )
     assert len(windows.images) > 1
     expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
     assert (squashed.float() - expected).abs().max() < 2
-    assert shown.shape == (30, 71)
+    assert prepared.shape == (30, 71)
 
 
 def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:

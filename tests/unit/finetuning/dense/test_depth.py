@@ -12,7 +12,7 @@ import torch
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
-from trp_scale.finetuning.dense.depth import DepthErrors, DepthSpace, measured_region
+from trp_scale.finetuning.dense.depth import DepthErrors, DepthSpace, region_mask
 
 METRES = DepthSpace(inverse=False, mean=3.0, deviation=1.0, low=1e-3, high=10.0)
 INVERSE = DepthSpace(inverse=True, mean=0.5, deviation=1.0, low=1e-3, high=10.0)
@@ -89,7 +89,7 @@ def test_rows_that_only_fill_a_batch_count_nowhere() -> None:
 
 
 def test_eigen_s_region_of_nyuv2_is_the_published_one() -> None:
-    mask = measured_region(480, 640, "eigen")
+    mask = region_mask(480, 640, "eigen")
     expected = torch.zeros(480, 640, dtype=torch.bool)
     expected[45:471, 41:601] = True
     assert torch.equal(mask, expected)

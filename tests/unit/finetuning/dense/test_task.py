@@ -27,7 +27,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.dense.depth import DepthTask
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
-from trp_scale.finetuning.dense.task import Confusion, figures
+from trp_scale.finetuning.dense.task import ConfusionMatrix, segmentation_metrics
 from trp_scale.reporting.results import read_results
 
 SMALL: dict[str, Any] = {
@@ -248,7 +248,7 @@ def test_figures_are_scikit_learn_s_and_void_counts_nowhere() -> None:
     labels, predicted = drawn(5, *sizes), drawn(5, *sizes, seed=1)
     for each in labels:
         each[:2, :3] = 255
-    metric = Confusion(NAMES)
+    metric = ConfusionMatrix(NAMES)
     for chosen in ([0, 1], [2]):
         metric.add([predicted[i].long() for i in chosen], batch_of([labels[i] for i in chosen]))
     found = metric.finish(ALONE)
@@ -264,7 +264,7 @@ def test_figures_are_scikit_learn_s_and_void_counts_nowhere() -> None:
 
 def test_a_class_that_is_nowhere_is_left_out_of_the_means() -> None:
     counts = torch.tensor([[3, 1, 0, 0], [0, 4, 0, 2], [0, 0, 0, 0], [0, 0, 0, 0]])
-    found = figures(counts, ("a", "b", "nowhere", "only predicted"))
+    found = segmentation_metrics(counts, ("a", "b", "nowhere", "only predicted"))
     assert found["mean_iou"] == pytest.approx((3 / 4 + 4 / 7 + 0) / 3)
     assert found["class_accuracy"] == pytest.approx((3 / 4 + 4 / 6) / 2), "what is not labelled has no accuracy"
     detail = found["detail"]
@@ -273,7 +273,7 @@ def test_a_class_that_is_nowhere_is_left_out_of_the_means() -> None:
 
 
 def test_classes_of_one_name_are_told_apart_by_their_number() -> None:
-    detail = figures(torch.tensor([[3, 0, 0], [0, 1, 1], [0, 0, 2]]), ("crane", "sky", "crane"))["detail"]
+    detail = segmentation_metrics(torch.tensor([[3, 0, 0], [0, 1, 1], [0, 0, 2]]), ("crane", "sky", "crane"))["detail"]
     assert detail["pixels"] == {"crane (0)": 3, "sky": 2, "crane (2)": 2}
     assert detail["accuracy"] == {"crane (0)": 1.0, "sky": 0.5, "crane (2)": 1.0}
     assert list(detail["iou"]) == list(detail["pixels"])
@@ -282,14 +282,14 @@ def test_classes_of_one_name_are_told_apart_by_their_number() -> None:
 def test_the_constant_prediction_s_figure_is_what_it_would_get() -> None:
     labels = drawn(4, (30, 40))[0]
     labels[:20] = 2
-    metric, constant = Confusion(NAMES), Confusion(NAMES)
+    metric, constant = ConfusionMatrix(NAMES), ConfusionMatrix(NAMES)
     metric.add([drawn(5, (30, 40), seed=3)[0].long()], batch_of([labels]))
     constant.add([torch.full((30, 40), 2)], batch_of([labels]))
     assert metric.finish(ALONE)["constant_mean_iou"] == pytest.approx(constant.finish(ALONE)["mean_iou"], abs=1e-12)
 
 
 def test_maps_of_nothing_but_void_are_refused() -> None:
-    metric = Confusion(NAMES)
+    metric = ConfusionMatrix(NAMES)
     metric.add([torch.zeros(4, 4, dtype=torch.long)], batch_of([torch.full((4, 4), 255, dtype=torch.uint8)]))
     with pytest.raises(RefusedError, match=r"--dense.ignored"):
         metric.finish(ALONE)

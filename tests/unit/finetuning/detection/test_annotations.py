@@ -21,7 +21,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import BOX, MASK, OUTSIDE, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.masks import decode, encode, encode_segmentation
-from trp_scale.finetuning.detection.task import open_detection, select_learned, settle_masks, training_notices
+from trp_scale.finetuning.detection.task import open_detection, resolve_masks, select_learned, training_notices
 
 
 def member(path: Path) -> MemberPath:
@@ -203,7 +203,7 @@ def test_masks_are_learned_where_every_object_that_counts_has_one(tmp_path: Path
     document = coco_document()
     document["annotations"][2].pop("segmentation")  # a crowd
     config = detection_config(masks="auto")
-    settle_masks(config, [read_coco(write_coco(tmp_path, document))])
+    resolve_masks(config, [read_coco(write_coco(tmp_path, document))])
     assert config.detection.masks == "on"
     document["annotations"][3].pop("segmentation")
     for masks in ("auto", "on"):
@@ -211,9 +211,9 @@ def test_masks_are_learned_where_every_object_that_counts_has_one(tmp_path: Path
         without = [read_coco(write_coco(tmp_path, document))]
         if masks == "on":
             with pytest.raises(RefusedError, match=r"--detection.masks on"):
-                settle_masks(config, without)
+                resolve_masks(config, without)
         else:
-            settle_masks(config, without)
+            resolve_masks(config, without)
             assert config.detection.masks == "off"
 
 

@@ -55,7 +55,7 @@ def test_a_box_lies_around_its_pixels_and_its_mask_on_them(size: tuple[int, int]
         seen += 1
         square = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
         placement.image(image, InterpolationMode.BILINEAR, out=square)
-        bottom_edge, right_edge = placement.shown
+        bottom_edge, right_edge = placement.visible
         assert (square[:, bottom_edge:] == 128).all() and (square[:, :, right_edge:] == 128).all()
         there = torch.zeros(SIDE, SIDE, dtype=torch.bool)
         there[:bottom_edge, :right_edge] = square[0, :bottom_edge, :right_edge] >= 128
@@ -82,12 +82,12 @@ def test_a_box_lies_around_its_pixels_and_its_mask_on_them(size: tuple[int, int]
 def test_sources_undo_boxes() -> None:
     inside = np.array([[3.0, 5.0, 20.0, 11.0], [0.0, 0.0, 8.0, 30.0]])
     for placement in placements(16, (50, 40), scales=(1.5, 2.0)):
-        assert np.allclose(placement.boxes(placement.sources(inside)), inside)
+        assert np.allclose(placement.boxes(placement.invert_boxes(inside)), inside)
 
 
 def test_a_letterbox_shows_all_of_the_image() -> None:
     one, tall = letterbox(np.array([[30, 60], [100, 10]]), SIDE)
-    assert one.shown == (32, 64) and tall.shown == (64, 6)
+    assert one.visible == (32, 64) and tall.visible == (64, 6)
     assert one.boxes(np.array([[0.0, 0.0, 60.0, 30.0]])).tolist() == [[0, 0, 64, 32]]
 
 

@@ -24,8 +24,8 @@ from trp_scale.finetuning.detection.metrics import (
     DetectionMetrics,
     Truth,
     average_precision,
-    in_image,
-    overlaps,
+    box_iou,
+    to_image_pixels,
 )
 
 UNIT = [0.0, 0.0, 10.0, 10.0]
@@ -50,7 +50,7 @@ def found(*detections: tuple[int, list[float], float]) -> ClassDetections:
 
 def test_overlaps() -> None:
     boxes = np.array([UNIT, HALF, AWAY, [5.0, 5.0, 15.0, 15.0], [10.0, 0.0, 20.0, 10.0]])
-    assert np.allclose(overlaps(np.array(UNIT), boxes), [1.0, 0.5, 0.0, 25 / 175, 0.0])
+    assert np.allclose(box_iou(np.array(UNIT), boxes), [1.0, 0.5, 0.0, 25 / 175, 0.0])
 
 
 def test_all_found_first_is_one_and_nothing_found_is_zero() -> None:
@@ -207,7 +207,7 @@ def test_two_ranks_say_what_one_says_and_filler_rows_nothing(coco: Annotations) 
     alone.add(rows, batch_of(coco, [0, 1]))
     second.add(rows[1:] + rows[:1], batch_of(coco, [1, 0], start=1, there=[1.0, 0.0]))
     first.add(rows[:1], batch_of(coco, [0]))
-    group = Joined("data", rank=1, size=2, others=tuple(second._found))
+    group = Joined("data", rank=1, size=2, others=tuple(second._detections))
     assert first.finish(cast(Group, group)) == (figures := alone.finish(ALONE))
     assert figures["detail"]["AP"]["plane"] == pytest.approx(0.5)
 
@@ -228,7 +228,7 @@ def test_boxes_are_scaled_back_and_cut_to_the_image() -> None:
     target = detections(
         ([4.0, 2.0, 10.0, 8.0], 1, 0.9), ([10.0, 6.0, 16.0, 16.0], 1, 0.8), ([2.0, 13.0, 5.0, 16.0], 1, 0.7)
     )
-    found = in_image(target, [12, 16], [48, 64])
+    found = to_image_pixels(target, [12, 16], [48, 64])
     assert found["boxes"].tolist() == [[4, 2, 10, 8], [10, 6, 16, 12]], "the third lies below the image"
     assert found["scores"].tolist() == pytest.approx([0.9, 0.8])
     mask = decode(found["masks"][0], 12, 16)
@@ -241,7 +241,7 @@ def test_a_mask_stays_in_place_where_its_box_reaches_into_the_padding() -> None:
     # 8 x 16 pixels in a square of 16 x 16: the box is all of the square, and the mask its upper half, all of the image.
     target = detections(([0.0, 0.0, 16.0, 16.0], 1, 0.9))
     target["masks"][:, :, 14:] = 0
-    found = in_image(target, [8, 16], [32, 64])
+    found = to_image_pixels(target, [8, 16], [32, 64])
     assert found["boxes"].tolist() == [[0, 0, 16, 8]]
     assert (decode(found["masks"][0], 8, 16) == 1).all()
 
@@ -249,7 +249,7 @@ def test_a_mask_stays_in_place_where_its_box_reaches_into_the_padding() -> None:
 def test_a_mask_is_what_is_more_likely_than_not() -> None:
     target = detections(BRUSH)
     target["masks"][:, :, :, :14], target["masks"][:, :, :, 14:] = 0.45, 0.55
-    mask = decode(in_image(target, [12, 16], [48, 64])["masks"][0], 12, 16)
+    mask = decode(to_image_pixels(target, [12, 16], [48, 64])["masks"][0], 12, 16)
     assert np.flatnonzero(mask.any(0)).tolist() == [7, 8, 9], "the right half of columns 4 to 9"
 
 

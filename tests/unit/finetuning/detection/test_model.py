@@ -41,7 +41,7 @@ class Backbone(nn.Module):
         self.encoder, self.pyramid, self.out_channels = detector.encoder, detector.pyramid, channels
 
     def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
-        return self.pyramid(self.encoder(images, self.pyramid.reads(4)))
+        return self.pyramid(self.encoder(images, self.pyramid.block_numbers(4)))
 
 
 class AsGiven(nn.Module):
@@ -107,7 +107,7 @@ def test_levels_have_their_strides_and_see_their_place() -> None:
         maps = pyramid(tokens)
         assert [tuple(one.shape) for one in maps.values()] == [(1, 16, side, side) for side in (32, 16, 8, 4, 2)]
         assert list(maps) == ["0", "1", "2", "3", "pool"]
-        assert pyramid.reads(12) == ([] if count == 1 else [2, 5, 8, 11])
+        assert pyramid.block_numbers(12) == ([] if count == 1 else [2, 5, 8, 11])
         changed = [one.clone() for one in tokens]
         for one in changed:
             one[:, 1 + 8 * 6 + 1] += 1.0  # the patch in row 6, column 1

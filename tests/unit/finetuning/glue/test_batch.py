@@ -22,9 +22,9 @@ from trp_scale.finetuning.glue.batch import (
     PairTokenizer,
     TokenTable,
     load_tokenizer,
-    one_each,
-    place_rows,
+    pack_rows,
     tokenize,
+    unpacked_rows,
 )
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
@@ -36,7 +36,7 @@ def open_task(
 ) -> tuple[list[TokenTable], GlueBatchBuilder, PairTokenizer]:
     """The measured sets of a task."""
     tokenizer = load_tokenizer(dataset / "tokenizer", length=length)
-    data = read_glue(root, task, split="dev", allowed_bad=0)
+    data = read_glue(root, task, split="dev", max_bad_lines=0)
     tables = [tokenize(examples, tokenizer) for examples in data.measured.values()]
     builder = GlueBatchBuilder(tables, tokenizer, length=length, padding=padding, scores=task == "stsb")
     return tables, builder, tokenizer
@@ -51,7 +51,7 @@ def addresses(member: list[int], block: list[int], present: list[bool] | None = 
 @pytest.mark.parametrize("length", [12, 64])
 @pytest.mark.parametrize("task", ["cola", "mnli", "mrpc", "stsb", "rte"])
 def test_rows_are_those_of_transformers_tokenizer(tmp_path: Path, text_dataset: Path, task: str, length: int) -> None:
-    data = read_glue(write_glue(tmp_path), task, split="dev", allowed_bad=0)
+    data = read_glue(write_glue(tmp_path), task, split="dev", max_bad_lines=0)
     tables, builder, _ = open_task(tmp_path, text_dataset, task, length=length)
     members = np.repeat(np.arange(len(tables)), [len(table.rows) for table in tables])[::-1]
     blocks = np.concatenate([np.arange(len(table.rows)) for table in tables])[::-1]
@@ -66,16 +66,16 @@ def test_rows_are_those_of_transformers_tokenizer(tmp_path: Path, text_dataset: 
     assert batch["tokens"].shape[1] == min(length, 64)
     assert len(batch["tokens"]) < len(blocks) or length == 12 or len(blocks) == 1
     for number in range(len(blocks)):
-        own = batch["owners"] == number
+        own = batch["row_ids"] == number
         count = int(theirs["attention_mask"][number].sum())
         assert batch["tokens"][own].tolist() == theirs["input_ids"][number, :count].tolist()
         assert batch["token_types"][own].tolist() == theirs["token_type_ids"][number, :count].tolist()
-        assert batch["places"][own].tolist() == list(range(count))
+        assert batch["positions"][own].tolist() == list(range(count))
         slot = int(batch["slots"][number])
-        sequence, first = slot // batch["first_places"].shape[1], int(batch["first_places"].flatten()[slot])
-        assert own[sequence, first] and batch["places"][sequence, first] == 0
-    nobody = batch["owners"] == -1
-    assert (batch["tokens"][nobody] == 0).all() and not batch["places"][nobody].any()
+        sequence, first = slot // batch["first_positions"].shape[1], int(batch["first_positions"].flatten()[slot])
+        assert own[sequence, first] and batch["positions"][sequence, first] == 0
+    nobody = batch["row_ids"] == -1
+    assert (batch["tokens"][nobody] == 0).all() and not batch["positions"][nobody].any()
     labels = np.concatenate([examples.labels for examples in data.measured.values()])[::-1]  # type: ignore[arg-type]
     assert batch["labels"].tolist() == pytest.approx(labels.tolist())
     assert batch["labels"].dtype == (torch.float32 if task == "stsb" else torch.int64)
@@ -91,15 +91,15 @@ def test_padding_to_a_length_and_rows_that_are_not_there(tmp_path: Path, text_da
         assert batch["row_weights"].tolist() == [1, 0, 0] and batch["labels"].tolist() == [1, 0, 0]
         cls = tokenizer.backend.token_to_id("[CLS]")
         for row in (1, 2):
-            assert batch["tokens"][batch["owners"] == row].tolist() == [cls]
+            assert batch["tokens"][batch["row_ids"] == row].tolist() == [cls]
         if padding == "length":
-            assert batch["slots"].tolist() == [0, 1, 2] and not batch["first_places"].any()
-            assert all(set(owners) <= {row, -1} for row, owners in enumerate(batch["owners"].tolist()))
+            assert batch["slots"].tolist() == [0, 1, 2] and not batch["first_positions"].any()
+            assert all(set(row_ids) <= {row, -1} for row, row_ids in enumerate(batch["row_ids"].tolist()))
 
 
 def test_every_example_once_an_epoch_in_an_order_that_mixes_all(tmp_path: Path, text_dataset: Path) -> None:
     tokenizer = load_tokenizer(text_dataset / "tokenizer", length=64)
-    table = tokenize(read_glue(write_cola(tmp_path, 400, 8), "cola", split="dev", allowed_bad=0).train, tokenizer)
+    table = tokenize(read_glue(write_cola(tmp_path, 400, 8), "cola", split="dev", max_bad_lines=0).train, tokenizer)
     member = MixtureMember(name="", weight=Fraction(1), table=table, chosen=np.ones(400, dtype=np.bool_))
     plan = TrainPlan(seed=3, members=[member], blocks_per_group=16)
     epochs = [plan.locate(np.arange(400) + 400 * epoch).block for epoch in (0, 1)]
@@ -124,10 +124,10 @@ def test_what_is_learned_from_has_a_digest(tmp_path: Path, text_dataset: Path) -
 
 
 def test_many_examples_keep_their_order(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trp_scale.finetuning.glue.batch.AT_ONCE", 7)
+    monkeypatch.setattr("trp_scale.finetuning.glue.batch.TOKENIZER_BATCH", 7)
     texts = sentences(30)
     table = tokenize(
-        read_glue(write_cola(tmp_path, 20, 10), "cola", split="dev", allowed_bad=0).measured[""],
+        read_glue(write_cola(tmp_path, 20, 10), "cola", split="dev", max_bad_lines=0).measured[""],
         tokenizer := load_tokenizer(text_dataset / "tokenizer", length=64),
     )
     for number, text in enumerate(texts[20:]):
@@ -171,7 +171,7 @@ def test_the_mean_of_a_row_is_that_of_its_own_pieces(tmp_path: Path, text_datase
     with torch.no_grad():
         model(*(batch[name] for name in INPUTS))
         for row, mean in enumerate(seen[0]):
-            own = batch["owners"] == row
+            own = batch["row_ids"] == row
             hidden = model.bert.embeddings(
                 input_ids=batch["tokens"][own][None], token_type_ids=batch["token_types"][own][None]
             )
@@ -184,7 +184,7 @@ def test_the_mean_of_a_row_is_that_of_its_own_pieces(tmp_path: Path, text_datase
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
 def test_every_row_has_places_of_its_own(lengths: list[int]) -> None:
     sizes = np.array(lengths)
-    sequence, first, slot = place_rows(sizes, 64)
+    sequence, first, slot = pack_rows(sizes, 64)
     taken = np.zeros((sequence.max() + 1, 64), dtype=np.int64)
     for row, length in enumerate(lengths):
         assert first[row] + length <= 64
@@ -199,6 +199,6 @@ def test_every_row_has_places_of_its_own(lengths: list[int]) -> None:
 
 def test_short_rows_fill_their_sequences() -> None:
     lengths = np.random.default_rng(0).integers(4, 40, size=64)
-    assert int(place_rows(lengths, 64).sequence.max()) + 1 <= np.ceil(lengths.sum() / 64 / 0.9)
-    assert place_rows(np.full(6, 32), 64).sequence.tolist() == [0, 0, 1, 1, 2, 2]
-    assert one_each(3).sequence.tolist() == [0, 1, 2] and not one_each(3).first.any()
+    assert int(pack_rows(lengths, 64).sequence.max()) + 1 <= np.ceil(lengths.sum() / 64 / 0.9)
+    assert pack_rows(np.full(6, 32), 64).sequence.tolist() == [0, 0, 1, 1, 2, 2]
+    assert unpacked_rows(3).sequence.tolist() == [0, 1, 2] and not unpacked_rows(3).first.any()

@@ -52,7 +52,7 @@ NAMES = {
 @pytest.mark.parametrize("task", FORMATS)
 def test_rows_and_labels_of_every_task(tmp_path: Path, task: str) -> None:
     labels, first, last = READ[task]
-    data = read_glue(write_glue(tmp_path), task, split="dev", allowed_bad=0)
+    data = read_glue(write_glue(tmp_path), task, split="dev", max_bad_lines=0)
     assert data.train.labels is not None and data.train.labels.tolist() == labels
     assert tuple(texts[0] for texts in data.train.sentences) == first
     assert tuple(texts[-1] for texts in data.train.sentences) == last
@@ -62,10 +62,10 @@ def test_rows_and_labels_of_every_task(tmp_path: Path, task: str) -> None:
 
 
 def test_mnli_is_measured_on_both_its_sets(tmp_path: Path) -> None:
-    data = read_glue(write_glue(tmp_path), "mnli", split="dev", allowed_bad=0)
-    assert {name: len(found.places) for name, found in data.measured.items()} == {"matched": 3, "mismatched": 2}
+    data = read_glue(write_glue(tmp_path), "mnli", split="dev", max_bad_lines=0)
+    assert {name: len(found.line_numbers) for name, found in data.measured.items()} == {"matched": 3, "mismatched": 2}
     (tmp_path / "MNLI" / "dev_mismatched.tsv").unlink()
-    data = read_glue(tmp_path, "mnli", split="dev", allowed_bad=0)
+    data = read_glue(tmp_path, "mnli", split="dev", max_bad_lines=0)
     assert list(data.measured) == ["matched"]
     assert "no dev_mismatched" in data.notices[0]
 
@@ -81,7 +81,7 @@ def test_marks_and_line_ends_change_nothing(tmp_path: Path, name: str) -> None:
         (tmp_path / "file.tsv").write_bytes(content.encode("utf-8"))
         found = read_tsv(tmp_path / "file.tsv", FORMATS[task])
         assert found.labels is not None
-        read.append((found.sentences, found.labels.tolist(), found.places))
+        read.append((found.sentences, found.labels.tolist(), found.line_numbers))
     assert read.count(read[0]) == 4
 
 
@@ -131,10 +131,10 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path: Path, task: str, co
 def test_broken_lines_are_left_out_and_named_where_that_is_allowed(tmp_path: Path) -> None:
     """As in the published QQP: a line end within a question."""
     content = FILES["QQP/train.tsv"] + '5\t6\t7\tWhat is "\n\thistory?\t0\n9\t10\t11\tWho?\tWho is?\t1\n'
-    assert "/train.tsv:4: 4 columns found, 6 expected" in refusal(tmp_path, "qqp", content.encode(), allowed_bad=1)
-    found = read_tsv(tmp_path / "train.tsv", FORMATS["qqp"], allowed_bad=2)
+    assert "/train.tsv:4: 4 columns found, 6 expected" in refusal(tmp_path, "qqp", content.encode(), max_bad_lines=1)
+    found = read_tsv(tmp_path / "train.tsv", FORMATS["qqp"], max_bad_lines=2)
     assert found.labels is not None and found.labels.tolist() == [0, 1, 1]
-    assert found.places == [2, 3, 6]
+    assert found.line_numbers == [2, 3, 6]
     assert [line.rpartition("/")[2] for line in found.left_out] == [
         "train.tsv:4: 4 columns found, 6 expected",
         "train.tsv:5: 3 columns found, 6 expected",
@@ -150,9 +150,9 @@ def test_test_files_have_no_labels(tmp_path: Path) -> None:
     (root / "RTE" / "test.tsv").write_bytes(kept_back)
     assert read_tsv(root / "RTE" / "test.tsv", FORMATS["rte"]).labels is None
     for task in ("cola", "rte"):
-        found_test = read_glue(root, task, split="test", allowed_bad=0)
+        found_test = read_glue(root, task, split="test", max_bad_lines=0)
         assert "--predictions DIR" in found_test.unlabelled
-        assert read_glue(root, task, split="dev", allowed_bad=0).unlabelled == ""
+        assert read_glue(root, task, split="dev", max_bad_lines=0).unlabelled == ""
 
 
 def test_folders_are_found_by_their_usual_spellings(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_all_missing_tasks_are_named_at_once(tmp_path: Path) -> None:
     assert "MNLI" in str(refused.value)
     (root / "SST-2" / "dev.tsv").unlink()
     with pytest.raises(DataError, match=r"SST-2: no dev\.tsv"):
-        read_glue(root, "sst2", split="dev", allowed_bad=0)
+        read_glue(root, "sst2", split="dev", max_bad_lines=0)
 
 
 REAL = {
@@ -191,8 +191,8 @@ def test_the_published_files(task: str) -> None:
     if not (root := os.environ.get("TRP_SCALE_GLUE")):
         pytest.skip("TRP_SCALE_GLUE is not set: the directory of the published GLUE files")
     train, dev, label, sentence = REAL[task]
-    data = read_glue(Path(root), task, split="dev", allowed_bad=0)
-    assert (len(data.train.places), len(data.measured[""].places)) == (train, dev)
+    data = read_glue(Path(root), task, split="dev", max_bad_lines=0)
+    assert (len(data.train.line_numbers), len(data.measured[""].line_numbers)) == (train, dev)
     assert data.train.labels is not None and data.train.labels[0] == label
     assert data.train.sentences[0][0] == sentence
 
@@ -212,7 +212,7 @@ COLUMNS = {
 def save(root: Path, tmp_path: Path, task: str, names: tuple[str, ...] = ()) -> Path:
     """What the TSV files below `root` hold, as save_to_disk writes it; labels numbered in the order of `names`."""
     form = FORMATS[task]
-    read = read_glue(root, task, split="dev", allowed_bad=0)
+    read = read_glue(root, task, split="dev", max_bad_lines=0)
     names = names or form.names
     splits = {"train": read.train} | {f"validation_{name}".rstrip("_"): one for name, one in read.measured.items()}
     columns = COLUMNS.get(task, ("sentence1", "sentence2"))
@@ -235,14 +235,14 @@ def save(root: Path, tmp_path: Path, task: str, names: tuple[str, ...] = ()) -> 
 @pytest.mark.parametrize("task", FORMATS)
 def test_both_forms_are_the_same_examples(tmp_path: Path, task: str) -> None:
     root = write_glue(tmp_path / "tsv")
-    files = read_glue(root, task, split="dev", allowed_bad=0)
+    files = read_glue(root, task, split="dev", max_bad_lines=0)
     # MNLI also with its names in another order: a label goes by its name.
     other = ("contradiction", "entailment", "neutral") if task == "mnli" else ()
     directory = save(root, tmp_path, task, other)
-    found = read_glue(directory, task, split="dev", allowed_bad=0)
+    found = read_glue(directory, task, split="dev", max_bad_lines=0)
     assert list(found.measured) == list(files.measured) and not found.notices
     for one in found.measured.values():
-        assert one.indices == [str(row) for row in range(len(one.places))], "GLUE's server knows rows by them"
+        assert one.indices == [str(row) for row in range(len(one.line_numbers))], "GLUE's server knows rows by them"
     for ours, theirs in (
         (found.train, files.train),
         *zip(found.measured.values(), files.measured.values(), strict=True),
@@ -261,7 +261,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
             ),
         )
         datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(directory))
-        read_glue(tmp_path / "b", "sst2", split="dev", allowed_bad=0)
+        read_glue(tmp_path / "b", "sst2", split="dev", max_bad_lines=0)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"sentence": ["x", "y"], "label": [0, 2]}, r"split train, row 1: label 2 found, 0 to 1 expected"),
         ({"sentence": ["x", "y"], "label": [0, -1]}, r"row 1: label -1 found"),
@@ -275,7 +275,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         rows = datasets.Dataset.from_dict(values)
         datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / str(number) / "sst2"))
         with pytest.raises(RefusedError, match=message):
-            read_glue(tmp_path / str(number), "sst2", split="dev", allowed_bad=0)
+            read_glue(tmp_path / str(number), "sst2", split="dev", max_bad_lines=0)
 
 
 @pytest.mark.parametrize("damage", ["arrow", "json", "split"])
@@ -286,7 +286,7 @@ def test_a_damaged_directory_is_refused_by_its_name(tmp_path: Path, damage: str)
     for path in directory.rglob({"arrow": "*.arrow", "json": "dataset_dict.json", "split": "nothing"}[damage]):
         path.write_text("{")
     with pytest.raises(DataError, match=rf"^{directory}:"):
-        read_glue(tmp_path / "hf", "sst2", split="dev", allowed_bad=0)
+        read_glue(tmp_path / "hf", "sst2", split="dev", max_bad_lines=0)
 
 
 @pytest.mark.parametrize(("kept", "missing"), [("train", "validation"), ("validation", "train")])
@@ -294,4 +294,4 @@ def test_a_split_that_is_missing_is_named_as_it_is_called_there(tmp_path: Path, 
     rows = datasets.Dataset.from_dict({"sentence": ["x", "y"], "label": [0, 1]})
     datasets.DatasetDict({kept: rows}).save_to_disk(str(tmp_path / "sst2"))
     with pytest.raises(DataError, match=rf"sst2: .*{missing}.*dataset_dict\.json"):
-        read_glue(tmp_path, "sst2", split="dev", allowed_bad=0)
+        read_glue(tmp_path, "sst2", split="dev", max_bad_lines=0)

@@ -204,8 +204,8 @@ def rows(classes: int, padding: Literal["none", "length"] = "none") -> Batch:
     """The last of the four only fills the batch."""
     tokenizer = PairTokenizer(backend=Tokenizer(WordPiece()), pad=0, vocabulary=VOCABULARY)
     builder = GlueBatchBuilder([table(classes)], tokenizer, length=24, padding=padding, scores=classes == 1)
-    zeros, places = np.zeros(4, dtype=np.int64), np.arange(4)
-    addresses = Addresses(member=zeros, block=places, row=zeros, epoch=zeros, keys=places, present=places < 3)
+    zeros, positions = np.zeros(4, dtype=np.int64), np.arange(4)
+    addresses = Addresses(member=zeros, block=positions, row=zeros, epoch=zeros, keys=positions, present=positions < 3)
     return builder.build(addresses, start=0)
 
 
