@@ -1,4 +1,4 @@
-"""Settings of segmentation and depth estimation."""
+"""Settings of segmentation and depth estimation; tested in test_task.py."""
 
 from __future__ import annotations
 

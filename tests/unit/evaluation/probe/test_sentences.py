@@ -40,7 +40,7 @@ def test_a_pair_is_both_their_distance_and_their_product(run: Path) -> None:
     encoder = load_encoder(str(run))
     assert isinstance(encoder, TextEncoder)
     texts = sentences(4)
-    pair = Examples(name="dev", sentences=(texts[:2], texts[2:]), labels=None, places=[1, 2])
+    pair = Examples(name="dev", sentences=(texts[:2], texts[2:]), labels=None, line_numbers=[1, 2])
     found = module.pair_vectors(encoder, pair, np.array([1]), 32)
     one, two = (module.sentence_vectors(encoder, [text], 32) for text in (texts[1], texts[3]))
     np.testing.assert_allclose(found, np.concatenate([one, two, np.abs(one - two), one * two], 1), rtol=1e-5)

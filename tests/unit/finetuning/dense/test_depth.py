@@ -65,11 +65,6 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found["constant_delta_1"] == pytest.approx(constant, abs=1e-12)
 
 
-def test_log10_is_the_common_logarithm() -> None:
-    true = torch.full((1, 2, 2), 0.1)
-    assert measured(torch.ones(1, 2, 2), true)["log10"] == pytest.approx(1.0, abs=1e-6)
-
-
 def test_what_was_not_measured_counts_nowhere() -> None:
     true, predicted = drawn(2, 6, 6), drawn(2, 6, 6, seed=1)
     true[:, 2] = 0

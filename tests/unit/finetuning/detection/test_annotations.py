@@ -21,7 +21,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import BOX, MASK, OUTSIDE, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.masks import decode, encode, encode_segmentation
-from trp_scale.finetuning.detection.task import open_detection, resolve_masks, select_learned, training_notices
+from trp_scale.finetuning.detection.task import open_detection, select_learned, training_notices
 
 
 def member(path: Path) -> MemberPath:
@@ -154,13 +154,6 @@ def test_the_official_layout_of_coco_is_found(tmp_path: Path) -> None:
     assert open_detection([member(tmp_path / "annotations")], "", masks=False)[0].masks is None
 
 
-def test_a_list_of_voc_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = write_voc(tmp_path, {"1": [("cat", 0, (1, 1, 10, 10))]})
-    path.write_bytes(b"\xff\xfe1")
-    with pytest.raises(DataError, match=r"trainval.txt:"):
-        read_voc(path)
-
-
 def test_voc_boxes_begin_before_their_first_pixel_and_end_behind_their_last(tmp_path: Path) -> None:
     images = {"000001": [("dog", 0, (1, 1, 30, 20)), ("cat", 1, (3, 4, 5, 6))], "000002": [("dog", 0, (2, 2, 3, 3))]}
     read = read_voc(write_voc(tmp_path, images))
@@ -197,24 +190,6 @@ def test_classes_are_those_of_training(tmp_path: Path) -> None:
     assert test.with_classes(train.classes).labels.tolist() == [2]
     with pytest.raises(DataError, match="'cat'"):
         train.with_classes(test.classes)
-
-
-def test_masks_are_learned_where_every_object_that_counts_has_one(tmp_path: Path) -> None:
-    document = coco_document()
-    document["annotations"][2].pop("segmentation")  # a crowd
-    config = detection_config(masks="auto")
-    resolve_masks(config, [read_coco(write_coco(tmp_path, document))])
-    assert config.detection.masks == "on"
-    document["annotations"][3].pop("segmentation")
-    for masks in ("auto", "on"):
-        config = detection_config(masks=masks)
-        without = [read_coco(write_coco(tmp_path, document))]
-        if masks == "on":
-            with pytest.raises(RefusedError, match=r"--detection.masks on"):
-                resolve_masks(config, without)
-        else:
-            resolve_masks(config, without)
-            assert config.detection.masks == "off"
 
 
 def test_images_without_objects_are_left_out_of_training_unless_they_are_kept(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from trp_scale.finetuning.detection.metrics import (
     DetectionMetrics,
     Truth,
     average_precision,
-    box_iou,
     to_image_pixels,
 )
 
@@ -46,11 +45,6 @@ def found(*detections: tuple[int, list[float], float]) -> ClassDetections:
         boxes=np.array([one[1] for one in detections], dtype=np.float64).reshape(-1, 4),
         scores=np.array([one[2] for one in detections], dtype=np.float64),
     )
-
-
-def test_overlaps() -> None:
-    boxes = np.array([UNIT, HALF, AWAY, [5.0, 5.0, 15.0, 15.0], [10.0, 0.0, 20.0, 10.0]])
-    assert np.allclose(box_iou(np.array(UNIT), boxes), [1.0, 0.5, 0.0, 25 / 175, 0.0])
 
 
 def test_all_found_first_is_one_and_nothing_found_is_zero() -> None:
@@ -262,16 +256,6 @@ def test_objects_are_small_or_large_by_the_area_that_the_file_says(tmp_path: Pat
     figures = metrics.finish(ALONE)
     assert figures["APm"] == figures["mask_APm"] == pytest.approx(1.0)
     assert figures["APs"] == figures["mask_APs"] == 0.0 and "APl" not in figures
-
-
-def test_a_crowd_without_a_mask_is_all_of_its_box(tmp_path: Path) -> None:
-    document = coco_document()
-    document["annotations"][2].pop("segmentation")
-    data = read_coco(write_coco(tmp_path, document))
-    metrics = DetectionMetrics([data])
-    metrics.add([detections(BRUSH, CROWD), detections(PLANE)], batch_of(data, [0, 1]))
-    figures = metrics.finish(ALONE)["detail"]
-    assert figures["AP"]["plane"] == figures["mask_AP"]["plane"] == pytest.approx(1.0)
 
 
 def test_voc_is_judged_by_its_own_precision_with_difficult_objects_ignored(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings of detection that cannot be, each named by its flag; and the recipes."""
+"""Settings of detection that are refused, by flag."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.finetuning.detection.small_sets import detection_config
-from trp_scale.config import RefusedError
-from trp_scale.config.checks import check, general_problems
-from trp_scale.config.loader import load_recipe
+from trp_scale.config.checks import general_problems
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 
 
@@ -19,14 +17,9 @@ def small_detector(**detection: Any) -> DetectionTaskConfig:
     return config
 
 
-def test_a_small_detector_is_allowed() -> None:
-    check(small_detector())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"detection.width": 0}, "--detection.width is 0"),
         ({"detection.score_threshold": 1.5}, "--detection.score_threshold is 1.5"),
         ({"detection.mask_size": 1}, "--detection.mask_size is 1"),
         ({"detection.min_scale": 2.0}, "the first not above the second"),
@@ -44,15 +37,3 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
         setattr(getattr(config, section), name, value)
     problems = list(general_problems(config))
     assert len(problems) == 1 and message in problems[0]
-
-
-@pytest.mark.parametrize("name", ["detection_coco_vit_b", "detection_voc2007_vit_b", "detection_tiny"])
-def test_recipes_of_detection_are_allowed_and_train_the_plain_sum(name: str) -> None:
-    config = load_recipe(name)
-    assert isinstance(config, DetectionTaskConfig)
-    check(config)
-    balancer = config.balancer
-    assert (balancer.kind, balancer.total, balancer.form) == ("uniform", "paper", "sum")
-    config.detection.box_samples = 0
-    with pytest.raises(RefusedError, match=r"--detection\.box_samples is 0"):
-        check(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.finetuning.glue.small_data import sentences, write_cola, write_glue
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.data.plan import Addresses, HeldOutPlan, MixtureMember, TrainPlan
+from trp_scale.data.plan import Addresses
 from trp_scale.finetuning.glue.batch import (
     GlueBatchBuilder,
     PairTokenizer,
@@ -95,22 +94,6 @@ def test_padding_to_a_length_and_rows_that_are_not_there(tmp_path: Path, text_da
         if padding == "length":
             assert batch["slots"].tolist() == [0, 1, 2] and not batch["first_positions"].any()
             assert all(set(row_ids) <= {row, -1} for row, row_ids in enumerate(batch["row_ids"].tolist()))
-
-
-def test_every_example_once_an_epoch_in_an_order_that_mixes_all(tmp_path: Path, text_dataset: Path) -> None:
-    tokenizer = load_tokenizer(text_dataset / "tokenizer", length=64)
-    table = tokenize(read_glue(write_cola(tmp_path, 400, 8), "cola", split="dev", max_bad_lines=0).train, tokenizer)
-    member = MixtureMember(name="", weight=Fraction(1), table=table, chosen=np.ones(400, dtype=np.bool_))
-    plan = TrainPlan(seed=3, members=[member], blocks_per_group=16)
-    epochs = [plan.locate(np.arange(400) + 400 * epoch).block for epoch in (0, 1)]
-    for order in epochs:
-        assert sorted(order.tolist()) == list(range(400))
-        # Without any order, a row and its place are 400 / 3 apart on average.
-        assert abs(np.abs(order - np.arange(400)).mean() - 400 / 3) < 30
-        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.2
-    assert not np.array_equal(*epochs)
-    held = HeldOutPlan(members=[member]).locate(np.arange(402))
-    assert held.block[:400].tolist() == list(range(400)) and held.present.sum() == 400
 
 
 def test_what_is_learned_from_has_a_digest(tmp_path: Path, text_dataset: Path) -> None:

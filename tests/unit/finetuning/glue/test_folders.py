@@ -35,19 +35,6 @@ READ: dict[str, tuple[list[float], tuple[str, ...], tuple[str, ...]]] = {
 }
 """Of each training file: all labels, the first and the last example."""
 
-NAMES = {
-    "cola": ("unacceptable", "acceptable"),
-    "sst2": ("negative", "positive"),
-    "mrpc": ("not_equivalent", "equivalent"),
-    "stsb": (),
-    "qqp": ("not_duplicate", "duplicate"),
-    "mnli": ("entailment", "neutral", "contradiction"),
-    "qnli": ("entailment", "not_entailment"),
-    "rte": ("entailment", "not_entailment"),
-    "wnli": ("not_entailment", "entailment"),
-}
-"""What the numbers mean: Hugging Face's order, so that both forms of a task give the same numbers."""
-
 
 @pytest.mark.parametrize("task", FORMATS)
 def test_rows_and_labels_of_every_task(tmp_path: Path, task: str) -> None:
@@ -57,7 +44,6 @@ def test_rows_and_labels_of_every_task(tmp_path: Path, task: str) -> None:
     assert tuple(texts[0] for texts in data.train.sentences) == first
     assert tuple(texts[-1] for texts in data.train.sentences) == last
     assert {len(texts) for texts in data.train.sentences} == {len(labels)}
-    assert FORMATS[task].names == NAMES[task]
     assert data.notices == []
 
 
@@ -70,9 +56,7 @@ def test_mnli_is_measured_on_both_its_sets(tmp_path: Path) -> None:
     assert "no dev_mismatched" in data.notices[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["CoLA/train.tsv", "SST-2/dev.tsv", "MRPC/train.tsv", "STS-B/train.tsv", "MNLI/train.tsv"]
-)
+@pytest.mark.parametrize("name", ["CoLA/train.tsv", "MRPC/train.tsv"])
 def test_marks_and_line_ends_change_nothing(tmp_path: Path, name: str) -> None:
     task = next(task for task, form in FORMATS.items() if form.folder == name.split("/")[0])
     plain = FILES[name].replace("\ufeff", "").replace("\r\n", "\n")
