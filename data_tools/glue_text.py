@@ -1,4 +1,4 @@
-"""The training sentences of GLUE's tasks -> JSON lines for shard_text.py: text of the tasks' own kind, without a label.
+"""Convert the training sentences of the GLUE tasks to JSON lines for shard_text.py, without labels.
 
 python data_tools/glue_text.py data/glue glue.jsonl
 """
@@ -11,17 +11,17 @@ from trp_scale.errors import DataError, RefusedError
 from trp_scale.finetuning.glue.folders import FORMATS, find_folder, read_glue
 
 SENTENCES = 20
-"""Of a document: alone, a sentence would be a row of mostly nothing."""
+"""Sentences per document; a row with a single sentence would be mostly padding."""
 
 BAD_LINES = 10
-"""Of a file that are left out, as in the recipe glue."""
+"""Maximum skipped lines of a file, as in the recipe glue."""
 
 
 def write_sentences(root: Path, output: Path) -> int:
-    """Write the training sentences of all tasks that are there, in the order of the files; returns how many.
+    """Write the training sentences of all tasks in `root`, in file order; return their number.
 
     Raises:
-        DataError: no task is there, or a file of one cannot be read.
+        DataError: no task exists, or a file cannot be read.
     """
     sentences: list[str] = []
     for task in FORMATS:
@@ -32,7 +32,7 @@ def write_sentences(root: Path, output: Path) -> int:
         train = read_glue(root, task, split="dev", max_bad_lines=BAD_LINES).train
         sentences += [text for pair in zip(*train.sentences, strict=True) for text in pair]
     if not sentences:
-        raise DataError(f"{root}: no task of GLUE is there; allowed: folders such as CoLA and SST-2")
+        raise DataError(f"{root}: no GLUE task found; folders such as CoLA and SST-2 expected")
     with output.open("w", encoding="utf-8") as file:
         for first in range(0, len(sentences), SENTENCES):
             file.write(json.dumps({"text": " ".join(sentences[first : first + SENTENCES])}) + "\n")

@@ -1,4 +1,4 @@
-"""Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
+"""Show rows of a shard: text with part-of-speech groups in colour, or images with classes and maps."""
 
 from trp_scale.cli.main import console
 

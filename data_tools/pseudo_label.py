@@ -1,4 +1,4 @@
-"""A data set of images -> depth and segmentation maps for it, predicted by models, in shards beside the images'."""
+"""Add depth and segmentation maps predicted by models to a data set of images."""
 
 from trp_scale.cli.main import console
 

@@ -1,4 +1,4 @@
-"""Image folders, tars, torchvision and Hugging Face datasets, or --embedded (synthetic) -> a data set of shards."""
+"""Shard images from folders, tars, torchvision or Hugging Face datasets, or synthetic scenes (--embedded)."""
 
 from trp_scale.cli.main import console
 

@@ -1,4 +1,4 @@
-"""Text files, JSON lines, a Hugging Face dataset or --embedded -> a data set of shards for pre-training."""
+"""Shard text files, JSON lines, parquet, a Hugging Face dataset or the embedded corpus for pre-training."""
 
 from trp_scale.cli.main import console
 

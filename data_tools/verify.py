@@ -1,4 +1,4 @@
-"""Check every index, size, checksum and array of a data set; the first bad byte range is named, exit status 1."""
+"""Check every index, size, checksum and array of a data set; report the first bad byte range with exit status 1."""
 
 from trp_scale.cli.main import console
 

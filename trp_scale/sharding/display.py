@@ -1,5 +1,5 @@
-"""Stored samples shown: rows of text in the colours of their groups; images with classes and maps, a line for each, and
-a contact sheet. Nothing is ever unpickled."""
+"""Display of stored samples: text rows coloured by part-of-speech group; images with classes and maps, as lines and as
+a contact sheet. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STYLES = {
 
 
 def _blocks_from(shard: Path, kind: str, key: str | None) -> list[Block]:
-    """Return the blocks of a shard from `key` on; refuse a key that it lacks."""
+    """Return the blocks of a shard, starting at `key`; raise DataError if the shard has no such key."""
     blocks = read_index(shard).blocks
     keys = [block.key for block in blocks]
     if key is not None and key not in keys:
@@ -53,10 +53,10 @@ def _blocks_from(shard: Path, kind: str, key: str | None) -> list[Block]:
 
 
 def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
-    """Read all arrays of a block of text by suffix, without comparing checksums (`verify` does).
+    """Read the arrays of a text block by suffix. Checksums are left to `verify`.
 
     Raises:
-        DataError: another member is listed, or one is damaged or lies outside the tar.
+        DataError: a member is unknown, damaged or outside the tar.
     """
     check_members(shard, block.key, set(block.members), SUFFIXES)
     arrays = {}
@@ -69,15 +69,15 @@ def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
 
 
 def legend() -> Text:
-    """Return the groups in their colours."""
+    """Return the group names in their colours."""
     return Text(" ").join(Text(group, style=STYLES[group]) for group in GROUPS)
 
 
 def row_texts(shard: Path, rows: int, key: str | None = None) -> Iterator[tuple[str, Text]]:
-    """Yield the first rows of a shard, or of one block of it, as (block and row, text); `|` ends a sentence.
+    """Yield (block and row, text) of the first rows of a shard or of block `key`. `|` ends a sentence.
 
     Raises:
-        DataError: no such block, or the shard cannot be read.
+        DataError: the block does not exist, or the shard cannot be read.
     """
     blocks = _blocks_from(shard, "block", key)  # first: a path that is no shard is named
     tokenizer = load_for_sharding(shard.parent.parent / "tokenizer")
@@ -107,13 +107,12 @@ def _row_text(tokenizer: Tokenizer, pieces: list[int], tags: list[int], ends: se
 
 
 CAPTION = 12
-"""Pixels under each image of a contact sheet."""
+"""Pixels of the caption below each image of a contact sheet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One stored sample: its key, the name or number of its class, its members by suffix, what is said of its maps by
-    suffix."""
+    """One stored sample: key, class name or number, members and map descriptions by suffix."""
 
     key: str
     label: str
@@ -121,7 +120,7 @@ class Shown:
     maps: dict[str, StoredMaps]
 
     def line(self) -> str:
-        """Class, of each image and map its size in pixels and bytes, and what its colours on a contact sheet mean."""
+        """Return the class, and of each image and map the size and the meaning of its colours on a contact sheet."""
         parts = [f"class {self.label}"] if self.label else []
         for suffix, content in self.members.items():
             if suffix != CLASS:
@@ -133,7 +132,7 @@ class Shown:
         return "  ".join(parts)
 
     def pictures(self) -> list[Image.Image]:
-        """The image and its maps as RGB."""
+        """Return the image and its maps as RGB."""
         pictures = []
         for suffix, content in self.members.items():
             if suffix in self.maps:
@@ -147,10 +146,10 @@ class Shown:
 
 
 def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
-    """Yield the first images of a shard, or those from `key` on, with all their maps; of a tar of maps, the same.
+    """Yield images of a shard with all their maps, starting at `key`. `shard` may also be a tar of maps.
 
     Raises:
-        DataError: no such key, or the shard cannot be read, or it holds a member that is not listed.
+        DataError: the key does not exist, the shard cannot be read, or it has an unlisted member.
     """
     directory = shard.parent.parent
     path = directory / "dataset.json"
@@ -185,12 +184,12 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
 
 
 def is_image_shard(blocks: list[Block]) -> bool:
-    """Whether the blocks of an index are images, or maps of images."""
+    """Whether the blocks of an index are images or maps."""
     return bool(blocks) and not set(known_suffixes()).isdisjoint(blocks[0].members)
 
 
 def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
-    """Return all images, each fitted into `side` pixels with its maps beside it and its class and key below."""
+    """Return a sheet of all images, each at most `side` pixels, next to its maps and above its class and key."""
     across = max(len([suffix for suffix in images[0].members if suffix != CLASS]), 1)
     columns = max(1, min(len(images), 8 // across))
     rows = -(-len(images) // columns)

@@ -1,4 +1,4 @@
-"""The last step of a data set that was made in parts: check that all are there, and write what makes it one."""
+"""Merge of a data set that was made in parts: check that all parts exist, then write the index and dataset.json."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def merge(directory: Path, max_skipped: float | None = None) -> None:
-    """Join the parts of a data set, or add labels that were made in parts to it: it is then the same, byte for byte, as
-    if one run had made it. A data set that is whole is left as it is.
+    """Merge the parts of a data set or of its labels. The result has the bytes of a single run; a finished data set
+    does not change.
 
     Args:
-        max_skipped: largest share of items that may be skipped; None: as the parts were told.
+        max_skipped: largest share of skipped items; None: the setting of the parts.
 
     Raises:
-        DataError: parts are missing (they are named), at work, or of different settings, or too much was skipped.
+        DataError: parts are missing, still running or have different settings, or too many items were skipped.
     """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
@@ -56,7 +56,7 @@ def _kind(directory: Path, output: Path, part: Part, document: dict[str, Any]) -
         if name not in map_formats():
             raise DataError(
                 f"{part.path(output)}: modality {quote(name)} found, one of {', '.join(map_formats())} expected; run "
-                "pseudo-label with the same flags again"
+                "pseudo-label again with the same flags"
             )
         return label_kind(directory, read_json(directory / "dataset.json"), name)
     if name == TARS:

@@ -1,4 +1,4 @@
-"""Check every byte of a data set: tar headers, contents, padding, and what the members hold."""
+"""Verification of every byte of a data set: tar headers, checksums, padding and member contents."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from trp_scale.sharding.images.index_tars import MemberChoice, read_tar
 _TAR_UNIT = 512
 
 CheckContents = Callable[[str, dict[str, str], dict[str, bytes], Block], None]
-"""Raise DataError if a sample is wrong: where it is, the place and the content of each member, and its index."""
+"""Raises DataError for a wrong sample. Arguments: location, location and content of each member, index entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """Counts of verified data. `bytes`: of all tars, also of those of maps beside the images'."""
+    """Counts of verified data. `bytes` includes the tars of maps."""
 
     shards: int
     blocks: int
@@ -56,7 +56,7 @@ def verify_dataset(directory: Path) -> Verified:
     """Check a data set from dataset.json down to the last byte of its tars.
 
     Raises:
-        DataError: the first thing that is wrong, with shard, block, member and bytes a-b (both inclusive).
+        DataError: the first error, with shard, block, member and bytes a-b (both inclusive).
     """
     fields = read_fields(directory / "dataset.json")
     is_text = fields.take("kind", Literal["text", "image"]) == "text"
@@ -80,7 +80,7 @@ def verify_dataset(directory: Path) -> Verified:
         else:
             _verify_external(shard, index, external)
         for block in index.blocks:
-            if external is None and block.key in seen:  # tars of others may each count from 0
+            if external is None and block.key in seen:  # keys of external tars may repeat
                 raise DataError(f"{shard}: block {shorten(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         entries += len(index.blocks)
@@ -100,10 +100,10 @@ def verify_dataset(directory: Path) -> Verified:
 
 
 def kind_fields(fields: Fields) -> dict[str, Any]:
-    """Return dataset.json after a look at the fields that checking a block asks for.
+    """Return dataset.json after checking the fields that the check of a block reads.
 
     Raises:
-        DataError: one is missing, of another type, or names a member that no sample may have.
+        DataError: a field is missing, has a wrong type or names an unknown member.
     """
     fields.file_names("shards")
     if fields.document["kind"] == "text":
@@ -121,7 +121,7 @@ def kind_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _verify_shard(shard: Path, index: ShardIndex, suffixes: Sequence[str], check: CheckContents) -> None:
-    """Walk through the tar from its first byte to its last, beside the index."""
+    """Compare the whole tar with its index."""
     if not shard.exists():
         raise DataError(f"{shard}: not found")
     size = shard.stat().st_size
@@ -150,13 +150,13 @@ def _verify_shard(shard: Path, index: ShardIndex, suffixes: Sequence[str], check
 
 
 def _verify_header(where: str, header: bytes, position: int, block: Block, suffix: str) -> None:
-    """The tar header (with its own checksum) must name the member and its length."""
+    """Raise DataError unless the tar header is intact and has the name and length of the member."""
     location = f"{where}, bytes {position}-{position + _TAR_UNIT - 1}"
     try:
         entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
     except (tarfile.HeaderError, UnicodeDecodeError) as error:
         raise DataError(f"{location}: damaged tar header ({error_text(error)})") from error
-    if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
+    if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the checksum does not cover its own field
         raise DataError(f"{location}: damaged tar header (checksum field)")
     length = block.members[suffix].length
     if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
@@ -166,7 +166,7 @@ def _verify_header(where: str, header: bytes, position: int, block: Block, suffi
 
 
 def _verify_content(where: str, stream: IO[bytes], block: Block, suffix: str) -> tuple[str, bytes]:
-    """Return the place of a member, for messages, and its content."""
+    """Return the location of a member, for messages, and its content."""
     member = block.members[suffix]
     content = stream.read(member.length)
     location = f"{where}, bytes {member.offset}-{member.offset + member.length - 1}"
@@ -185,7 +185,7 @@ def _verify_zeros(where: str, padding: bytes, position: int) -> None:
 
 
 def _verify_external(shard: Path, index: ShardIndex, store: ExternalTars) -> None:
-    """Read an external tar again, whole, beside its index."""
+    """Read an external tar completely and compare it with its index."""
     where = store.where(shard)
     source = read_index_document(shard).fields.section("source").document.get("choice")
     choice = record(
@@ -206,7 +206,7 @@ def _verify_external(shard: Path, index: ShardIndex, store: ExternalTars) -> Non
 def _check_rows(
     dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
 ) -> None:
-    """Raise DataError if the arrays of a block of text have another form than dataset.json promises."""
+    """Raise DataError if the arrays of a text block do not match dataset.json."""
     arrays = {suffix: parse_npy(memoryview(content), places[suffix]) for suffix, content in contents.items()}
     shape = (block.rows, dataset["row_length"])
     for suffix, dtype in (("tokens.npy", dataset["token_dtype"]), ("tags.npy", "uint8"), ("sentences.npy", "uint16")):
@@ -235,11 +235,10 @@ def _check_rows(
 def _check_images(
     dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
 ) -> None:
-    """Raise DataError if an image does not decode, a map has another form than its modality or another size than its
-    image, or the data set has no such class."""
+    """Raise DataError if an image does not decode, a map has a wrong format or size, or the class does not exist."""
     if block.rows != 1:
         raise DataError(f"{where}: {block.rows} rows found, 1 expected of an image")
-    size = None  # of maps beside the image's tar: see _check_aligned
+    size = None  # `_check_aligned` compares the size of maps in other tars
     if IMAGE in contents:
         size = _check_image(places[IMAGE], contents[IMAGE], modes=("RGB", "L"))
     described = dataset.get("modalities") or {}
@@ -262,8 +261,7 @@ def _check_images(
 
 
 def _check_aligned(images: Path, maps: Path, suffix: str) -> None:
-    """Raise DataError if maps in a tar of their own have other keys than the images' tar, or other sizes than their
-    images."""
+    """Raise DataError if a tar of maps differs from the tar of images in a key or an image size."""
     if difference := first_difference(images, maps):
         raise DataError(difference)
     sizes = images.stat().st_size, maps.stat().st_size
@@ -278,42 +276,42 @@ def _check_aligned(images: Path, maps: Path, suffix: str) -> None:
 
 
 def read_member(stream: Any, member: StoredMember, size: int) -> bytes:
-    """Read a member of a tar of `size` bytes, whatever a damaged index says."""
+    """Read a member of a tar of `size` bytes; offsets beyond the end, from a damaged index, are clamped."""
     stream.seek(min(member.offset, size))
     return bytes(stream.read(min(member.length, size)))
 
 
 def check_decodes(name: str, content: bytes) -> None:
-    """Check that an image of an external tar, a JPEG, PNG or WebP, decodes.
+    """Check that an image (JPEG, PNG or WebP) of an external tar decodes.
 
     Raises:
-        DataError: naming the place.
+        DataError: with the location.
     """
     _check_image(name, content, ("JPEG", *FORMATS))
 
 
 def open_stored(name: str, content: bytes, formats: Sequence[str] = ("JPEG",)) -> Image.Image:
-    """Read an image's header; no other format is opened than those that are stored.
+    """Read the header of an image in one of `formats`.
 
     Raises:
-        DataError: naming the place.
+        DataError: with the location.
     """
     try:
         return Image.open(io.BytesIO(content), formats=formats)
-    except Exception as error:  # decoders raise whatever a broken file leads them to
+    except Exception as error:  # Pillow raises many types for damaged files
         raise _undecodable(name, formats, error) from error
 
 
 def _check_image(
     name: str, content: bytes, formats: Sequence[str] = ("JPEG",), modes: Sequence[str] = ()
 ) -> tuple[int, int]:
-    """Decode an image and return its (H, W); with `modes`, its mode must be one of them."""
+    """Decode an image and return (H, W). If `modes` is set, the image mode must be in it."""
     image = open_stored(name, content, formats)
     height, width = image.height, image.width  # `draft` changes them
     try:
         refuse_too_many_pixels(height, width)
         refuse_too_many_scans(content)
-        image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
+        image.draft(image.mode, (1, 1))  # JPEG: decode all entropy-coded bytes at 1/8 size
         image.load()
     except Exception as error:  # as in open_stored
         raise _undecodable(name, formats, error) from error

@@ -366,7 +366,7 @@ def test_what_is_for_rendered_scenes_is_refused_with_images(
 ) -> None:
     argv = ["shard-images", "--inputs", str(tmp_path), "--output", str(tmp_path / "out"), flag, "32"]
     assert cli.main(argv) == 2
-    assert f"{flag} 32 is for --embedded scenes" in capsys.readouterr().err
+    assert f"{flag} 32 applies to --embedded scenes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -103,7 +103,7 @@ def test_a_sharding_that_has_failed_or_was_stopped_is_said_to_be(
         (failed, "1 shards are finished, with 0 samples; skipped so far: 2 not_an_image"),
         (failed / "shards" / "image-000000.tar", "skipped so far: 2 not_an_image"),
         (stopped, "1 shards are finished, with 8 samples; skipped so far: nothing"),
-        (stopped / "shards" / "image-000000.tar", "the sharding of kind 'image' has not come to its end"),
+        (stopped / "shards" / "image-000000.tar", "the sharding of kind 'image' is unfinished"),
     ):
         assert cli.main(["inspect", str(place)]) == 2
         printed = capsys.readouterr()

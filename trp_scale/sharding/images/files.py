@@ -1,5 +1,5 @@
-"""Samples of the input, listed before anything is decoded. Those that are files: a folder of images, with or without
-class sub-folders and folders of aligned maps; or members of WebDataset tars, where those of one key are one sample."""
+"""Listing of image samples before decoding: image folders, with optional class sub-folders and folders of aligned maps;
+and WebDataset tars, where the members of one key are one sample."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from trp_scale.storage.transfer import is_url
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
-    "not_a_file": "a link to what is not in the tar, a sparse or a special file",
+    "not_a_file": "a link to a file outside the tar, a sparse file or a special file",
     "empty": "no bytes",
-    "not_an_image": "no image format that is read (JPEG, PNG, WebP, BMP, GIF, TIFF, PPM)",
-    "damaged": "truncated, or broken inside",
+    "not_an_image": "not JPEG, PNG, WebP, BMP, GIF, TIFF or PPM",
+    "damaged": "truncated or damaged",
     "too_many_pixels": "more pixels than --max_pixels",
-    "unsupported_mode": "32-bit pixels, whose range nobody can know",
+    "unsupported_mode": "32-bit pixels of unknown range",
     "no_image": "no .jpg, .jpeg or .png member under this key",
-    "no_class": "no class, where others have one",
-    "bad_class": "the class is not a number from 0 on, or has no name in --class_names",
-    "duplicate_key": "another file has the same name apart from its suffix",
-    "no_map": "no map, where others have one",
-    "bad_map": "a map that is not a PNG of its modality's form, such as 16 bits and grey, or an array, for depth",
-    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg.classes, or a "
-    "depth that 16 bits do not hold at --depth.scale",
-    "map_size": "a map of another size than its upright image",
+    "no_class": "no class, although other samples have one",
+    "bad_class": "the class is not a number >= 0, or has no name in --class_names",
+    "duplicate_key": "another file has the same name with a different suffix",
+    "no_map": "no map, although other samples have one",
+    "bad_map": "a map in a wrong format; depth, for example, must be a 16-bit grey PNG or an array",
+    "bad_map_number": "a map value out of range, such as a class without a name in --semseg.classes, or a depth that "
+    "does not fit 16 bits at --depth.scale",
+    "map_size": "a map whose size differs from its upright image",
 }
 """Why an image is skipped."""
 
 LONGEST_KEY = 80
-"""Bytes of a key at most, so that every member's name fits one tar header."""
+"""Maximum bytes of a key, so that member names fit one tar header."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_/-]")
 
 
 class FileRange(NamedTuple):
-    """Bytes of a file; length -1: the whole file."""
+    """Byte range of a file; length -1 means the whole file."""
 
     path: str
     offset: int
@@ -69,11 +69,11 @@ class Sample(NamedTuple):
     """One image of the input.
 
     Attributes:
-        key: its key in the data set.
-        origin: path or address, for messages.
-        label: class number; None if there is none, or if it is read with the image.
-        row: number in its source; -1 for files.
-        parts: files of the sample as (suffix, part), the image under "jpg" whatever its format.
+        key: in the data set.
+        origin: path, or path and member, for messages.
+        label: class number; None without a class, or if it is read with the image.
+        row: number in the source; -1 for files.
+        parts: (suffix, file range) of each file. The image has the suffix "jpg" in every format.
     """
 
     key: str
@@ -85,7 +85,7 @@ class Sample(NamedTuple):
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A sample as it was read: the bytes of the image file or the image, the class, the maps' bytes by suffix."""
+    """A sample before encoding: image file or decoded image, class, bytes of the maps by suffix."""
 
     image: bytes | Image
     label: int | None = None
@@ -93,7 +93,7 @@ class Loaded:
 
 
 class UnusableError(Exception):
-    """An image that has to be skipped; `reason` is a key of SKIP_REASONS, `detail` what is listed beside its place."""
+    """An image is skipped. `reason` is a key of SKIP_REASONS; `detail` is listed after the location."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -101,15 +101,15 @@ class UnusableError(Exception):
         self.detail = detail
 
     def located(self, place: str) -> str:
-        """Return the place with the detail, for a list."""
+        """Return the location with the detail."""
         return f"{place} ({self.detail})" if self.detail else place
 
 
 class ImageSource(Protocol):
-    """Where images come from. It is sent to every process, so it holds no listing and opens nothing until it reads."""
+    """Reader of images. It is pickled to every process, so it contains no listing and opens files in `read`."""
 
     def read(self, sample: Sample) -> Loaded:
-        """Raises UnusableError."""
+        """Read a sample; raise UnusableError if it must be skipped."""
         ...
 
 
@@ -118,12 +118,12 @@ class Listing:
     """All images of an input.
 
     Attributes:
-        samples: every one whose parts are there, in no particular order, keys unique.
-        suffixes: members that each stored sample has.
-        classes: name of each class number; None if there are no classes or no names.
-        fingerprint: changes when the input does.
-        skipped: (reason, place) of what is not among the samples.
-        maps: how the maps of each modality come from files, and what dataset.json says of them.
+        samples: complete samples with unique keys, in any order.
+        suffixes: members of each stored sample.
+        classes: name of each class number; None without classes or names.
+        fingerprint: hash that changes with the input.
+        skipped: (reason, location) of the other samples.
+        maps: conversion of the maps of each modality, and their description in dataset.json.
     """
 
     source: ImageSource
@@ -136,7 +136,7 @@ class Listing:
 
 
 def plain_key(name: str) -> str:
-    """A key without dots (WebDataset's suffix begins at the first) and within LONGEST_KEY bytes, unique to the name."""
+    """Return a unique key of a name, without dots (WebDataset splits there), of at most LONGEST_KEY bytes."""
     key = _NOT_PLAIN.sub(lambda match: "".join(f"%{byte:02X}" for byte in os.fsencode(match[0])), name)
     if len(key) > LONGEST_KEY:
         key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()}"
@@ -144,21 +144,21 @@ def plain_key(name: str) -> str:
 
 
 def list_members(ignored: Mapping[str, int]) -> str:
-    """List members that are not read by suffix, for a message; "": those that are hidden or have none."""
+    """Format the counts of ignored members by suffix. "": hidden members and those without a suffix."""
     most = Counter(ignored).most_common(20)
     return ", ".join(f"{count} {f'.{suffix}' if suffix else 'hidden or without a suffix'}" for suffix, count in most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePortion:
-    """The images of one shard."""
+    """Images of one shard."""
 
     number: int
     samples: list[Sample]
 
 
 def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_block: int) -> list[ImagePortion]:
-    """Order the samples by a hash of their keys, so that classes mix within a shard, and cut them into shards."""
+    """Split the samples into shards, ordered by a hash of their keys so that each shard mixes the classes."""
     ordered = sorted(samples, key=lambda sample: (name_hash(sample.key), sample.key))
     if samples_per_shard == 0:
         wanted = min(2048, -(-len(ordered) // 16))
@@ -170,7 +170,7 @@ def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_bl
 
 
 def without_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[str, str]]]:
-    """Samples of different keys: of several with one key the first stays, the others are named."""
+    """Return the first sample of each key, and (reason, location) of the others."""
     if len({sample.key for sample in samples}) == len(samples):
         return samples, []
     kept, skipped = [], []
@@ -185,14 +185,14 @@ def without_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[
 
 
 class FileSource:
-    """Samples whose parts are files or byte ranges of files."""
+    """Reader of samples that are files or byte ranges of files."""
 
     def read(self, sample: Sample) -> Loaded:
         content = {suffix: _read(part) for suffix, part in sample.parts}
         label = sample.label
         if "cls" in content:
             text = content.pop("cls").strip()
-            if not text.isdigit() or len(text) > 18:  # of bytes: ASCII digits alone
+            if not text.isdigit() or len(text) > 18:  # bytes.isdigit accepts ASCII digits only
                 raise UnusableError("bad_class")
             label = int(text)
         return Loaded(image=content.pop("jpg"), label=label, maps=content)
@@ -210,17 +210,17 @@ def _read(part: FileRange) -> bytes:
 
 
 def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
-    """All images of a folder.
+    """List all images of a folder.
 
     Args:
-        folder: sub-folders are classes, numbered by sorted name, as deep as their files lie; a folder whose images
-            lie in it directly has no classes.
-        modalities: folder of each aligned modality; a map has its image's relative path and ends in .png, or as its
-            modality's files may.
+        folder: its sub-folders are classes, numbered by sorted name; files may be nested deeper. A flat folder has no
+            classes.
+        modalities: folder of each aligned modality. A map has the relative path of its image, with .png or another
+            suffix of its modality.
 
     Raises:
-        DataError: no images, images both in the folder and in sub-folders, sub-folders that are modalities, or two
-            maps of one image.
+        DataError: the folder has no images, has images at both levels, its sub-folders are modalities, or an image has
+            two maps.
     """
     left_out: Counter[str] = Counter()
     files = sorted(walk_files(folder, left_out))
@@ -233,13 +233,13 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     flat = [name for name, _ in images if "/" not in name]
     if 0 < len(flat) < len(images):
         raise DataError(
-            f"--inputs {folder}: images lie both in it ({flat[0]}) and in sub-folders; sub-folders are classes, "
-            f"so move them into one, or give another folder"
+            f"--inputs {folder}: images are both in the folder ({flat[0]}) and in its sub-folders; sub-folders are "
+            f"classes; move these images into one, or give another folder"
         )
     if not flat and (folders := modality_folders(folder)):
         raise DataError(
-            f"--inputs {folder}: its sub-folders {', '.join(folders)} are modalities of the same images, and would "
-            f"become classes; give {modality_command(folders)}"
+            f"--inputs {folder}: its sub-folders {', '.join(folders)} are modalities of the same images, not classes; "
+            f"give {modality_command(folders)}"
         )
     classes = None if flat else sorted({name.partition("/")[0] for name, _ in images})
     numbers = {name: number for number, name in enumerate(classes or [])}
@@ -250,7 +250,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     samples, skipped = [], []
     for suffix, paths in maps.items():
         if unused := paths.keys() - {name.rpartition(".")[0] for name, _ in images}:
-            log.warning("%d maps (.%s) are of no image, such as %s", len(unused), suffix, paths[min(unused)])
+            log.warning("%d maps (.%s) have no image, such as %s", len(unused), suffix, paths[min(unused)])
     for name, _ in images:
         path = f"{folder}/{name}"
         sample = escape_name(path)
@@ -277,11 +277,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
 
 
 def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
-    """Path of each map by the relative path of its image without the suffix.
-
-    Raises:
-        DataError: two files for one image.
-    """
+    """Return the path of each map by the relative path of its image without suffix."""
     paths: dict[str, str] = {}
     left_out: Counter[str] = Counter()
     for name, size in sorted(walk_files(folder, left_out)):
@@ -293,7 +289,7 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
             if stem in paths:
                 raise DataError(
                     f"--modality {modality}={folder}: {paths[stem]} and {folder}/{name} are maps of one image; "
-                    "leave one of them"
+                    "remove one of them"
                 )
             paths[stem] = f"{folder}/{name}"
     if left_out:
@@ -302,37 +298,36 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
 
 
 STORED_AS = {"jpeg": IMAGE, "png": IMAGE}
-"""Members that are read under another suffix than their own, in small letters; others than these and those that a
-sample may have are counted and never opened."""
+"""Members stored under another suffix, in lower case. Members with unknown suffixes are counted and never opened."""
 
 log = logging.getLogger(__name__)
 
 
 def tars_on_disk(inputs: list[str]) -> list[Path]:
-    """The tars behind the inputs (`find_tars`), each once.
+    """Return the tars of the inputs (`find_tars`) without duplicates.
 
     Raises:
-        DataError: an input is none, or a URL.
+        DataError: an input is no tar, or a URL.
     """
     tars: list[str] = []
     for item in inputs:
         if is_url(item):
-            raise DataError(f"--inputs {item}: files are read here; trp-scale index takes tars under a URL as they are")
+            raise DataError(f"--inputs {item}: a URL; local files expected; trp-scale index reads tars from a URL")
         try:
             tars += find_tars(item)
         except DataError as error:
-            raise DataError(f"--inputs {error}; several inputs may only be tars") from error
+            raise DataError(f"--inputs {error}; only tars can be combined") from error
     return [Path(tar) for tar in dict.fromkeys(tars)]
 
 
 def list_tars(tars: list[Path], class_names: str) -> Listing:
-    """All images of the tars. If any sample has a class or a map, all need one.
+    """List all images of the tars. If any sample has a class or a map, all need one.
 
     Args:
-        class_names: text file with one name a line, or "".
+        class_names: text file with one name per line, or "".
 
     Raises:
-        DataError: a tar cannot be read to its end, or holds no image.
+        DataError: a tar cannot be read to its end, or there is no image.
     """
     stored_as = {**STORED_AS, **{suffix: suffix for suffix in known_suffixes()}}
     groups: dict[tuple[Path, str], dict[str, FileRange]] = {}
@@ -345,8 +340,8 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     if IMAGE not in suffixes:
         raise DataError(f"--inputs {tars[0]}: no .jpg, .jpeg or .png member in {len(tars)} tars")
     if ignored:
-        log.warning("members that are left out: %s", list_members(ignored))
-    # Some writers count from 0 in each tar: then the tar's name is part of the key.
+        log.warning("ignored members: %s", list_members(ignored))
+    # Some writers number samples from 0 in each tar; then the tar name becomes part of the key.
     repeated = len({key for _, key in groups}) < len(groups)
     samples = []
     for (tar, key), parts in groups.items():
@@ -380,7 +375,7 @@ def _read_headers(
     ignored: Counter[str],
     digest: hashlib._Hash,
 ) -> None:
-    """Add the members of a tar to `groups`, by (tar, key) and by what they are stored as."""
+    """Add the members of a tar to `groups`, by (tar, key) and stored suffix."""
     try:
         stream = open_regular(tar)
     except OSError as error:

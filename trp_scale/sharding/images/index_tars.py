@@ -1,9 +1,9 @@
-"""A data set of tars that others made: they are read once, indexed, and stay where they are.
+"""Index of external tars: they are read once and stay in place.
 
 DATASET/
-  dataset.json                  as of shard-images, and what was asked for; written last
-  shards/places.json            where each tar lies (data/stores/tars.py)
-  shards/NAME.index.json        of each tar, and what it was made of: a run that was stopped goes on with the others
+  dataset.json                  as written by shard-images, with the settings; written last
+  shards/places.json            location of each tar (data/stores/tars.py)
+  shards/NAME.index.json        index of a tar and its source; a resumed run skips these tars
   shards/index.bin
 """
 
@@ -51,9 +51,9 @@ class TarReport(PortionReport):
     """Counts of indexed tars.
 
     Attributes:
-        images: indexed.
-        bytes: of them.
-        pixels: of them.
+        images: number of indexed images.
+        bytes: of these images.
+        pixels: of these images.
         per_class: images by class number (a string, as in JSON).
         ignored: members that are not read, by suffix.
     """
@@ -73,17 +73,17 @@ class TarReport(PortionReport):
 
 
 DECODED = ("JPEG", "MPO", "PNG", "WEBP")
-"""Pillow's names of what a run decodes; MPO: a JPEG with further pictures behind it, as phones write."""
+"""Pillow formats that training decodes. MPO is a JPEG followed by more pictures, as written by phones."""
 
 LARGEST_MEMBER = (1 << 32) - 1
-"""Bytes of a member: what an index says in 32 bits."""
+"""Maximum bytes of a member; the index stores 32 bits."""
 
 REASONS = {
     **SKIP_REASONS,
     "no_image": f"no {', '.join(f'.{suffix}' for suffix in IMAGE_MEMBERS)} member under this key",
-    "other_format": "neither JPEG, PNG nor WebP; trp-scale shard-images makes JPEGs of others",
+    "other_format": "neither JPEG, PNG nor WebP; trp-scale shard-images converts other formats to JPEG",
 }
-"""Why an image is left out."""
+"""Why an image is skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ class MemberChoice:
     """Members of a sample to read.
 
     Attributes:
-        image: suffix of the image; "auto": the one of IMAGE_MEMBERS that a sample has.
-        label: "none"; the suffix of a member that holds the class as text, such as "cls"; or "json:FIELD".
+        image: suffix of the image; "auto": any of IMAGE_MEMBERS.
+        label: "none"; suffix of a member with the class as text, such as "cls"; or "json:FIELD".
         max_pixels: of an image.
     """
 
@@ -101,14 +101,14 @@ class MemberChoice:
     max_pixels: int
 
     def part(self, suffix: str) -> str:
-        """Return the part that a suffix stores: image, class, or "" for an ignored member."""
+        """Return the stored suffix of a member: image, class, or "" if ignored."""
         if suffix == self.image or (self.image == AUTO and suffix in IMAGE_MEMBERS):
             return IMAGE
         return CLASS if suffix == self.label_suffix else ""
 
     @property
     def label_suffix(self) -> str:
-        """Suffix of the member that stores the class; "" without classes."""
+        """Suffix of the class member; "" without classes."""
         return "" if self.label == NONE else self.label.partition(":")[0]
 
     @property
@@ -119,7 +119,7 @@ class MemberChoice:
 
 @dataclass(kw_only=True)
 class _Sample:
-    """Members of one key, read so far."""
+    """Members of one key."""
 
     members: dict[str, TarMember] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Sample:
     unusable: UnusableError | None = None
 
     def block(self, key: str, suffixes: Sequence[str]) -> Block:
-        """Return the entry in the index; raise UnusableError if there is no image or no class."""
+        """Return the index entry; raise UnusableError if the image or class is missing."""
         if self.unusable is not None:
             raise self.unusable
         for suffix in suffixes:
@@ -152,23 +152,23 @@ def read_tar(
     advance: Callable[[int, int], None] = lambda images, size: None,
     check: Callable[[str, bytes], None] = lambda where, content: None,
 ) -> tuple[list[Block], TarReport]:
-    """Read the headers of a tar, its images and its classes, once from its first byte to its last.
+    """Read the headers, images and classes of a tar in one pass.
 
-    One sample is the members of one key. Of those one is the image (JPEG, PNG or WebP) and one may hold its class, as
-    text or as a field of JSON; the others are counted and never read.
+    The members of one key are one sample: one is the image (JPEG, PNG or WebP), one may contain the class as text or
+    as a JSON field. Other members are counted and never read.
 
     Args:
-        where: the tar's path or URL, for messages.
+        where: path or URL of the tar, for messages.
         advance: called with (1, bytes) for each image.
-        check: called with the place and the content of each image.
+        check: called with the location and content of each image.
 
     Returns:
-        its images in the order of their first members (the image is the member "jpg" whatever its format, what holds
-        the class the member "cls"), and what was counted and skipped.
+        Images in the order of their first members, and counts. The image member is named "jpg" in every format, the
+        class member "cls".
 
     Raises:
-        DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, or a class that
-            is no number; or what `check` raises.
+        DataError: the tar is damaged or truncated, a key occurs twice, a key has two images, or a class is no number;
+            and errors of `check`.
     """
     report = TarReport()
     samples: dict[str, _Sample] = {}
@@ -221,32 +221,32 @@ def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> N
             f"--image {before.suffix} or --image {member.suffix}"
         )
     raise DataError(
-        f"{where}: key {quote(member.key)} comes twice, {shorten(before.name)} at byte {before.offset} and "
-        f"{shorten(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
+        f"{where}: key {quote(member.key)} occurs twice, as {shorten(before.name)} at byte {before.offset} and "
+        f"{shorten(member.name)} at byte {member.offset}; keys must be unique in a tar. Write the tar again"
     )
 
 
 def _content(name: str, stream: BinaryIO, member: TarMember) -> bytes:
     if member.length > LARGEST_MEMBER:
-        raise DataError(f"{name}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
+        raise DataError(f"{name}: {member.length} bytes, at most {LARGEST_MEMBER} allowed; remove it from the tar")
     try:
         stream.seek(member.offset)
         content = stream.read(member.length)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
     if len(content) != member.length:
-        raise DataError(f"{name}: the tar ends after {len(content)} of its {member.length} bytes; make or copy it anew")
+        raise DataError(f"{name}: the tar ends after {len(content)} of {member.length} bytes; make or copy it again")
     return content
 
 
 def read_label(location: str, content: bytes, label: str) -> int:
-    """The class that a member holds.
+    """Return the class in a member.
 
     Args:
         label: as in `MemberChoice`.
 
     Raises:
-        DataError: no whole number from 0 on.
+        DataError: the class is not a whole number >= 0.
     """
     suffix, _, name = label.partition(":")
     value: Any
@@ -257,21 +257,21 @@ def read_label(location: str, content: bytes, label: str) -> int:
             raise DataError(f"{error}, as --label {label} expects") from error
         if not isinstance(document, dict) or name not in document:
             fields = ", ".join(sorted(document)) if isinstance(document, dict) else f"a {type(document).__name__}"
-            raise DataError(f"{location}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
+            raise DataError(f"{location}: no field {name!r}, as --label {label} expects; it contains {fields[:200]}")
         value = document[name]
     else:
         text = content.strip()
         value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise DataError(
-            f"{location}: class {quote(value)} found, a whole number from 0 expected; --label chooses another member "
-            f"than {suffix!r}, --label none reads none"
+            f"{location}: class {quote(value)} found, a whole number from 0 expected; select another member than "
+            f"{suffix!r} with --label, or give --label none"
         )
     return value
 
 
 def _pixels(content: bytes, max_pixels: int) -> int:
-    """Return the pixels of an image, from its header; raise UnusableError if a run could not decode it."""
+    """Return the number of pixels from the image header; raise UnusableError if training cannot decode the format."""
     if not content:
         raise UnusableError("empty")
     image = open_image(content, max_pixels)
@@ -281,30 +281,28 @@ def _pixels(content: bytes, max_pixels: int) -> int:
 
 
 TARS = "tars"
-"""Kind of the parts of such a data set."""
+"""Kind in the part files of an indexed data set."""
 
 
 def is_indexed(directory: Path) -> bool:
-    """Whether a directory holds a data set that this file made."""
+    """Whether a directory is a data set of external tars."""
     return (directory / OWN_TAR / PLACES).exists()
 
 
 def index_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings that a data set was indexed with.
+    """Return the settings of an indexed data set.
 
     Raises:
-        DataError: dataset.json is missing or says nothing of it.
+        DataError: dataset.json or the settings are missing.
     """
     path = directory / "dataset.json"
-    return _identity(
-        read_fields(path).section("settings"), f"give the tars that it was made of, and --output {directory}"
-    )
+    return _identity(read_fields(path).section("settings"), f"give its tars and --output {directory}")
 
 
 def _identity(settings: Fields, advice: str) -> dict[str, Any]:
     names = ("tars", *IndexConfig.choices)
     if any(name not in settings for name in names):
-        raise settings.refusal(f"does not say which tars it was made of; {advice}")
+        raise settings.refusal(f"does not name its tars; {advice}")
     return {name: settings.take(name, int if name in ("rows_per_block", "max_pixels") else str) for name in names}
 
 
@@ -316,25 +314,25 @@ class _Tar:
 
 
 def index_tars(config: IndexConfig) -> Path:
-    """Index tars where they lie, or the part of them that is asked for, and return the directory of the data set. Tars
-    that were indexed before, and that are the same, are not read again.
+    """Index tars in place, or one part of them, and return the directory of the data set. Unchanged indexed tars are
+    not read again.
 
     Raises:
-        DataError: there are no tars, one cannot be read or used (`read_tar`), too many images had to be left out, or
-            the directory holds another data set.
+        DataError: no tar exists, a tar cannot be used (`read_tar`), too many images were skipped, or the directory
+            contains another data set.
         RemoteError: a URL cannot be read.
     """
     config.check()
     output = config.directory
     path = output / "dataset.json"
     if path.exists() and not is_indexed(output):
-        raise DataError(f"{path}: a data set that was not made of tars of others is there; choose another --output")
+        raise DataError(f"{path}: a sharded data set, not one of external tars; choose another --output")
     kind = _look_up_tars(config)
     try:
         (output / "progress").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"--output {output}: cannot be written ({error.strerror}); give another one, the tars stay where they are"
+            f"--output {output}: cannot be written ({error.strerror}); give another directory, the tars stay in place"
         ) from error
     job = ShardingJob(sharding_settings(config, output), kind, config.identity())
     with job.only_run():
@@ -348,7 +346,7 @@ def index_tars(config: IndexConfig) -> Path:
 
 
 def _look_up_tars(config: IndexConfig) -> TarKind:
-    """Find all tars as they are now, and which of their members are read."""
+    """Look up all tars and select the members to read."""
     places = find_tars(config.tars)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looked = list(pool.map(look_up, places))
@@ -367,10 +365,10 @@ def _look_up_tars(config: IndexConfig) -> TarKind:
 
 
 def stored_tars(directory: Path, part: Part, stored: Mapping[str, Any]) -> TarKind:
-    """Return the kind of a data set of tars by the file of a part.
+    """Return the data kind described by a part file.
 
     Raises:
-        DataError: the file lacks settings; or as `index_tars`.
+        DataError: the file lacks settings; also as `index_tars`.
     """
     settings = Fields(stored["settings"], f"{part.path(directory)}: settings", DataError)
     config = IndexConfig(output=directory, **_identity(settings, "run the parts again"))
@@ -380,12 +378,11 @@ def stored_tars(directory: Path, part: Part, stored: Mapping[str, Any]) -> TarKi
 
 @dataclass(frozen=True, kw_only=True)
 class TarKind(DataKind[TarReport]):
-    """External tars as a kind of data set.
+    """Data kind of external tars.
 
     Attributes:
-        config: its settings.
-        tars: all of them, by name.
-        choice: which members are read.
+        tars: all tars by name.
+        choice: members to read.
     """
 
     config: IndexConfig
@@ -407,7 +404,7 @@ class TarKind(DataKind[TarReport]):
 
     def document(self, part: Mapping[str, Any], shards: list[str], blocks: int, total: TarReport) -> dict[str, object]:
         if total.ignored:
-            log.info("members that are not read: %s", list_members(total.ignored))
+            log.info("ignored members: %s", list_members(total.ignored))
         return {
             **super().document(part, shards, blocks, total),
             "kind": "image",
@@ -425,7 +422,7 @@ class TarKind(DataKind[TarReport]):
 
     def refuse_empty(self, output: Path) -> None:
         raise DataError(
-            f"{self.config.tars}: no image in {len(self.tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for"
+            f"{self.config.tars}: no image in {len(self.tars)} tars; members {', '.join(IMAGE_MEMBERS)} expected"
         )
 
     def store(self, output: Path, document: dict[str, Any]) -> None:
@@ -434,7 +431,7 @@ class TarKind(DataKind[TarReport]):
         super().store(output, document)
 
     def clear(self, output: Path) -> None:
-        """Remove the indexes of tars that are no longer among them, and the files of parts."""
+        """Remove indexes of tars that were dropped from the data set, and part files."""
         kept = {index_path(Path(name)).name for name in self.tars}
         for path in (output / OWN_TAR).glob("*.index.json"):
             if path.name not in kept:
@@ -446,7 +443,7 @@ class TarKind(DataKind[TarReport]):
 
 
 def _label(config: IndexConfig, source: ExternalTar) -> str:
-    """Resolve `--label auto`: `.cls` if the first images have one."""
+    """Resolve `--label auto`: `.cls` if the first image has one."""
     if config.label != AUTO:
         return config.label
     suffixes: set[str] = set()
@@ -463,7 +460,7 @@ def _label(config: IndexConfig, source: ExternalTar) -> str:
     if "cls" in suffixes:
         return "cls"
     if "json" in suffixes:
-        log.warning("images have no .cls, so they get no classes; --label json:FIELD reads them from the .json")
+        log.warning("no .cls members: images get no classes; --label json:FIELD reads them from the .json")
     return NONE
 
 
@@ -480,7 +477,7 @@ def _source(tar: _Tar, choice: MemberChoice) -> dict[str, object]:
 
 
 class _Indexer:
-    """Write the index of a tar when called with it."""
+    """Worker that writes the index of each tar."""
 
     def __init__(self, output: Path, choice: MemberChoice, advance: Advance) -> None:
         self._output, self._choice, self._advance = output, choice, advance
@@ -509,7 +506,7 @@ def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:
     highest = max(map(int, total.per_class), default=-1)
     if highest >= len(names):
         raise DataError(
-            f"--class_names {config.class_names}: {len(names)} names, and an image of class {highest}; classes are "
+            f"--class_names {config.class_names}: {len(names)} names, but an image has class {highest}; classes are "
             f"numbered from 0"
         )
     return names

@@ -1,6 +1,6 @@
-"""Listings of Hugging Face and torchvision datasets and of rendered scenes (files.py lists files).
+"""Listing of Hugging Face datasets, torchvision datasets and rendered scenes (files.py lists files).
 
-Libraries are imported only when needed; scenes are rendered when they are read.
+Libraries are imported when needed. Scenes are rendered when they are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trp_scale.sharding.images.scenes import SCENE_CLASSES, render_scene
 from trp_scale.sharding.images.settings import ShardImagesConfig
 
 TORCHVISION = "torchvision:"
-"""What an input of a torchvision dataset begins with."""
+"""Prefix of an input that names a torchvision dataset."""
 
 
 def list_input(config: ShardImagesConfig) -> Listing:
-    """Find all images of the input.
+    """List all images of the input.
 
     Raises:
-        DataError: the input is of no known kind, or a setting does not go with it.
+        DataError: the kind of input is unknown, or a setting does not apply to it.
     """
     listing = _list(config)
     describe_maps(config, listing)
@@ -54,8 +54,7 @@ def _list(config: ShardImagesConfig) -> Listing:
     folder = first.is_dir() and not any(first.glob("*.tar"))
     if file_kind(first) == "image" and not first.is_dir():
         raise DataError(
-            f"--inputs {config.inputs[0]}: a single image; give the folder of all, {first.parent}, which may have a "
-            "sub-folder for each class"
+            f"--inputs {config.inputs[0]}: a single image; give its folder, {first.parent}; sub-folders become classes"
         )
     if config.inputs[0].startswith(TORCHVISION):
         _refuse_tied_settings(config, "a torchvision dataset")
@@ -73,20 +72,20 @@ def _list(config: ShardImagesConfig) -> Listing:
 def _refuse_tied_settings(
     config: ShardImagesConfig, kind: str, *, several: bool = False, modality: bool = False, class_names: bool = False
 ) -> None:
-    """Refuse settings that only another kind of input has: they would silently do nothing."""
+    """Raise DataError for settings of another kind of input, which would have no effect."""
     if len(config.inputs) > 1 and not several:
-        raise DataError(f"--inputs {' '.join(config.inputs)}: {kind} is given alone; only tars may be several")
+        raise DataError(f"--inputs {' '.join(config.inputs)}: {kind} must be the only input; only tars can be combined")
     if config.modality and not modality:
-        raise DataError(f"--modality {config.modality[0]}: goes with an image folder, not with {kind}")
+        raise DataError(f"--modality {config.modality[0]}: needs an image folder, not {kind}; remove the flag")
     if config.class_names and not class_names:
-        raise DataError(f"--class_names {config.class_names}: goes with tars, not with {kind}")
+        raise DataError(f"--class_names {config.class_names}: needs tars, not {kind}; remove the flag")
 
 
 def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
-    """Fill `listing.maps` for maps that come from files, and let what describes them into its fingerprint.
+    """Fill `listing.maps` for maps read from files, and add their description to the fingerprint.
 
     Raises:
-        DataError: a setting for maps that there are none of, or one that is missing.
+        DataError: a setting has no maps, or a required setting is missing.
     """
     flags = config.of_maps()
     for name, kind in modalities().items():
@@ -96,8 +95,8 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
         setting = next((flag for flag in flags if flag.startswith(f"{name}.")), None)
         if setting is not None and not is_stored:
             raise DataError(
-                f"--{setting} {flags[setting]}: goes with {name} maps from files, --modality {name}=FOLDER of an image "
-                f"folder or .{kind.format.suffix} members of tars; there are none"
+                f"--{setting} {flags[setting]}: the input has no {name} maps; give --modality {name}=FOLDER with an "
+                f"image folder, or tars with .{kind.format.suffix} members"
             )
         if is_stored:
             files = listing.maps[name] = kind.from_files(config.section(name))
@@ -107,7 +106,7 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
 
 
 def _refuse_first(listing: Listing, files: MapFiles) -> None:
-    """Look at the first map that can be read: what all of them need is said before any is stored, not of each."""
+    """Check the first readable map, so that a missing setting is reported before any map is stored."""
     for sample in listing.samples:
         try:
             content = listing.source.read(sample).maps[files.format.suffix]
@@ -118,7 +117,7 @@ def _refuse_first(listing: Listing, files: MapFiles) -> None:
 
 
 class SceneSource:
-    """Synthetic scenes by number.
+    """Reader of synthetic scenes.
 
     Args:
         maps: modalities by the suffix of their maps.
@@ -137,7 +136,8 @@ class SceneSource:
 
 
 def list_scenes(seed: int, count: int, size: int) -> Listing:
-    """`count` scenes of size x size pixels, as many of each class, with the maps of every modality that has some."""
+    """List `count` scenes of size x size pixels, balanced over the classes, with maps of every modality that can make
+    them from a scene."""
     scene = render_scene(seed, 0, size)
     kinds: dict[str, type[Modality]] = {}
     maps: dict[str, MapFiles] = {}
@@ -148,7 +148,7 @@ def list_scenes(seed: int, count: int, size: int) -> Listing:
             maps[name] = MapFiles(name=name, format=kind.format, description={**map_.description, "exact": True})
     source = SceneSource(seed, size, kinds)
     samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
-    # Another renderer, or another numpy that rounds otherwise, is another input, and so is one with other maps.
+    # The fingerprint changes with the renderer, the rounding of numpy and the set of maps.
     first = source.read(samples[0])
     digest = hashlib.sha256(np.asarray(first.image).tobytes())
     for suffix, content in first.maps.items():
@@ -164,7 +164,7 @@ def list_scenes(seed: int, count: int, size: int) -> Listing:
 
 
 class DirectorySource:
-    """Rows of a directory written by datasets.save_to_disk; image files come as the bytes that were stored."""
+    """Reader of rows written by datasets.save_to_disk. Image files keep their bytes."""
 
     def __init__(self, path: str, split: str, image_column: str, label_column: str) -> None:
         self._arguments = (path, split, image_column, label_column)
@@ -193,7 +193,7 @@ class DirectorySource:
 
 
 def open_columns(path: str, split: str, image_column: str, label_column: str) -> Any:
-    """The two columns of a dataset directory, images undecoded."""
+    """Open the image and label columns of a dataset directory, with undecoded images."""
     import datasets
 
     rows = load_dataset(path, split)
@@ -204,15 +204,15 @@ def open_columns(path: str, split: str, image_column: str, label_column: str) ->
 
 
 def list_directory(path: str, split: str, image_column: str, label_column: str) -> Listing:
-    """All rows of a directory written by datasets.save_to_disk.
+    """List all rows of a directory written by datasets.save_to_disk.
 
     Raises:
-        DataError: the extra is not installed, or there is no such split or column, or the labels are no numbers.
+        DataError: the extra is not installed, the split or column does not exist, or the labels are no integers.
     """
     columns = load_dataset(path, split).column_names
     for flag, name in (("image_column", image_column), ("label_column", label_column)):
         if name and name not in columns:
-            hint = "; --label_column '' if there are no classes" if flag == "label_column" else ""
+            hint = "; give --label_column '' without classes" if flag == "label_column" else ""
             raise DataError(f"--{flag} {name}: the columns of {path} are {', '.join(columns)}{hint}")
     rows = open_columns(path, split, image_column, label_column)
     check_rows(rows, 0, len(rows), f"input {path}")
@@ -229,7 +229,7 @@ def list_directory(path: str, split: str, image_column: str, label_column: str) 
 
 
 class TorchvisionSource:
-    """A torchvision dataset by number; it is opened anew in each process."""
+    """Reader of a torchvision dataset, opened once in each process."""
 
     def __init__(self, name: str, root: str, split: str) -> None:
         self._arguments = (name, root, split)
@@ -249,10 +249,10 @@ class TorchvisionSource:
 
 
 def open_torchvision(name: str, root: str, split: str) -> Any:
-    """torchvision.datasets.NAME at `root`, never downloading.
+    """Open torchvision.datasets.NAME at `root` without downloading.
 
     Raises:
-        DataError: no such dataset, or it is not there or not whole.
+        DataError: the dataset is unknown, missing or incomplete.
     """
     import torchvision.datasets
 
@@ -262,11 +262,11 @@ def open_torchvision(name: str, root: str, split: str) -> Any:
         if inspect.isclass(getattr(torchvision.datasets, kind_name))
     ]
     if name not in known:
-        raise DataError(f"--inputs {TORCHVISION}{name}: no such dataset in torchvision; there are {', '.join(known)}")
+        raise DataError(f"--inputs {TORCHVISION}{name}: no such dataset in torchvision; allowed: {', '.join(known)}")
     make = getattr(torchvision.datasets, name)
     parameters = inspect.signature(make).parameters
     if "root" not in parameters:
-        raise DataError(f"--inputs {TORCHVISION}{name}: this one reads no files")
+        raise DataError(f"--inputs {TORCHVISION}{name}: this dataset reads no files; give one stored on disk")
     arguments: dict[str, object] = {"root": root}
     if "train" in parameters:
         if split not in ("train", "test"):
@@ -281,10 +281,10 @@ def open_torchvision(name: str, root: str, split: str) -> Any:
 
 
 def list_torchvision(item: str, split: str) -> Listing:
-    """All images of torchvision:NAME=ROOT.
+    """List all images of torchvision:NAME=ROOT.
 
     Raises:
-        DataError: it cannot be opened, or does not give an image with a class number.
+        DataError: the dataset cannot be opened, or its samples are not (image, class number).
     """
     name, arguments, root = item.removeprefix(TORCHVISION).partition("=")
     if not arguments:

@@ -1,4 +1,4 @@
-"""The bytes that are stored for an image and its maps: as they were where that can be, else encoded anew."""
+"""Stored bytes of an image and its maps: unchanged where possible, otherwise re-encoded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trp_scale.pretraining.modalities.base import MapFiles
 from trp_scale.sharding.images.files import Loaded, UnusableError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""
+"""Accepted formats. Other Pillow formats start programs (EPS) or need another library."""
 
 DEFAULT_QUALITY = 95
 
 LONGEST_SIDE = 1 << 20
-"""Pixels. Of a line of 70 million Pillow says that memory lacks, whatever there is, and that would end the run."""
+"""Pixels. For a line of 70 million pixels Pillow raises MemoryError, which would end the run."""
 
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 
@@ -35,9 +35,9 @@ class EncodeSettings:
     """How images and maps are stored.
 
     Attributes:
-        short_side, quality: 0 = leave as it is.
-        max_pixels: of an image that may be decoded.
-        maps: by suffix, how each modality's maps come from files.
+        short_side, quality: 0 = unchanged.
+        max_pixels: of an image.
+        maps: conversion of maps by suffix.
     """
 
     short_side: int
@@ -48,7 +48,7 @@ class EncodeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Stored bytes of an image and its maps by suffix. `size` is (width, height), `unchanged`: the file's own bytes."""
+    """Stored bytes of an image and its maps by suffix. `size`: (width, height). `unchanged`: the bytes of the file."""
 
     image: bytes
     maps: dict[str, bytes]
@@ -57,7 +57,7 @@ class Encoded:
 
 
 def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
-    """Bring an image into the stored form: an upright RGB or grey JPEG.
+    """Encode an image as an upright RGB or grey JPEG, and its maps as PNG.
 
     Raises:
         UnusableError: the image or a map cannot be used.
@@ -73,12 +73,12 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
     keeps = isinstance(loaded.image, bytes) and size == upright and not settings.quality and _plain_jpeg(image)
     with _damage_named():
         if isinstance(loaded.image, bytes) and keeps:
-            image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
+            image.draft(image.mode, (1, 1))  # decode all entropy-coded bytes at 1/8 size
             image.load()
             content = loaded.image
         else:
             if size != upright:
-                image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode no larger than the filter needs
+                image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode at the smallest sufficient scale
             content = _jpeg(image, size, settings.quality or DEFAULT_QUALITY)
     maps = {suffix: _map(settings.maps[suffix], stored, upright, size) for suffix, stored in loaded.maps.items()}
     return Encoded(image=content, maps=maps, size=size, unchanged=keeps)
@@ -86,8 +86,7 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all
-    of it means that this image cannot be used, and is listed with it."""
+    """Convert any decoder error (OSError, SyntaxError, struct.error, ValueError ...) to UnusableError."""
     try:
         yield
     except (UnusableError, MemoryError):
@@ -97,10 +96,10 @@ def _damage_named() -> Iterator[None]:
 
 
 def open_image(content: bytes, max_pixels: int) -> Image.Image:
-    """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours.
+    """Read the header of an image. `max_pixels` replaces Pillow's limit, which only warns up to twice its value.
 
     Raises:
-        UnusableError: no image, a damaged header, or too many pixels or scans.
+        UnusableError: not an image, a damaged header, or too many pixels or scans.
     """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
@@ -120,7 +119,7 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) of the tiles of a TIFF, which libtiff unpacks whole, whatever the image's size is; else 0."""
+    """Return (width, height) of TIFF tiles, else 0. libtiff decodes whole tiles, even if they exceed the image."""
     with _damage_named():
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         return int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_HEIGHT, 0))
@@ -132,13 +131,13 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) after the EXIF rotation."""
+    """Return (width, height) after the EXIF rotation."""
     width, height = image.size
     return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
 
 
 def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """(width, height) with the short side shrunk to `short_side`."""
+    """Return (width, height) with the short side reduced to `short_side`."""
     short = min(size)
     if not short_side or short <= short_side:
         return size
@@ -147,7 +146,7 @@ def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
 
 
 def _plain_jpeg(image: Image.Image) -> bool:
-    """A baseline JPEG of 8-bit RGB or grey that is upright already."""
+    """Whether the image is an upright baseline JPEG in 8-bit RGB or grey."""
     return (
         image.format == "JPEG"
         and image.mode in ("RGB", "L")
@@ -173,7 +172,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:
-    """A map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
+    """Return the bytes of a map: unchanged, or resized with the nearest pixel (never interpolated)."""
     suffix = files.format.suffix
     found_size = files.size(content)
     if found_size is None:
@@ -183,7 +182,7 @@ def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[
         raise UnusableError("map_size", f"{suffix}: {(width, height)}, the image {upright}")
     try:
         decoded = files.decode(content)
-    except Exception as error:  # as in _damage_named
+    except Exception as error:  # decoders raise many types
         raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
     try:
         numbers = files.numbers(decoded)

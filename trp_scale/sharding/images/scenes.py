@@ -1,8 +1,8 @@
 """Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth, segmentation and normals.
 
-A depth buffer keeps the nearest surface of each pixel. Rays are parallel: a metre has as many pixels at any depth. The
-class of a scene is the kind of its main object, which has the largest visible area; two kinds share each hue, so that a
-small network can learn it. The scenes are for pipelines and trial runs, never for figures about real images.
+A depth buffer keeps the nearest surface of each pixel. The projection is orthographic. The class of a scene is the kind
+of its main object, which has the largest visible area. Two kinds share each hue, so that a small network can learn the
+classes. Use the scenes for tests and trial runs, not for results about real images.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ SOLIDS: dict[str, tuple[tuple[float, ...], ...]] = {
 _PLANE = ((0, 0, 0, 0, 1, 0, 0),)  # wall and ground: y <= 0
 
 SCENE_CLASSES: tuple[str, ...] = tuple(SOLIDS)
-"""Name of each class number: the kinds of the main object, equally many of each."""
+"""Name of each class number: the kind of the main object. Classes are balanced."""
 
 SEGMENTATION_CLASSES: tuple[str, ...] = ("wall", "ground", *SCENE_CLASSES)
 """Name of each value of a segmentation map."""
 
 WALL, GROUND, FIRST_SOLID = 0, 1, 2
-"""Numbers of the bodies of a scene; its solids follow in their order."""
+"""Body numbers of a scene; further solids follow in order."""
 
 DEPTH_UNITS_PER_METRE = 1000
-SMALLEST_SHARE = 0.06  # of the image, which the main object covers at least
+SMALLEST_SHARE = 0.06  # minimum share of the image that the main object covers
 HALF_WIDTH = 2.0  # metres from the middle of the image to its sides
 CAMERA_DISTANCE = 4.0  # metres from the camera to z = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedScene:
-    """One image with its labels at the centres of pixels.
+    """One image with labels, sampled at pixel centres.
 
     Attributes:
         image: [size, size, 3] uint8, RGB.
-        depth: [size, size] uint16, millimetres along the camera's axis; every pixel has a depth.
-        segmentation: [size, size] uint8, number in SEGMENTATION_CLASSES.
-        normals: [size, size, 3] float32 of length 1: x to the right, y up, z towards the camera.
-        bodies: [size, size] uint8, 0 wall, 1 ground, then the objects, the main one first.
-        label: number in SCENE_CLASSES.
+        depth: [size, size] uint16, millimetres along the camera axis, at every pixel.
+        segmentation: [size, size] uint8, index into SEGMENTATION_CLASSES.
+        normals: [size, size, 3] float32, unit length: x right, y up, z towards the camera.
+        bodies: [size, size] uint8: 0 wall, 1 ground, 2 main object, then other objects.
+        label: index into SCENE_CLASSES.
     """
 
     classes: ClassVar[tuple[str, ...]] = SEGMENTATION_CLASSES
@@ -82,18 +82,18 @@ class RenderedScene:
 
 
 class Body(NamedTuple):
-    """A body in camera coordinates axes @ local + centre: x to the right, y up, z towards the camera, metres."""
+    """Body in camera coordinates axes @ local + centre, in metres: x right, y up, z towards the camera."""
 
     kind: str
     axes: Floats  # [3, 3]
     centre: Floats  # [3]
-    texture: list[float]  # [8] in [0, 1): the hue, then what `_colours` reads
+    texture: list[float]  # [8] in [0, 1): the parameters of `_colours`
 
 
 def render_scene(seed: int, number: int, size: int) -> RenderedScene:
-    """Render scene `number` of `seed` at size x size pixels: equal bytes each time, independent of other scenes."""
+    """Render scene `number` of `seed` at size x size pixels, deterministically and independently of other scenes."""
     label = number % len(SCENE_CLASSES)
-    for attempt in range(8):  # each with fewer objects that may hide the main one
+    for attempt in range(8):  # each attempt has fewer objects that can hide the main one
         bodies = draw_bodies(seed, number, attempt)
         z, nearest = find_nearest(bodies, size)
         areas = np.bincount(nearest.ravel(), minlength=len(bodies))[FIRST_SOLID:]
@@ -120,7 +120,7 @@ def render_scene(seed: int, number: int, size: int) -> RenderedScene:
 
 
 def draw_bodies(seed: int, number: int, attempt: int) -> list[Body]:
-    """Draw the wall, the ground, the main object and smaller ones that do not touch, by hashing."""
+    """Draw the wall, the ground, the main object and smaller objects without contact, by hashing."""
     state, count = stream(seed, "scene", number, attempt), iter(range(1, 1000))
 
     def draw(low: float = 0.0, high: float = 1.0) -> float:
@@ -150,7 +150,7 @@ def draw_bodies(seed: int, number: int, attempt: int) -> list[Body]:
 
 
 def find_nearest(bodies: list[Body], size: int) -> tuple[Floats, NDArray[np.uint8]]:
-    """Fill the depth buffer: z of the nearest surface at each pixel [size, size], and the number of its body."""
+    """Return the depth buffer: z of the nearest surface of each pixel [size, size], and its body number."""
     z, nearest = np.full((size, size), -np.inf, dtype=np.float32), np.zeros((size, size), dtype=np.uint8)
     for index, body in enumerate(bodies):
         inverse, origins = _to_local(body, size)
@@ -161,7 +161,7 @@ def find_nearest(bodies: list[Body], size: int) -> tuple[Floats, NDArray[np.uint
 
 
 def _to_local(body: Body, size: int) -> tuple[Floats, Floats]:
-    """Inverse of the body's axes [3, 3], and local points [3, size, size] of the pixels in the plane z = centre[2]."""
+    """Return the inverse axes of a body [3, 3], and local points [3, size, size] of the pixels at z = centre[2]."""
     inverse = np.linalg.inv(body.axes).astype(np.float32)
     places = (((np.arange(size) + 0.5) / size * 2 - 1) * HALF_WIDTH).astype(np.float32)
     x, y = places - np.float32(body.centre[0]), -places - np.float32(body.centre[1])  # columns, rows
@@ -183,13 +183,13 @@ def cross(kind: str, origins: Floats, direction: Floats) -> Floats:
         high, low = (root - half_b) / a, (-root - half_b) / a
         if a > 0:
             front, back = np.where(root > 0, np.minimum(front, high), -np.inf), np.maximum(back, low)
-        else:  # a hole: where the front is in it, its far side is visible
+        else:  # a hole: if the front point is inside, the far side is visible
             front = np.where((root > 0) & (front < low) & (front > high), high, front)
     return np.where(front > back, front, -np.inf).astype(np.float32)
 
 
 def _colours(body: Body, points: Floats) -> Floats:
-    """Colours [n, 3] at local points [3, n]: two colours in stripes, bands, checks or dots, or only the first."""
+    """Return colours [n, 3] at local points [3, n]: plain, or two colours in stripes, bands, checks or dots."""
     hue, saturation, value, turn, second_value, pattern, scale, phase = body.texture
     low, high = (0.5, 0.9) if body.kind in SOLIDS else (0.1, 0.4)
     first = np.array(colorsys.hsv_to_rgb(hue, low + (high - low) * saturation, 0.65 + 0.35 * value), np.float32)
@@ -227,7 +227,7 @@ def write_coco_scenes(directory: Path, *, count: int, size: int, seed: int) -> P
 
 
 def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
-    """COCO's annotation of each object with 12 visible pixels or more."""
+    """Return a COCO annotation of each object with at least 12 visible pixels."""
     objects = []
     for body in range(FIRST_SOLID, int(scene.bodies.max()) + 1):
         mask = scene.bodies == body
@@ -243,7 +243,7 @@ def scene_objects(scene: RenderedScene) -> list[dict[str, Any]]:
 
 
 def run_lengths(mask: NDArray[np.bool_]) -> list[int]:
-    """Lengths of the runs of 0 and 1 in turn, column by column, beginning with 0 (COCO's uncompressed form)."""
+    """Return alternating run lengths of 0 and 1, column by column, starting with 0 (COCO's uncompressed RLE)."""
     flat = mask.ravel(order="F")
     changes = np.flatnonzero(np.diff(flat, prepend=False))
     lengths: list[int] = np.diff(changes, prepend=0, append=flat.size).tolist()

@@ -1,4 +1,4 @@
-"""Settings of `trp-scale shard-images` and `index`, and the part of them that the bytes of a data set depend on."""
+"""Settings of `trp-scale shard-images` and `index`."""
 
 from __future__ import annotations
 
@@ -18,75 +18,72 @@ from trp_scale.sharding.job.parts import ShardingSettings, SpreadSettings
 
 @dataclass(kw_only=True)
 class ShardImagesConfig(ShardingSettings, TakesModalities):
-    """Shard images for pre-training, with their classes and aligned maps where there are any, such as depth and
-    segmentation."""
+    """Shard images for pre-training, with optional classes and aligned maps such as depth and segmentation."""
 
     part: ClassVar[Literal["files", "labels"]] = "files"
 
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
     .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by
-    datasets.save_to_disk; torchvision:NAME=ROOT for a torchvision dataset that is there already (nothing is
-    downloaded). The files of a folder of images are known by their names and sizes alone: if one was changed in place
-    and kept its size, give another --output."""
+    datasets.save_to_disk; torchvision:NAME=ROOT for a torchvision dataset on disk (nothing is downloaded). Changes of
+    an image folder are detected by names and sizes only: if you edit a file and it keeps its size, give another
+    --output."""
     embedded: bool = False
-    """Render synthetic scenes (solids on a textured ground) with class, exact depth, segmentation and surface normals:
-    made for trying things out without downloads, not for figures about real images."""
+    """Render synthetic scenes (solids on a textured ground) with class, exact depth, segmentation and surface normals,
+    for trial runs without downloads; not for results about real images."""
     count: int = setting(4096, at_least=1, at_most=10**9)
-    """Embedded: scenes to render."""
+    """Embedded: number of scenes."""
     size: int = setting(128, at_least=16, at_most=4096)
-    """Embedded: pixels of each side."""
+    """Embedded: side length in pixels."""
     seed: int = 0
-    """Embedded: another seed gives other scenes."""
+    """Embedded: seed of the scenes."""
     coco: bool = False
-    """Embedded: in place of shards, a COCO file with the box and the mask of each object, and a folder of images, for
-    fine-tuning on detection."""
+    """Embedded: write a COCO file (boxes and masks) and a folder of images instead of shards, for fine-tuning on
+    detection."""
     modality: UseAppendAction[list[str]] = field(default_factory=list)
     """depth=FOLDER (16-bit grey PNG, or .npy; 8-bit PNG with --depth.relative), semseg=FOLDER (8-bit PNG of class
-    numbers), normals=FOLDER (8- or 16-bit RGB PNG of (n + 1) / 2, x to the right, y up, z towards the camera; black:
-    unknown) or one of --module, once for each: maps aligned with the upright images of an image folder, under the same
-    relative paths. Tars bring theirs as members .NAME.png, such as .depth.png."""
+    numbers), normals=FOLDER (8- or 16-bit RGB PNG of (n + 1) / 2, x right, y up, z towards the camera; black: unknown)
+    or a modality of --module; repeatable. Maps have the relative paths of their images and are aligned with the upright
+    images. In tars, maps are members .NAME.png, such as .depth.png."""
     class_names: str = ""
-    """Tars: text file with the name of each class, one a line, in the order of their numbers."""
+    """Tars: text file with one class name per line, in the order of the class numbers."""
     split: str = "train"
-    """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
-    dataset that has several, and is kept in dataset.json: no masks are learned (--multilevel.kind) from images whose
-    split has a word that begins with test, val, dev or eval. Say --split test for every set that is kept for one."""
+    """Purpose of the images: train or another name, stored in dataset.json. It also selects the split of a dataset
+    directory or torchvision dataset. Masks are never learned (--multilevel.kind) from a split with a word that begins
+    with test, val, dev or eval: give --split test for every test set."""
     image_column: str = "image"
-    """Column of a dataset directory that holds the images."""
+    """Image column of a dataset directory."""
     label_column: str = "label"
-    """Column of a dataset directory that holds the class numbers; empty = none."""
+    """Column of class numbers of a dataset directory; empty = none."""
     short_side: int = setting(0, at_least=0, at_most=1 << 16)
-    """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are.
-    0 = keep all sizes."""
+    """Shrink larger images (and their maps) to this short side in pixels. 0 = keep all sizes."""
     quality: int = setting(0, at_least=0, at_most=100)
-    """Encode every image anew as JPEG of this quality. 0 = keep the bytes of baseline RGB and grey JPEGs that need no
-    change; what has to be encoded is encoded with quality 95 without chroma subsampling. Transparent pixels become
-    white."""
+    """Re-encode every image as JPEG of this quality. 0 = keep baseline RGB and grey JPEGs unchanged where possible, and
+    encode others with quality 95 without chroma subsampling. Transparent pixels become white."""
     max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
-    """An image with more pixels is skipped before it is decoded."""
+    """Skip larger images before decoding."""
     samples_per_shard: int = setting(0, at_least=0, at_most=1 << 20)
-    """Images per shard; 0 = a sixteenth of them, at most 2048, in whole blocks."""
+    """Images per shard; 0 = 1/16 of the images, at most 2048, in whole blocks."""
     rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
-    """Images that are read together: the unit of the order and of the held-out split."""
+    """Images read together; unit of the data order and of the held-out split."""
 
     def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
+        """Raise DataError with the flag of an invalid setting."""
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
         for name in () if self.embedded else ("count", "size", "seed"):
             if (value := getattr(self, name)) != getattr(ShardImagesConfig, name):
                 advice = "; --short_side shrinks images" if name == "size" else ""
-                raise DataError(f"--{name} {value} is for --embedded scenes, and --inputs are given{advice}")
+                raise DataError(f"--{name} {value} applies to --embedded scenes, not to --inputs{advice}")
         if self.coco and not self.embedded:
-            raise DataError("--coco is for --embedded scenes: other images have no boxes")
+            raise DataError("--coco applies to --embedded scenes: other images have no boxes")
         if self.coco and self.num_shards != 1:
-            raise DataError(f"--num_shards {self.num_shards}: --coco writes one file and has no parts; 1 is allowed")
+            raise DataError(f"--num_shards {self.num_shards}: --coco writes one file without parts; 1 is allowed")
         check_settings(self, DataError)
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:
-        """Folder of each aligned modality, in the order of a sample's members."""
+        """Return the folder of each aligned modality, in the order of sample members."""
         known = map_formats()
         folders: dict[str, Path] = {}
         for item in self.modality:
@@ -99,17 +96,17 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
         return {name: folders[name] for name in known if name in folders}
 
     def identity(self) -> dict[str, object]:
-        """The settings that change the bytes of the output; where files lie and how the work is shared do not. What a
-        file says of maps is in the input's fingerprint (MapFiles.content)."""
+        """Return the settings that determine the output bytes. Contents of files that describe maps are part of the
+        input fingerprint (MapFiles.content)."""
         names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
         names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
-        names += ["split"] if self.embedded and self.split != "train" else []  # scenes made before there was one
+        names += ["split"] if self.embedded and self.split != "train" else []  # older scenes have no split
         values = {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
         maps = {name: value for name, value in self.of_maps().items() if not isinstance(value, Path)}
         return values if self.embedded else values | {"maps": maps}
 
     def of_maps(self) -> dict[str, object]:
-        """{"modality.setting": value} of what is said of maps, beside defaults."""
+        """Return {"modality.setting": value} of the map settings that differ from their defaults."""
         sections = {name: self.section(name) for name in preparation_sections(self.part)}
         return {
             f"{name}.{setting}": value
@@ -127,36 +124,35 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(kw_only=True)
 class IndexConfig(SpreadSettings, TakesModules):
-    """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
-    Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
-    read once, and the tars stay where they are."""
+    """Write the binary index of a data set from its JSON indexes; runs memory-map it. Or make a data set of external
+    WebDataset tars in place: their headers and images are read once."""
 
     choices: ClassVar[tuple[str, ...]] = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
-    """Settings of external tars; with `tars`, those that the data set depends on."""
+    """Settings of external tars; the data set depends on these and on `tars`."""
 
     tars: Positional[str]
-    """Directory with dataset.json. Or tars of images: a folder of them, a pattern such as
-    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with a path or URL a
+    """Directory with dataset.json. Or external tars of images: a folder of tars, a pattern such as
+    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with one path or URL per
     line."""
     output: Path | None = None
-    """Tars of others: directory of the data set; none = the folder of the tars."""
+    """External tars: directory of the data set; none = the folder of the tars."""
     label: str = AUTO
-    """Tars of others: where an image's class is: cls or another suffix whose file holds the number, json:FIELD, or
-    none. auto = cls if the first image has one."""
+    """External tars: source of the class: cls or another suffix of a member with the number, json:FIELD, or none.
+    auto = cls if the first image has one."""
     image: str = AUTO
-    """Tars of others: which member is the image, jpg, jpeg, png or webp; auto = the one that there is."""
+    """External tars: image member: jpg, jpeg, png or webp; auto = any of them."""
     class_names: str = ""
-    """Tars of others: text file with the name of each class, one a line, in the order of their numbers."""
+    """External tars: text file with one class name per line, in the order of the class numbers."""
     split: str = "train"
-    """Tars of others: what the images are for, as --split of shard-images."""
+    """External tars: purpose of the images, as --split of shard-images."""
     rows_per_block: int = setting(64, at_least=1, at_most=1 << 20)
-    """Tars of others: images that are read together, the unit of the order and of the held-out split."""
+    """External tars: images read together; unit of the data order and of the held-out split."""
     max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
-    """Tars of others: an image with more pixels is left out."""
+    """External tars: skip larger images."""
     max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Tars of others: largest share of samples that may be left out, say because they have no image."""
+    """External tars: largest share of skipped samples, for example samples without an image."""
     processes: int = setting(0, at_least=0, at_most=4096)
-    """Tars of others: how many are read at once; 0 = one for each core, of this machine or of the Ray cluster."""
+    """External tars: number of tars read in parallel; 0 = one per core of this machine or of the Ray cluster."""
 
     @property
     def directory(self) -> Path:
@@ -164,25 +160,25 @@ class IndexConfig(SpreadSettings, TakesModules):
         return Path(self.tars) if self.output is None else self.output
 
     def identity(self) -> dict[str, Any]:
-        """Settings that the data set depends on; all parts share them."""
+        """Return the settings that the data set depends on. All parts share them."""
         return {name: getattr(self, name) for name in ("tars", *self.choices)}
 
     def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
+        """Raise DataError with the flag of an invalid setting."""
         suffix, colon, name = self.label.partition(":")
         if not suffix or (colon and (suffix != "json" or not name)):
             raise DataError(f"--label {self.label}: auto, none, a suffix such as cls, or json:FIELD is allowed")
         if suffix == "json" and not colon:
-            raise DataError("--label json: of which field? Give --label json:FIELD, such as json:label")
+            raise DataError("--label json: the field is missing; give --label json:FIELD, such as json:label")
         if self.image not in (AUTO, *IMAGE_MEMBERS):
             raise DataError(f"--image {self.image}: {AUTO}, {', '.join(IMAGE_MEMBERS)} are allowed")
         if self.class_names and self.label == NONE:
-            raise DataError(f"--class_names {self.class_names}: goes with classes, not with --label none")
+            raise DataError(f"--class_names {self.class_names}: --label none reads no classes; remove one of the flags")
         check_settings(self, DataError)
         self.own_part()
 
     def refuse_changes(self, reason: str) -> None:
-        """Raise RefusedError for a setting of external tars, naming its flag."""
+        """Raise RefusedError with the flag of a changed setting of external tars."""
         for name in self.choices:
             if (value := getattr(self, name)) != getattr(IndexConfig, name):
-                raise RefusedError(f"--{name} {value}: is for tars that others made; {reason}")
+                raise RefusedError(f"--{name} {value}: applies to external tars; {reason}")

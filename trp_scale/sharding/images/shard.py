@@ -1,13 +1,13 @@
-"""Images -> a data set of shards (sharding/job/job.py).
+"""Sharding of images (sharding/job/job.py).
 
   shards/image-000000.tar       WebDataset tar; one sample = one image
       KEY.jpg                   upright RGB or grey JPEG
-      KEY.cls                   class number in ASCII, if there are classes
-      KEY.depth.png             aligned map of 16-bit numbers, if there are depth maps (scenes: millimetres)
-      KEY.semseg.png            aligned map of 8-bit class numbers, if there are segmentation maps
+      KEY.cls                   class number in ASCII (optional)
+      KEY.depth.png             aligned 16-bit depth map (optional; scenes: millimetres)
+      KEY.semseg.png            aligned 8-bit map of class numbers (optional)
 
-Every sample has the members that "suffixes" in dataset.json names. Samples lie in the order of a hash of their keys, so
-that classes mix within a shard: inputs are read out of order for that once, here, and in order ever after.
+Every sample has the members listed in "suffixes" of dataset.json. Samples are ordered by a hash of their keys, so that
+classes mix within a shard. Inputs are read in random order once, here, so that training reads sequentially.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 def shard_images(config: ShardImagesConfig) -> Path:
-    """Make a data set, or a part of it, and return its directory. A finished one of the same settings and input is left
-    as it is.
+    """Make a data set, or a part of it, and return its directory. A finished data set of the same settings and input
+    does not change.
 
     Raises:
-        DataError: a setting or the input cannot be used, the directory holds something else, or too many images had to
-            be skipped (finished shards stay, dataset.json is not written), or another run is at it.
+        DataError: a setting or the input cannot be used, the directory contains something else, too many images were
+            skipped (finished shards stay, dataset.json is not written), or another run writes the directory.
     """
     config.check()
     if config.coco:
@@ -83,20 +83,20 @@ def shard_images(config: ShardImagesConfig) -> Path:
 
 
 SMALLEST_SIDE, LONGEST_SHAPE = 8, 16
-"""Pixels, and a ratio of sides; hardly a photograph lies beyond."""
+"""Shortest side in pixels and largest aspect ratio of usual photographs."""
 
 PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
-"""Names that folders of parts of a data set have, and hardly any class."""
+"""Folder names of dataset splits, unlikely as class names."""
 
 
 def _listed_classes(classes: Sequence[str] | None) -> str:
-    """Format the class names; log a warning if they look like splits of a data set."""
+    """Format the class names; log a warning if they look like splits."""
     if not classes:
         return ""
     if len(classes) > 1 and {name.lower() for name in classes} <= PARTS:
         log.warning(
-            "the classes are %s: sub-folders of --inputs are classes; if these are parts of a data set, shard each: "
-            "--inputs .../%s",
+            "the classes are %s: sub-folders of --inputs are classes; if these are splits of a data set, shard each "
+            "one: --inputs .../%s",
             *(", ".join(classes), classes[0]),
         )
     first = ", ".join(map(shorten, classes[:4]))
@@ -113,7 +113,7 @@ def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -
 
 
 def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
-    """Return the fields of dataset.json that describe images, without counts."""
+    """Return the fields of dataset.json that describe images."""
     return {
         "synthetic": config.embedded,
         "suffixes": list(listing.suffixes),
@@ -128,13 +128,13 @@ class ImageReport(PortionReport):
     """Counts of a portion of images.
 
     Attributes:
-        images: stored.
-        unchanged: of them, stored with the bytes of their file.
+        images: number of stored images.
+        unchanged: images stored with the bytes of their file.
         bytes: of the stored images, without maps.
         pixels: of the stored images.
         per_class: images by class number (a string, as in JSON).
-        odd: of them, smaller or longer than is any use.
-        first_odd: the place and size of the first of those.
+        odd: images of an unusual size or shape.
+        first_odd: location and size of the first of these.
     """
 
     images: int = 0
@@ -174,8 +174,8 @@ def _count_rows(total: ImageReport) -> dict[str, object]:
 def _warn(total: ImageReport) -> None:
     if total.odd:
         log.warning(
-            "%d of %d images have a side below %d pixels, or are over %d times as long as wide; they are stored like "
-            "the others, and little can be learned from them: the first is %s",
+            "%d of %d images have a side below %d pixels or an aspect ratio above %d; they are stored, but little can "
+            "be learned from them; the first is %s",
             *(total.odd, total.images, SMALLEST_SIDE, LONGEST_SHAPE, total.first_odd),
         )
 
@@ -186,12 +186,12 @@ IMAGES = DataKind(
 
 
 class _ImageWriter:
-    """Fill the shard of a portion when called with it.
+    """Worker that fills the shard of a portion.
 
     Args:
         suffixes: members of every stored sample.
-        classes: names of the classes; None: any class number from 0 on may be.
-        advance: called with (bytes stored, 1) for each image that was stored or skipped.
+        classes: class names; None allows any class number >= 0.
+        advance: called with (stored bytes, 1) for each stored or skipped image.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _ImageWriter:
         return report
 
     def _sample(self, sample: Sample, report: ImageReport) -> tuple[dict[str, bytes], int | None]:
-        """Members and class."""
+        """Return the members and the class."""
         loaded = self._source.read(sample)
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
@@ -233,7 +233,7 @@ class _ImageWriter:
         return stored, loaded.label if CLASS in stored else None
 
     def _check(self, loaded: Loaded) -> None:
-        """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""
+        """Raise UnusableError for a missing or unknown class. The listing has checked that the maps exist."""
         if CLASS in self._suffixes:
             if loaded.label is None:
                 raise UnusableError("no_class")

@@ -1,5 +1,4 @@
-"""Tars of images: find them by paths, globs, braces, URLs, folders and text files; list the members of one by key and
-suffix, from its headers alone."""
+"""Tars of images: search by path, glob, braces, URL, folder or text file; listing of members from tar headers."""
 
 from __future__ import annotations
 
@@ -19,35 +18,35 @@ from trp_scale.errors import DataError, error_text, escape_name, quote, shorten
 from trp_scale.storage.transfer import is_url, shared_remote
 
 MOST = 1_000_000
-"""Tars of one pattern, or of one text file."""
+"""Maximum tars of one pattern or text file."""
 
 LONGEST = 4096
-"""Characters of a path or a URL, as in Linux. A line of 20 KB before {000000..999999} took 20 GB."""
+"""Characters of a path or URL, as in Linux. A line of 20 KB before {000000..999999} took 20 GB."""
 
 LONGEST_PATTERN = 1 << 20
 """Characters of a pattern, which may list many names in braces."""
 
 MOST_BRACES = 64
-"""Opening braces of a pattern: each may be looked at again for each of its choices."""
+"""Opening braces of a pattern. Each one multiplies the number of choices to expand."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]{1,12})\.\.(-?[0-9]{1,12})(?:\.\.(-?[0-9]{1,12}))?")
 
 
 def expand_braces(text: str) -> list[str]:
-    """{000..146} and {a,b}, as a shell expands them; other braces stay.
+    """Expand {000..146} and {a,b} like a shell; other braces stay.
 
     Raises:
-        DataError: more than MOST results, one longer than LONGEST, more than LONGEST_PATTERN or than MOST_BRACES.
+        DataError: the pattern or a result is too long, or there are too many results or braces.
     """
     if len(text) > LONGEST_PATTERN:
-        raise DataError(f"{shorten(text)}: {len(text)} characters, a pattern has at most {LONGEST_PATTERN}")
+        raise DataError(f"{shorten(text)}: {len(text)} characters, at most {LONGEST_PATTERN} allowed in a pattern")
     if text.count("{") > MOST_BRACES:
-        raise DataError(f"{shorten(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} are expanded")
+        raise DataError(f"{shorten(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} allowed")
     names = []
     for name in itertools.islice(_expand(text, 0), MOST + 1):
         if len(name) > LONGEST:
-            raise DataError(f"{shorten(name)}: {len(name)} characters, a path or a URL has at most {LONGEST}")
+            raise DataError(f"{shorten(name)}: {len(name)} characters, at most {LONGEST} allowed in a path or URL")
         names.append(name)
     if len(names) > MOST:
         raise DataError(f"{shorten(text)}: more than {MOST} tars; give a text file that lists them")
@@ -60,10 +59,10 @@ def _expand(text: str, start: int) -> Iterator[str]:
         yield text
         return
     choices = _choices(match[1])
-    if choices is None:  # as a shell leaves it
+    if choices is None:  # literal, as in a shell
         yield from _expand(text, match.end())
         return
-    for choice in choices:  # what is around an inner pair is met again
+    for choice in choices:  # the recursion expands the braces around an inner pair
         yield from _expand(text[: match.start()] + choice + text[match.end() :], start)
 
 
@@ -82,11 +81,11 @@ def _choices(inner: str) -> Iterator[str] | None:
 
 
 def find_tars(item: str) -> list[str]:
-    """Absolute paths or URLs of the tars behind one pattern: a tar, a folder of them, a glob, braces, a URL of a tar or
-    of a folder, or a text file with one of these a line.
+    """Return absolute paths or URLs of the tars of one pattern: a tar, a folder, a glob, braces, a URL of a tar or
+    folder, or a text file with one tar per line.
 
     Raises:
-        DataError: there are none, or one is compressed or no tar.
+        DataError: no tar exists, or a file is compressed or no tar.
         RemoteError: a URL cannot be listed.
     """
     names = [item] if os.path.exists(item) else expand_braces(item)  # noqa: PTH110 - any text
@@ -99,32 +98,32 @@ def find_tars(item: str) -> list[str]:
 
 def _expand_name(tar_name: str, item: str) -> list[str]:
     if tar_name.startswith("pipe:"):
-        raise DataError(f"{tar_name}: starts a program; give the path or the URL that it reads")
+        raise DataError(f"{tar_name}: programs are not started; give the path or URL of the tar")
     if is_url(tar_name):
         return [tar_name] if tar_name.endswith(".tar") else _of_remote_folder(tar_name.rstrip("/"))
     path = Path(tar_name)
     if path.is_dir():
         tars = [str(tar.absolute()) for tar in sorted(path.glob("*.tar")) if not tar.name.startswith(".")]
         if not tars:
-            raise DataError(f"{tar_name}: no .tar in it; compressed ones are not read, as no image could be read alone")
+            raise DataError(f"{tar_name}: no .tar in this folder; unpack compressed tars, they have no random access")
         return tars
     if path.suffix == ".tar" and (path.is_file() or not glob.has_magic(tar_name)):
-        return [str(path.absolute())]  # looked for when it is read: a tar of the braces that is missing is named
+        return [str(path.absolute())]  # may be missing; opening it then reports its name
     if path.is_file():
         return _of_list(path)
     tars = [str(Path(name).absolute()) for name in sorted(glob.glob(tar_name, recursive=True))]  # noqa: PTH207
     wrong = next((tar for tar in tars if not tar.endswith(".tar")), None)
     if wrong is not None:
-        raise DataError(f"{wrong}: an uncompressed .tar expected of {item}")
+        raise DataError(f"{wrong}: not an uncompressed .tar, as expected for {item}")
     if not tars:
-        raise DataError(f"{tar_name}: no such file, and no file matches it as a pattern")
+        raise DataError(f"{tar_name}: no such file, and no file matches this pattern")
     return tars
 
 
 def _of_remote_folder(url: str) -> list[str]:
     listed = shared_remote(url).list_files()
     if listed is None:
-        raise DataError(f"{url}: this server lists no files; give the tars, as {url}/train-{{000000..000146}}.tar")
+        raise DataError(f"{url}: this server cannot list files; give tars: {url}/train-{{000000..000146}}.tar")
     tars = sorted(name for name in listed if name.endswith(".tar") and "/" not in name and name[0] != ".")
     if not tars:
         raise DataError(f"{url}: no .tar among {len(listed)} files there")
@@ -132,9 +131,9 @@ def _of_remote_folder(url: str) -> list[str]:
 
 
 def _of_list(path: Path) -> list[str]:
-    """The tars that a text file lists; paths are relative to its folder."""
+    """Return the tars listed in a text file. Paths are relative to its folder."""
     if path.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")):
-        raise DataError(f"{path}: an uncompressed .tar expected, as no image of a compressed one could be read alone")
+        raise DataError(f"{path}: a compressed tar has no random access; unpack it to a .tar")
     lines = read_lines(path, DataError, what="a .tar, nor a text file that lists tars")
     names: list[str] = []
     for number, line in enumerate(lines, start=1):
@@ -146,19 +145,17 @@ def _of_list(path: Path) -> list[str]:
                 raise DataError(f"{path}, line {number}: {quote(name)} found, the path or URL of a .tar expected")
             names += [name] if is_url(name) else [str((path.parent / name).absolute())]
         if len(names) > MOST:
-            raise DataError(
-                f"{path}, line {number}: more than {MOST} tars up to here; give several lists, one at a time"
-            )
+            raise DataError(f"{path}, line {number}: more than {MOST} tars up to this line; split the list")
     if not names:
-        raise DataError(f"{path}: lists no tar; the path or URL of one a line expected")
+        raise DataError(f"{path}: lists no tar; one path or URL of a .tar per line expected")
     return names
 
 
 def unique_names(tars: list[str]) -> list[str]:
-    """Return a unique name for each tar in a data set: its own, with folders before it where names repeat.
+    """Return a unique name for each tar: its file name, prefixed with folders if file names repeat.
 
     Raises:
-        DataError: two tars that no folder tells apart.
+        DataError: two tars have the same path.
     """
     parts = [PurePosixPath(tar.partition("://")[2] if is_url(tar) else tar).parts for tar in tars]
     repeated = {name for name, count in Counter(part[-1] for part in parts).items() if count > 1}
@@ -170,25 +167,25 @@ def unique_names(tars: list[str]) -> list[str]:
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         ours = [tar for tar, name in zip(tars, names, strict=True) if name == twice]
-        raise DataError(f"{ours[0]} and {ours[1]}: both would be {twice} in the data set; rename one")
+        raise DataError(f"{ours[0]} and {ours[1]}: both would be named {twice} in the data set; rename one")
     return names
 
 
 LONGEST_HEADER = 1 << 20
-"""Bytes of a long name, or of the records before a member. Those that exist have some 10,000; one that says 5e18 ended
-the process for want of memory, and records that all later members repeat took 1 GB for each MB of the tar."""
+"""Bytes of a long name or of the records before a member. Real headers have about 10,000 bytes. A claimed size of 5e18
+ended the process (out of memory), and global records copied to all members took 1 GB per MB of tar."""
 
 
 class TarMember(NamedTuple):
     """One entry of a tar.
 
     Attributes:
-        name: as it stands there.
-        key: the name up to the first dot of its last part.
-        suffix: the rest, in small letters.
-        offset, length: of its content.
-        checksum: of its header.
-        kind: "file" (its content lies in one piece), "folder", "link", "sparse file" or "special file".
+        name: as stored.
+        key: the name up to the first dot of the file name.
+        suffix: the rest in lower case.
+        offset, length: of the content.
+        checksum: of the header.
+        kind: "file" (contiguous content), "folder", "link", "sparse file" or "special file".
     """
 
     name: str
@@ -201,24 +198,24 @@ class TarMember(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it has content that can be read."""
+        """Whether the content can be read."""
         return self.kind == "file"
 
     @property
     def hidden(self) -> bool:
-        """Whether its name or that of a folder around it begins with a dot, as those that systems add."""
+        """Whether the file or one of its folders starts with a dot, like files added by operating systems."""
         return any(part.startswith(".") and part not in (".", "..") for part in self.name.split("/"))
 
 
 def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
-    """All entries of a tar, also behind an end mark: tars may be joined. `stream` may be moved between two of them.
-    Links within the tar come last, as the files that they lead to; those that lead to none stay links.
+    """Yield all entries of a tar, also after an end mark (concatenated tars). The caller may seek `stream` in between.
+    Links come last, resolved to their target in the tar; unresolved links keep the kind "link".
 
     Args:
-        where: the tar's name in messages.
+        where: name of the tar for messages.
 
     Raises:
-        DataError: not a tar, or one that is cut short or damaged.
+        DataError: the file is no tar, truncated or damaged.
     """
     links: list[tuple[TarMember, str]] = []
     try:
@@ -233,9 +230,9 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
             yield from _resolve_links(stream, links)
     except DataError:
         raise
-    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # numbers that no file has, too
+    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # invalid sizes raise the middle two
         raise DataError(
-            f"{where}: not a tar that can be read to its end ({error_text(error)}); make or copy it anew"
+            f"{where}: not a tar that can be read to its end ({error_text(error)}); make or copy it again"
         ) from error
 
 
@@ -245,10 +242,10 @@ def _entries(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
         stream.seek(end)
         with tarfile.open(fileobj=cast(BinaryIO, _Headers(stream)), mode="r:") as archive:
             while (entry := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all of them, 2 KB each
-                end = archive.offset  # of what follows the entry
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all entries, 2 KB each
+                end = archive.offset  # of the next entry
                 yield entry
-        stream.seek(end)  # tarfile takes a cut tar for a shorter one
+        stream.seek(end)  # tarfile does not report truncated tars
         if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no end mark at byte {end}")
         end += tarfile.BLOCKSIZE
@@ -275,10 +272,10 @@ def _member(entry: tarfile.TarInfo) -> TarMember:
 
 
 def _resolve_links(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iterator[TarMember]:
-    """The links with the content that they lead to, which takes a second look at all headers."""
+    """Yield the links with the content of their targets, from a second pass over all headers."""
     targets = {posixpath.normpath(link.name): target for link, target in links}
     ends = [target for _, target in links]
-    for _ in range(40):  # links that lead to links, as many as Linux follows
+    for _ in range(40):  # chained links; Linux follows 40
         ends = [targets.get(end, end) for end in ends]
     wanted = set(ends)
     files = {name: _member(entry) for entry in _entries(stream) if (name := posixpath.normpath(entry.name)) in wanted}
@@ -288,7 +285,7 @@ def _resolve_links(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iter
 
 
 class _Headers:
-    """Headers of a tar for `tarfile`, without the contents of members."""
+    """Stream that limits the size of headers that `tarfile` reads."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

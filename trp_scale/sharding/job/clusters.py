@@ -1,8 +1,8 @@
-"""Sharding on several machines: portions over the nodes of a Ray cluster (extra `[ray]`), or parts as the jobs of a
-SLURM array, with a last job that merges them. All nodes see the same storage, and trp_scale is installed on each.
+"""Sharding on several machines: portions as tasks of a Ray cluster (extra `[ray]`), or parts as jobs of a SLURM array
+plus a merge job. All nodes share storage and have trp_scale installed.
 
-A portion is a task of Ray, not of an actor: Ray gives the tasks of a node that is lost to others, while an actor that
-is started again would wait for a CPU that the other actors keep. A process keeps its worker from task to task.
+A portion is a Ray task, not an actor call: Ray reschedules the tasks of a lost node, while a restarted actor would wait
+for a CPU that other actors hold. A process keeps its worker between tasks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from trp_scale.sharding.job.parts import SpreadSettings
 from trp_scale.sharding.job.workers import Advance, PortionT, ReportT, process_died
 
 RETRIES = 5
-"""How often a portion is begun again whose process or node was lost."""
+"""Retries of a portion after its process or node was lost."""
 
 _AHEAD = 2
-"""Portions that are handed to the cluster for each that it can work at: a cluster that grows by what waits doubles."""
+"""Submitted portions per available slot. Waiting tasks let an autoscaling cluster grow."""
 
 _PASSED_ON = ("NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE", "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB")
-"""Variables of this process that those of the cluster get."""
+"""Environment variables copied to the processes of the cluster."""
 
 
 @contextmanager
 def ray_cluster() -> Iterator[Any]:
-    """Context with a cluster; gives the module ray.
+    """Context with a running cluster; yields the module ray.
 
     Raises:
         DataError: ray is not installed, or the cluster of RAY_ADDRESS does not answer.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here tells nobody of it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     try:
         import ray
     except ImportError as error:
@@ -51,8 +51,8 @@ def ray_cluster() -> Iterator[Any]:
         except (ConnectionError, ValueError) as error:
             address = os.environ.get("RAY_ADDRESS")
             raise DataError(
-                f"--executor ray: RAY_ADDRESS {address!r} gives no cluster ({error}); start one with `ray start`, or "
-                "take the variable away to use this machine alone"
+                f"--executor ray: no cluster at RAY_ADDRESS {address!r} ({error}); start one with `ray start`, or "
+                "unset the variable to use this machine only"
             ) from error
     try:
         yield ray
@@ -62,31 +62,30 @@ def ray_cluster() -> Iterator[Any]:
 
 
 def cluster_gpus() -> int:
-    """GPUs of the cluster."""
+    """Return the number of GPUs of the cluster."""
     with ray_cluster() as ray:
         return int(ray.cluster_resources().get("GPU", 0))
 
 
 def cpus_of_task(gpus: int) -> int:
-    """CPUs of a task: one, or a GPU's share of them."""
+    """Return the CPUs of a task: 1, or the share of its GPUs."""
     with ray_cluster() as ray:
         resources = ray.cluster_resources()
     return max(1, int(resources.get("CPU", 0) * gpus / max(1, resources.get("GPU", 0)))) if gpus else 1
 
 
 def _slots(ray: Any, needs: Mapping[str, int]) -> int:
-    """Tasks that the cluster can work at, at least 1: its last node may be gone, and another on its way."""
+    """Return the number of concurrent tasks, at least 1: a lost last node may be replaced."""
     has = ray.cluster_resources()
     return max(1, min(int(has.get(name, 0) / count) for name, count in needs.items() if count))
 
 
 class _Worker:
-    """A worker, and what it has counted since it was last asked.
+    """Worker in a process of the cluster; returns its counts with each report.
 
     Args:
-        make, arguments: as of `run_on_ray`.
-        counters: numbers that it counts up.
-        directory: that paths start from.
+        make, arguments, counters: as of `run_on_ray`.
+        directory: working directory for relative paths.
         modules: of --module.
     """
 
@@ -113,7 +112,7 @@ _workers: dict[str, _Worker] = {}
 
 
 def _portion(run: str, work: tuple[Any, ...], portion: Any) -> tuple[Any, list[int]]:
-    """Run one portion in a process of the cluster, which makes a worker for each run once."""
+    """Run one portion in a process of the cluster. The process makes one worker per run."""
     if run not in _workers:
         _workers.clear()
         _workers[run] = _Worker(*work)
@@ -135,13 +134,13 @@ def run_on_ray(
 
     Args:
         make, arguments, gpus: as of `run_portions`.
-        processes: portions that are at work at once; 0 = as many as the cluster has CPUs, or GPUs.
-        counters: numbers that a worker counts up.
-        advance: told what the workers counted, portion by portion.
-        title: of what is done.
+        processes: concurrent portions; 0 = one per CPU or GPU of the cluster.
+        counters: number of counters of a worker.
+        advance: called with the counts of each finished portion.
+        title: name of the work, for messages.
 
     Raises:
-        DataError: the cluster has no CPU or GPU, or a portion's processes died again and again.
+        DataError: the cluster has no CPU or GPU, or a portion failed after all retries.
     """
     with ray_cluster() as ray:
         needs = {"CPU": cpus_of_task(gpus), "GPU": gpus}
@@ -172,28 +171,28 @@ def run_on_ray(
             raise (error.cause or error) from None
         except ray.exceptions.RayError as error:
             raise process_died(title) from error
-        return reports  # after an error those at work go on to their ends: a task that is cancelled can end ray 2.60
+        return reports  # after an error running tasks are not cancelled: cancelling can crash ray 2.60
 
 
 MERGE_MINUTES = 60
 
 
 def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> None:
-    """Submit the command, each job with a part, and print the jobs' numbers. A job that is preempted goes back into the
-    queue; asked for again, the same command makes what is missing.
+    """Submit a job array with one part per job, and print the job numbers. Preempted jobs are requeued; running the
+    command again makes the missing shards.
 
     Args:
         command: such as "shard-text".
-        argv: its flags as they were given.
+        argv: its command-line flags.
         directory: of the data set.
 
     Raises:
-        DataError: no parts are asked for, or SLURM refuses the jobs.
+        DataError: fewer than 2 parts are requested, or SLURM refuses the jobs.
     """
     if settings.num_shards < 2 or settings.shard_index:
         raise DataError(
             f"--executor slurm-array: --num_shards {settings.num_shards} and --shard_index {settings.shard_index} "
-            "found; allowed: 2 parts or more, each of which is a job, and no --shard_index"
+            "found; allowed: 2 parts or more, one per job, and no --shard_index"
         )
     program = shlex.join([sys.executable, "-m", "trp_scale"])
     array_flags = '--executor local --sbatch "" --no-progress --shard_index "$SLURM_ARRAY_TASK_ID"'
@@ -202,7 +201,7 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
         settings.sbatch,
         f"exec {program} {command} {shlex.join(argv)} {array_flags}",
     )
-    # After any: where parts are missing it names them.
+    # afterany: the merge job also runs after failures, and names the missing parts.
     merge = submit_job(
         f"--job-name=trp-scale-merge --dependency=afterany:{array} --time={MERGE_MINUTES}",
         settings.sbatch,
@@ -215,19 +214,21 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
 
 
 def submit_job(array_flags: str, flags: str, script: str) -> str:
-    """Submit a job, and return its number.
+    """Submit a job and return its number.
 
     Args:
-        array_flags, flags: of sbatch, the second of the user; script: command that the job runs.
+        array_flags: of sbatch.
+        flags: of sbatch, from the user.
+        script: command of the job.
 
     Raises:
-        DataError: SLURM refuses it, or there is none.
+        DataError: SLURM refuses the job or is not installed.
     """
     words = ["sbatch", "--parsable", *shlex.split(array_flags), *shlex.split(flags), "--wrap", script]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise DataError("--executor slurm-array: there is no sbatch here; run it where jobs are submitted") from error
+        raise DataError("--executor slurm-array: there is no sbatch here; run it on a login node") from error
     if done.returncode:
         raise DataError(f"{shlex.join(words)}: {done.stderr.strip() or 'no reason given'}")
     return done.stdout.strip().partition(";")[0]

@@ -1,14 +1,14 @@
-"""One data set of shards in the making: in parallel, resumable, the same bytes for any number of processes.
+"""Parallel, resumable sharding; the bytes do not depend on the number of processes.
 
 DATASET/
-  dataset.json                  what was made, from what, the counts, and what was left out and why; it is written last
+  dataset.json                  settings, counts and skipped samples; written last
   shards/KIND-000000.tar        one for each portion of the input
-  shards/KIND-000000.index.json written after its tar and its report: it marks a finished shard
-  shards/index.bin              all indexes in one, written before dataset.json
-  progress/                     until dataset.json is there: the parts of the work, a report for each finished shard
+  shards/KIND-000000.index.json written after the tar and its report; marks a finished shard
+  shards/index.bin              all indexes in one file, written before dataset.json
+  progress/                     until dataset.json exists: files of the parts, a report for each finished shard
 
-How the input is cut into portions depends on the input and the settings alone. A run that was stopped finds the
-finished shards and makes the others. Several runs may each make a part (parts.py); `finish_dataset` joins them.
+The split of the input into portions depends only on the input and the settings. A resumed run makes the missing shards.
+Several runs may each make a part (parts.py); `finish_dataset` joins them.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progress
 from trp_scale.storage.files import only_run, remove_leftovers
 
 FAILED = "failed"
-"""Field of a part's file: all was made, and too much had to be skipped. The same command goes on; one with other
-settings begins anew."""
+"""Field of a part file: all shards were made, but too many samples were skipped. The same command resumes; other
+settings start over."""
 
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{32,}")
 
 _DIGEST_OF = {
-    "input": "other input: files were added, taken away or changed; of images also --semseg.classes and the like",
+    "input": "other input: files were added, removed or changed; for images also --semseg.classes and similar settings",
     "tokenizer": "another --tokenizer",
 }
-"""Settings that are digests, and what it means that they differ."""
+"""Message for a difference in a setting that is a digest."""
 
 
 ReportT = TypeVar("ReportT", bound=PortionReport)
 
 Fill = Callable[[PortionT, ShardWriter], ReportT]
-"""Writes the samples of a portion and reports on them."""
+"""Writes the samples of a portion and returns its report."""
 
 
 def shard_stem(kind: str, number: int) -> str:
-    """text, 0 -> text-000000"""
+    """Return the name of a shard, such as text-000000."""
     return f"{kind}-{number:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedShard(Generic[ReportT]):
-    """The report of a finished shard, and the number of its blocks."""
+    """Report and number of blocks of a finished shard."""
 
     report: ReportT
     blocks: int
@@ -80,18 +80,18 @@ class FinishedShard(Generic[ReportT]):
 
 @dataclass(frozen=True, kw_only=True)
 class DataKind(Generic[ReportT]):
-    """Description of a kind of data set, without its settings.
+    """Kind of data set, without settings.
 
     Attributes:
-        name: "text", "image" or "tars".
-        report: makes an empty report, or one of the fields that were written down.
-        items: name of the report's field that counts what was stored, and the word for it in messages.
-        reasons: why something is skipped: what each key of PortionReport.skipped means.
-        counted: fields of dataset.json from the sum of all reports.
-        warn: logs what is odd about it, when the data set is whole.
-        renewable: whether a finished data set is brought up to date by the same command with any settings.
-        folder: of the tars, in the directory that the job writes.
-        flag: that chooses another directory, for messages.
+        name: "text", "image", "tars" or a modality.
+        report: class of the reports.
+        items: field of the report that counts stored items; also the word for messages.
+        reasons: description of each key of PortionReport.skipped.
+        counted: returns the fields of dataset.json from the sum of all reports.
+        warn: logs warnings about the finished data set.
+        renewable: whether the command updates a finished data set, with any settings.
+        folder: of the tars, in the output directory.
+        flag: that selects another directory, for messages.
     """
 
     name: str
@@ -105,10 +105,10 @@ class DataKind(Generic[ReportT]):
     flag: str = "--output"
 
     def is_stored(self, output: Path, identity: Mapping[str, object]) -> bool:
-        """Whether a finished data set is there.
+        """Whether a finished data set exists.
 
         Raises:
-            DataError: it has other settings than `identity`.
+            DataError: its settings differ from `identity`.
         """
         path = output / "dataset.json"
         if path.exists():
@@ -123,21 +123,20 @@ class DataKind(Generic[ReportT]):
         holds: str = "a data set with other settings or input",
         advice: str = "",
     ) -> None:
-        """Raise DataError naming each setting of `wanted` that `stored`, from the file `path`, has otherwise."""
+        """Raise DataError if settings in `stored`, read from `path`, differ from `wanted`."""
         differences = [
             _difference(name, stored.get(name), value) for name, value in wanted.items() if stored.get(name) != value
         ]
         if differences:
             advice = advice or f"choose another {self.flag}, or remove the directory"
-            raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
+            raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Use the same, {advice}")
 
     def shard_names(self, count: int) -> list[str]:
-        """Return the file names of all shards, by number of the portion."""
+        """Return the file name of each shard, in the order of the portions."""
         return [f"{shard_stem(self.name, number)}.tar" for number in range(count)]
 
     def finished_shard(self, output: Path, name: str) -> FinishedShard[ReportT] | None:
-        """Read the report of a shard; `None` if it is not finished. A report with other fields is of another version,
-        and its shard is made again."""
+        """Read the report of a shard; `None` if the shard is unfinished, or the report is from another version."""
         shard = output / "shards" / name
         try:
             index = read_index(shard)
@@ -153,9 +152,9 @@ class DataKind(Generic[ReportT]):
         """Return dataset.json.
 
         Args:
-            part: the file of any part.
-            shards: those that hold rows.
-            blocks: in them.
+            part: file of any part.
+            shards: tars with rows.
+            blocks: number of their blocks.
             total: sum of all reports.
         """
         return {
@@ -172,19 +171,19 @@ class DataKind(Generic[ReportT]):
         }
 
     def refuse_empty(self, output: Path) -> None:
-        """Raise DataError, as nothing is left of the input."""
-        raise DataError(f"{output}: the input holds no {self.items} that can be used")
+        """Raise DataError for an input without usable items."""
+        raise DataError(f"{output}: the input contains no usable {self.items}")
 
     def store(self, output: Path, document: dict[str, Any]) -> None:
-        """Write the binary index and dataset.json, the mark of a finished data set."""
+        """Write the binary index, then dataset.json, which marks a finished data set."""
         write_dataset_index(output, document)
         write_json(output / "dataset.json", document)
 
     def clear(self, output: Path) -> None:
-        """Remove what a finished data set does not need. Nobody writes there any more."""
+        """Remove temporary files and empty shards of a finished data set. No run may be writing."""
         listed = set(read_fields(output / "dataset.json").file_names("shards"))
         for shard in (output / "shards").glob("*.tar"):
-            if shard.name not in listed:  # without any row
+            if shard.name not in listed:  # no rows
                 index_path(shard).unlink(missing_ok=True)
                 shard.unlink()
         for directory in (output, output / "shards"):
@@ -193,15 +192,13 @@ class DataKind(Generic[ReportT]):
 
 
 class ShardingJob(Generic[ReportT]):
-    """The making of one data set, or of a part of it.
+    """Run that makes a data set or a part of it.
 
     Args:
-        settings: of the run.
-        kind: of the data set.
-        identity: the settings that the bytes of the data set depend on.
+        identity: settings that determine the bytes of the data set.
 
     Raises:
-        DataError: the directory holds something else than a data set of these settings.
+        DataError: the directory contains anything but a data set of these settings.
     """
 
     def __init__(self, settings: ShardingSettings, kind: DataKind[ReportT], identity: Mapping[str, object]) -> None:
@@ -215,24 +212,24 @@ class ShardingJob(Generic[ReportT]):
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
-        """Context in which no other run makes the data set, or this part of it.
+        """Lock the data set, or this part of it.
 
         Raises:
-            DataError: another process is in it.
+            DataError: another process holds the lock.
         """
         with only_run(self.output, self.part.lock, patience=self._settings.patience):
             yield
         if (self.output / "dataset.json").exists():
-            with suppress(OSError):  # other parts may look whether something is to do, too
+            with suppress(OSError):  # not empty while other parts hold their locks
                 (self.output / "progress").rmdir()
 
     def own_file(self, stem: str, suffix: str) -> Path:
-        """A file of this run that lies in progress/ while the data set is made."""
+        """Return the path of a temporary file of this run in progress/."""
         name = stem if self.part.count == 1 else f"{stem}-{self.part.index:05d}"
         return self.output / "progress" / f"{name}{suffix}"
 
     def mine(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
-        """The portions that this run makes shards of."""
+        """Return the portions of this run."""
         return portions[self.part.index :: self.part.count]
 
     def _refuse_other_content(self) -> None:
@@ -246,25 +243,24 @@ class ShardingJob(Generic[ReportT]):
             self._kind.refuse_differences(part.path(self.output), document["settings"], self.identity)
             if part.count != self.part.count:
                 raise DataError(
-                    f"{part.path(self.output)}: the data set is made in {part.count} parts, --num_shards "
-                    f"{self.part.count} asked for. Run those of {part.count} that are missing, one after another if "
-                    f"need be, or choose another {self._kind.flag}"
+                    f"{part.path(self.output)}: the data set has {part.count} parts, --num_shards {self.part.count} "
+                    f"was given. Run the missing ones of the {part.count} parts, or choose another {self._kind.flag}"
                 )
         if not (known or parts) and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
             raise DataError(
-                f"{self._kind.flag} {self.output}: the directory is not empty and holds no data set; choose another"
+                f"{self._kind.flag} {self.output}: the directory is not empty and has no data set; choose another"
             )
 
     def begin(self, fingerprint: str, portions: Sequence[Numbered], listing: PortionReport | None = None) -> bool:
-        """Whether there is something to do for an input of this fingerprint; if so it is written down.
+        """Write the part file; return False if the data set is finished.
 
         Args:
+            fingerprint: of the input.
             portions: of the whole input.
-            listing: what was skipped when the input was listed.
+            listing: samples skipped by the listing.
 
         Raises:
-            DataError: the data set is of another input, or a finished one lacks a shard, or another part has other
-                settings.
+            DataError: the input or another part has other settings, or a finished data set lacks a shard.
         """
         self.identity["input"] = fingerprint
         self._refuse_other_content()
@@ -285,22 +281,22 @@ class ShardingJob(Generic[ReportT]):
         }
         self.part.write(self.output, self._document)
         try:
-            self._refuse_other_content()  # of two parts that began together, one at least sees the other
+            self._refuse_other_content()  # if two parts start together, at least one sees the other
         except DataError:
             self.part.path(self.output).unlink(missing_ok=True)
             raise
         return True
 
     def _may_begin_anew(self, part: Part, document: Mapping[str, Any]) -> bool:
-        """Whether a run of the whole with other settings may replace what a part left: nothing is finished, or all is
-        and too much was skipped."""
+        """Whether an unpartitioned run with other settings may replace a part: no shard is finished, or the part failed
+        because too many samples were skipped."""
         if self.part.count > 1:
             return False
         is_finished = any((self.output / self._kind.folder).glob("*.index.json"))
         return self._kind.renewable or bool(document.get(FAILED)) or (part.count == 1 and not is_finished)
 
     def _forget_failed(self) -> None:
-        """Remove what a failed run of other settings has left."""
+        """Remove the shards of a failed run with other settings."""
         parts = {p: stored for p, stored in begun_parts(self.output).items() if self._may_begin_anew(p, stored)}
         if self._kind.renewable:
             for part in parts:
@@ -316,9 +312,7 @@ class ShardingJob(Generic[ReportT]):
         for name in read_fields(path).file_names("shards"):
             shard = self.output / "shards" / name
             if not shard.exists() or shard.stat().st_size != read_index(shard).size:
-                raise DataError(
-                    f"{shard}: missing or of another size than its index says; remove {path} to make it again"
-                )
+                raise DataError(f"{shard}: missing, or its size differs from its index; remove {path} to make it again")
 
     def make(
         self,
@@ -327,12 +321,12 @@ class ShardingJob(Generic[ReportT]):
         arguments: tuple[Any, ...],
         progressed: Progressed,
     ) -> None:
-        """Make the shards of this run that are missing, after `begin`.
+        """Make the missing shards of this run, after `begin`.
 
         Args:
             portions: of the whole input.
-            make: called once in each process as make(*arguments, advance); what it returns fills a shard.
-            progressed: what the progress bar shows.
+            make: called once in each process as make(*arguments, advance); returns the function that fills a shard.
+            progressed: progress bar.
 
         Raises:
             DataError: a process died.
@@ -346,11 +340,11 @@ class ShardingJob(Generic[ReportT]):
         arguments: tuple[Any, ...],
         progressed: Progressed,
     ) -> None:
-        """Call a worker with each portion of this run that is not finished, as `run_portions`."""
+        """Call a worker with each unfinished portion of this run, as `run_portions`."""
         mine, names = self.mine(portions), self._kind.shard_names(len(portions))
         missing = [portion for portion in mine if self._kind.finished_shard(self.output, names[portion.number]) is None]
         if len(missing) < len(mine):
-            log.info("%d of %d shards are there already", len(mine) - len(missing), len(mine))
+            log.info("%d of %d shards exist already", len(mine) - len(missing), len(mine))
         run_portions(
             missing,
             worker,
@@ -361,19 +355,19 @@ class ShardingJob(Generic[ReportT]):
         )
 
     def finish(self, description: Mapping[str, object]) -> tuple[list[str], ReportT] | None:
-        """Finish the data set, and return what `finish_dataset` does; a run that makes a part of it only says that this
-        one is made, and returns None.
+        """Finish the data set and return the result of `finish_dataset`. One of several parts is only marked as
+        finished; then return None.
 
         Args:
-            description: what dataset.json says of this kind of data, without counts.
+            description: fields of dataset.json for this kind of data, without counts.
 
         Raises:
-            DataError: too much had to be skipped (finished shards stay), or nothing is left.
+            DataError: too many items were skipped (finished shards stay), or nothing is left.
         """
         document = {**self._document, "description": dict(description)}
         self.part.write(self.output, document)
         if self.part.count > 1:
-            log.info("%s is made; when all parts are: trp-scale merge %s", self.part, self.output)
+            log.info("%s is finished; after all parts, run: trp-scale merge %s", self.part, self.output)
             return None
         try:
             return finish_dataset(self.output, self._kind)
@@ -385,17 +379,16 @@ class ShardingJob(Generic[ReportT]):
 def finish_dataset(
     output: Path, kind: DataKind[ReportT], max_skipped: float | None = None
 ) -> tuple[list[str], ReportT]:
-    """Store what all parts have made as a finished data set, and clear what only an unfinished one needs.
-    Shards without any row are taken away.
+    """Join all parts to a finished data set, and remove temporary files and shards without rows.
 
     Args:
-        max_skipped: largest share of items that may be skipped; None: as the parts were told.
+        max_skipped: largest share of skipped items; None: the setting of the parts.
 
     Returns:
-        the shards that hold rows, and the sum of all reports.
+        Shards with rows, and the sum of all reports.
 
     Raises:
-        DataError: a part or a shard is missing, parts differ, too much had to be skipped (finished shards stay), or
+        DataError: a part or shard is missing, parts differ, too many items were skipped (finished shards stay), or
             nothing is left.
     """
     parts = all_parts(output)
@@ -417,7 +410,7 @@ def finish_dataset(
 def _join_parts(
     output: Path, kind: DataKind[ReportT], parts: Mapping[Part, Mapping[str, Any]]
 ) -> tuple[list[str], int, ReportT]:
-    """The shards that hold rows, the number of their blocks, and the sum of all reports."""
+    """Return the shards with rows, their number of blocks, and the sum of all reports."""
     first, stored = next(iter(parts.items()))
     for part, document in parts.items():
         path = part.path(output)
@@ -425,7 +418,7 @@ def _join_parts(
         fields.whole("shards")
         fields.take("listing", dict)
         fields.take("description", dict, {})
-        holds, advice = f"{part} has other settings than {first}", "and make this part again"
+        holds, advice = f"{part} has other settings than {first}", "and run this part again"
         kind.refuse_differences(path, document["settings"], stored["settings"], holds, advice)
         both = {name: stored[name] for name in ("kind", "shards", "listing", "max_skipped")}
         kind.refuse_differences(path, document, both, holds, advice)
@@ -450,7 +443,7 @@ def _join_parts(
 
 
 class _ShardMaker(Generic[PortionT, ReportT]):
-    """Make the shard of a portion when called with it."""
+    """Worker that makes the shard of a portion."""
 
     def __init__(
         self,

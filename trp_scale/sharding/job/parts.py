@@ -1,15 +1,14 @@
-"""Parts of the work on one data set, made by as many runs on one machine or on many; their settings, and the shards and
-reports that they write.
+"""Parts of a data set, each made by one run, on one or several machines: settings, files, shards and reports.
 
-Part i of n has the shards i, i + n, ... Parts share nothing but the directory: each has a lock and a file with its
-settings, so none has to wait for another, and a part that is run twice makes the same bytes twice.
+Part i of n makes the shards i, i + n, ... Parts share only the directory: each has a lock and a file with its settings,
+so parts never wait for each other. Running a part twice makes the same bytes.
 
 DATASET/progress/
-  part-00001-of-00003.json      the settings of part 1, the number of all shards; when it is made, the description too
-  part-00001-of-00003.lock      while it is at work
-  text-000001.json              the report of a finished shard
+  part-00001-of-00003.json      settings of part 1 and number of all shards; when finished, also the description
+  part-00001-of-00003.lock      while the part runs
+  text-000001.json              report of a finished shard
 
-A shard is a plain WebDataset tar of the same bytes each time, beside its index.
+A shard is a plain WebDataset tar with deterministic bytes, next to its index.
 """
 
 from __future__ import annotations
@@ -52,27 +51,27 @@ MOST_PARTS = 99_999
 
 @dataclass(kw_only=True)
 class SpreadSettings:
-    """Settings of every command that prepares data: where its work is done."""
+    """Execution settings of the commands that prepare data."""
 
     executor: Literal["local", "ray", "slurm-array"] = "local"
-    """local: by processes of this machine. ray: by the nodes of a Ray cluster (RAY_ADDRESS, or the one that runs here;
-    else one is started), which all see the same storage; the work of a node that is lost is done by another.
-    slurm-array: a job for each of --num_shards parts is submitted, and a last one that merges them."""
+    """local: processes of this machine. ray: nodes of a Ray cluster with shared storage (RAY_ADDRESS, or the cluster on
+    this machine; otherwise one is started); the work of a lost node is retried elsewhere. slurm-array: submit one job
+    for each of --num_shards parts, and a job that merges them."""
     sbatch: str = ""
-    """slurm-array: further options of sbatch, such as --sbatch='--partition=cpu --cpus-per-task=16 --time=4:00:00'."""
+    """slurm-array: additional sbatch options, such as --sbatch='--partition=cpu --cpus-per-task=16 --time=4:00:00'."""
     shard_index: int = 0
-    """On many machines: which part of the work this run does, from 0. Every part is given the same other flags, in any
-    order, at any time, again if it was stopped; `trp-scale merge` joins them."""
+    """Several machines: index of the part that this run makes, from 0. Run every part with the same other flags, in any
+    order; run a stopped part again. `trp-scale merge` joins the parts."""
     num_shards: int = 1
-    """On many machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
+    """Several machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
     progress: bool = True
     """Show a progress bar."""
 
     def own_part(self) -> Part:
-        """The part that the flags name.
+        """Return the part selected by the flags.
 
         Raises:
-            DataError: there is no such part.
+            DataError: the part does not exist.
         """
         if not 1 <= self.num_shards <= MOST_PARTS:
             raise DataError(f"--num_shards {self.num_shards}: 1 to {MOST_PARTS} is allowed")
@@ -86,26 +85,25 @@ class SpreadSettings:
 
 @dataclass(kw_only=True)
 class ShardingSettings(SpreadSettings):
-    """Settings that every kind of data set has."""
+    """Settings of every kind of data set."""
 
     output: Path
-    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
-    refused."""
+    """Directory of the data set. A stopped run resumes there; other settings or inputs are refused."""
     processes: int = setting(0, at_least=0, at_most=4096)
-    """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
-    depend on it."""
+    """Shards made in parallel; 0 = one per core of this machine or of the Ray cluster. The output does not depend on
+    it."""
     max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Largest share of documents or images that may be skipped."""
+    """Largest share of skipped documents or images."""
     patience: float = 0.0
-    """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
-    a while on shared storage."""
+    """Seconds to wait for another run of the same part. On shared storage, the lock of a lost machine can remain for a
+    while."""
 
     def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
+        """Raise DataError with the flag of an invalid setting."""
 
 
 def sharding_settings(settings: Any, output: Path) -> ShardingSettings:
-    """Return the settings of a job for a command with fields of its own for the directory."""
+    """Return the job settings of a command that has no --output setting."""
     names = [entry.name for entry in fields(SpreadSettings)]
     shared = {name: getattr(settings, name) for name in (*names, "processes", "max_skipped")}
     return ShardingSettings(**shared, output=output)
@@ -113,7 +111,7 @@ def sharding_settings(settings: Any, output: Path) -> ShardingSettings:
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """One part: `index` from 0, of `count`. A run that makes all is part 0 of 1."""
+    """Part `index` (from 0) of `count`. A single run is part 0 of 1."""
 
     count: int
     index: int
@@ -123,31 +121,31 @@ class Part:
 
     @property
     def name(self) -> str:
-        """part-00001-of-00003"""
+        """File name without suffix, such as part-00001-of-00003."""
         return f"part-{self.index:05d}-of-{self.count:05d}"
 
     @property
     def lock(self) -> str:
-        """Name of its lock."""
+        """Name of the lock."""
         return "lock" if self.count == 1 else f"{self.name}.lock"
 
     @property
     def flags(self) -> str:
-        """Flags of the command line that select this part."""
+        """Command-line flags that select this part."""
         return f"--shard_index {self.index} --num_shards {self.count}"
 
     def path(self, directory: Path) -> Path:
-        """Return the file of this part in the directory of a data set."""
+        """Return the path of the part file in a data set."""
         return directory / "progress" / f"{self.name}.json"
 
     def write(self, directory: Path, document: dict[str, object]) -> None:
-        """Say what the part is asked for, or what it has made."""
+        """Write the part file."""
         self.path(directory).parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path(directory), document)
 
 
 def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
-    """Return the documents of all parts that have started, in order."""
+    """Return the files of all started parts, in order."""
     documents = {}
     for path in (directory / "progress").glob("part-*.json"):
         if match := _NAME.fullmatch(path.name):
@@ -160,16 +158,16 @@ def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
 
 
 def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
-    """Return `begun_parts` of a data set if all parts have started.
+    """Return `begun_parts` if all parts have started.
 
     Raises:
-        DataError: parts are missing (they are named), or there are none.
+        DataError: parts are missing.
     """
     parts = begun_parts(directory)
     if not parts:
         raise DataError(
-            f"{directory}: no part of a data set has been made here; run shard-text, shard-images, index or "
-            "pseudo-label with --shard_index and --num_shards first"
+            f"{directory}: no part of a data set found; first run shard-text, shard-images, index or pseudo-label with "
+            "--shard_index and --num_shards"
         )
     count = next(iter(parts)).count
     missing = [part for index in range(count) if (part := Part(count=count, index=index)) not in parts]
@@ -179,17 +177,17 @@ def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
 
 
 def unfinished_line(part: Part, names: list[str]) -> str:
-    """A line of what a part lacks."""
+    """Format the missing shards of a part."""
     return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{some(names)})"
 
 
 def some(names: list[str]) -> str:
-    """The first five."""
+    """Format the first five names."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:
-    """The refusal to merge a data set that lacks parts."""
+    """Return the error of a merge with missing parts."""
     lines = "".join(f"\n  {line}" for line in missing)
     return DataError(
         f"{directory}: {len(missing)} of {count} parts are missing; run the command of each, then merge again:{lines}"
@@ -197,10 +195,10 @@ def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:
 
 
 def first_shard(directory: Path) -> Path:
-    """The first tar of a data set.
+    """Return the first tar of a data set.
 
     Raises:
-        DataError: its sharding has not come to its end, or there is none.
+        DataError: the data set is unfinished, or has no tar.
     """
     refuse_unfinished(directory)
     require_dataset(directory)
@@ -211,11 +209,7 @@ def first_shard(directory: Path) -> Path:
 
 
 def refuse_unfinished(directory: Path) -> None:
-    """Say how far a sharding has come that has left no dataset.json, and what it has skipped so far.
-
-    Raises:
-        DataError: there is such a one.
-    """
+    """Raise DataError with progress and skipped samples if a data set is unfinished (has no dataset.json)."""
     if (directory / "dataset.json").exists() or not (parts := begun_parts(directory)):
         return
     kind = next(iter(parts.values()))["kind"]
@@ -229,41 +223,41 @@ def refuse_unfinished(directory: Path) -> None:
             skipped.update(read_fields(report).take("skipped", dict[str, int]))
     listed = ", ".join(f"{count} {shorten(reason)}" for reason, count in sorted(skipped.items()))
     seen = next((shard for shard, count in blocks.items() if count), None)
-    look = "" if kind != "text" or seen is None else f"; to look at what is there: trp-scale inspect {seen}"
+    look = "" if kind != "text" or seen is None else f"; to show the finished part: trp-scale inspect {seen}"
     raise DataError(
-        f"{directory}: the sharding of kind {shorten(str(kind))!r} has not come to its end, and there is no "
-        f"dataset.json: {len(done)} shards are finished, with {sum(blocks.values())} samples; skipped so far: "
-        f"{listed or 'nothing'}. The same command again goes on, or says why it fails{look}"
+        f"{directory}: the sharding of kind {shorten(str(kind))!r} is unfinished, there is no dataset.json: "
+        f"{len(done)} shards are finished, with {sum(blocks.values())} samples; skipped so far: "
+        f"{listed or 'nothing'}. Run the same command again to resume{look}"
     )
 
 
 MAX_LISTED = 1000
-"""Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
+"""Skipped samples listed by location in a shard report and in dataset.json. All are counted."""
 
 log = logging.getLogger(__name__)
 
 
 class ShardWriter:
-    """Adds samples to an open tar, in the order they come.
+    """Writer of samples to an open tar.
 
-    WebDataset asks no more of a tar than members of one key side by side, so the standard library writes it.
+    WebDataset only needs the members of a key to be adjacent, so the standard library writes the tar.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
-        # ustar: a member has one header of 512 bytes, or is refused for its long name.
+        # ustar: each member has one 512-byte header; too long names raise an error.
         self._stream = stream
         self._tar = tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
         self._blocks: list[Block] = []
 
     def __len__(self) -> int:
-        """Samples written."""
+        """Number of written samples."""
         return len(self._blocks)
 
     def add(self, key: str, rows: int, members: Mapping[str, bytes], label: int | None = None) -> None:
-        """Write one sample; `members` maps suffixes without the leading dot to contents, `label`: of an image."""
+        """Write one sample. `members` maps suffixes without the leading dot to contents."""
         written = {}
         for suffix, content in sorted(members.items()):
-            # Fixed owner, mode and time: the bytes depend on the contents alone.
+            # Fixed owner, mode and time: the bytes depend only on the contents.
             entry = tarfile.TarInfo(f"{key}.{suffix}")
             entry.size, entry.mode, entry.uname, entry.gname = len(content), 0o444, "trp", "trp"
             offset = self._tar.offset + tarfile.BLOCKSIZE
@@ -272,13 +266,13 @@ class ShardWriter:
         self._blocks.append(Block(key=key, rows=rows, members=written, label=label))
 
     def finish(self, name: str) -> ShardIndex:
-        """Write the end of the tar; `name` is its final one."""
+        """Write the end of the tar; `name` is its final file name."""
         self._tar.close()
         return ShardIndex(shard=name, size=self._stream.tell(), blocks=self._blocks)
 
 
 class OpenShard:
-    """Writer of an open shard, and the report that is stored with it."""
+    """Writer of an open shard, and its report."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self.writer = writer
@@ -287,8 +281,7 @@ class OpenShard:
 
 @contextmanager
 def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
-    """The tar, then its report, then its index; each appears under its name when it is whole. The index is last: it
-    marks a finished shard."""
+    """Write a tar, then its report, then its index, each atomically. The index marks a finished shard."""
     with atomic_write(shard) as stream:
         opened = OpenShard(ShardWriter(stream))
         yield opened
@@ -298,19 +291,18 @@ def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
 
 
 def report_path(directory: Path, stem: str) -> Path:
-    """Return the path of a shard's report, which is stored until the data set is finished."""
+    """Return the path of a shard report, which is removed when the data set is finished."""
     return directory / "progress" / f"{stem}.json"
 
 
 def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Path]:
-    """Write the binary indexes of a data set; returns where.
+    """Write the binary indexes of a data set and return their paths.
 
     Args:
-        directory: of the data set.
-        document: the content of its dataset.json, which need not be there yet.
+        document: content of dataset.json; the file may not exist yet.
 
     Raises:
-        DataError: a tar or a JSON index is missing, damaged or does not fit.
+        DataError: a tar or JSON index is missing, damaged or inconsistent.
     """
     fields = Fields(document, str(directory / "dataset.json"), DataError)
     kind, shards = fields.take("kind", Literal["text", "image"]), fields.file_names("shards")
@@ -324,23 +316,23 @@ def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Pa
 
 
 MOST_SHOWN = 10
-"""Skipped things that a message shows."""
+"""Skipped samples listed in a message."""
 
 
 @dataclass(kw_only=True)
 class PortionReport:
-    """Counts of a portion. Each kind of data set adds its own; dataset.json stores the sums.
+    """Counts of a portion. Each kind of data set adds its fields; dataset.json stores the sums.
 
     Attributes:
-        skipped: how many could not be used, by reason.
-        skipped_places: (reason, or what is known of it, and place) of the first of them.
+        skipped: number of skipped samples by reason.
+        skipped_places: (reason or details, location) of the first MAX_LISTED skipped samples.
     """
 
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: list[tuple[str, str]] = field(default_factory=list)
 
     def skip(self, reason: str, sample: str, why: str = "") -> None:
-        """Count what cannot be used, and list it while there is room."""
+        """Count a skipped sample, and list it if there are fewer than MAX_LISTED."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if len(self.skipped_places) < MAX_LISTED:
             self.skipped_places.append((why or reason, escape_name(sample)))
@@ -357,29 +349,28 @@ class PortionReport:
                 total = [a + b for a, b in zip(ours, theirs, strict=True)]
             elif isinstance(ours, int):
                 total = ours + theirs
-            else:  # said of one portion alone
+            else:  # not summed
                 continue
             setattr(self, name, total)
 
 
 def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
-    """Refuse what was skipped if it is too much, else warn of it.
+    """Log a warning about skipped samples.
 
     Args:
-        items: "documents", "images".
-        used: how many were not skipped.
-        report: what was skipped, and where.
-        reasons: what each reason means.
-        max_skipped: largest share that may be skipped.
+        items: "documents" or "images".
+        used: number of stored samples.
+        reasons: description of each reason.
+        max_skipped: largest share of skipped samples.
 
     Raises:
-        DataError: more were skipped than `max_skipped` allows.
+        DataError: more than `max_skipped` were skipped.
     """
     count = sum(report.skipped.values())
     total = used + count
-    # Reasons come from files, too.
+    # Reasons are read from files and may be unknown.
     named = "; ".join(
-        f"{number} {shorten(reason)} ({reasons.get(reason, 'not a reason known here')})"
+        f"{number} {shorten(reason)} ({reasons.get(reason, 'unknown reason')})"
         for reason, number in sorted(report.skipped.items())
     )
     if count > max_skipped * total:

@@ -1,11 +1,11 @@
-"""Portions of the input over processes, with a progress bar; one portion becomes one shard.
+"""Processes that make shards from portions of the input, with a progress bar.
 
-A process makes its worker once, by `make(*arguments, advance)`, and calls it with one portion after another. The
-processes are of this machine, or of a Ray cluster (clusters.py).
+Each process makes one worker with `make(*arguments, advance)` and calls it with one portion after another. The
+processes run on this machine or on a Ray cluster (clusters.py).
 
-A damaged file can end the process that decodes it. Of several processes of this machine one that is lost costs no more
-than that: the portions that were under way are made again, each in a process of its own, and what ends that one too, by
-its name (`begun`), is left out. One process alone is the command's own.
+A damaged file can crash the process that decodes it. If one of several local processes is lost, its portion is retried
+in a separate process, and samples that crash it again (named by `begun`) are skipped. With --processes 1 the command
+itself does the work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
-    """A portion, as far as this file knows it."""
+    """Portion with a number."""
 
     @property
     def number(self) -> int: ...
@@ -45,19 +45,19 @@ PortionT = TypeVar("PortionT", bound=Numbered)
 ReportT = TypeVar("ReportT")
 
 Advance = Callable[..., None]
-"""Called in a worker with what was done since the last call, one number for each counter."""
+"""Called in a worker with the increments of the counters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed:
-    """Contents of the progress bar.
+    """Content of the progress bar.
 
     Attributes:
-        counters: numbers that workers count up together; the last one fills the bar.
-        total: value of the last counter when all is done.
-        text: (values of the counters, seconds since the start) -> text beside the bar.
-        shown: whether there is a bar at all.
-        title: of what is done.
+        counters: number of counters shared by the workers; the last one fills the bar.
+        total: final value of the last counter.
+        text: (values of the counters, seconds since the start) -> text next to the bar.
+        shown: whether the bar is shown.
+        title: name of the work.
     """
 
     counters: int
@@ -68,10 +68,10 @@ class Progressed:
 
 
 LONGEST_NAME = 512
-"""Bytes of a name that a process is at."""
+"""Maximum bytes of the name of the current sample."""
 
 MOST_LETHAL = 100
-"""Things of one portion that may end a process."""
+"""Maximum samples of one portion that may crash a process."""
 
 _worker: Callable[[Any], Any] | None = None
 _number = 0
@@ -81,8 +81,12 @@ _lethal: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class _Slots:
-    """Current sample of each worker process, in shared memory. Attributes: portions: number of the portion + 1, or 0;
-    names: of samples, LONGEST_NAME bytes each."""
+    """Current sample of each worker process, in shared memory.
+
+    Attributes:
+        portions: number of the current portion + 1, or 0.
+        names: names of the current samples, LONGEST_NAME bytes each.
+    """
 
     portions: Any
     names: Any
@@ -104,15 +108,15 @@ def _cut(name: str) -> bytes:
 
 
 def begun(name: str) -> bool:
-    """Say what this process is at from now on, one name for each input; False: it has ended a process, and is to be
-    left out."""
+    """Record the sample that this process starts, by a unique name. Return False if the sample crashed a process and
+    must be skipped."""
     if _place is not None:
         _place.write(_number, name)
     return not _lethal or _cut(name).decode("utf-8", "replace") not in _lethal
 
 
 def process_number() -> int:
-    """Return the index of this process among the workers of its machine; 0 under Ray."""
+    """Return the index of this worker process on its machine; 0 under Ray."""
     return _number
 
 
@@ -125,7 +129,7 @@ def _start(
     slot: _Slots,
     lethal: frozenset[str],
 ) -> None:
-    """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
+    """Set up a worker process. It exits with its parent, so that no process writes after the command was killed."""
     global _worker, _number, _place, _lethal
     _place, _lethal = slot, lethal
     with started.get_lock():
@@ -174,16 +178,16 @@ def run_portions(
     """Make the shards of `portions` and return their reports by number.
 
     Args:
-        make: called in each process as make(*arguments, advance); what it returns is called with each portion.
-        processes: 0 = one for each core.
+        make: called in each process as make(*arguments, advance); the result is called with each portion.
+        processes: 0 = one per core.
         executor: "local" or "ray".
-        gpus: that Ray gives a process.
+        gpus: per process, under Ray.
 
     Raises:
-        DataError: a process died (killed, or out of memory), and died again where its portion was made alone.
+        DataError: a process died (killed, or out of memory) and died again in the retry.
     """
     if executor == "slurm-array":
-        raise DataError("--executor slurm-array: goes with commands, which are submitted; from Python, local or ray")
+        raise DataError("--executor slurm-array: only available on the command line; from Python, use local or ray")
     if not portions:
         return {}
     context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
@@ -212,16 +216,16 @@ def run_portions(
 def _run_processes(
     portions: Sequence[Any], initial: tuple[Any, ...], context: Any, processes: int, title: str
 ) -> dict[int, Any]:
-    """Run portions in several processes of this machine."""
+    """Make portions in several local processes; retry the portions of a lost process."""
     reports: dict[int, Any] = {}
     while left := [portion for portion in portions if portion.number not in reports]:
         slot = _Slots.allocate(context, processes)
         if _run(left, initial, context, processes, slot, frozenset(), reports):
             break
         lost = {number - 1 for number in slot.portions if number} - reports.keys()
-        if not lost:  # before any had begun
+        if not lost:  # no portion had started
             raise process_died(title)
-        log.warning("a %s process was lost; what was under way is made again, one by one", title)
+        log.warning("a %s process was lost; its portion is made again in a separate process", title)
         for portion in left:
             if portion.number in lost:
                 _alone(portion, initial, context, reports, title)
@@ -229,7 +233,7 @@ def _run_processes(
 
 
 def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[int, Any], title: str) -> None:
-    """Make one portion, without what ends the process that makes it."""
+    """Make one portion without the samples that crash its process."""
     lethal: frozenset[str] = frozenset()
     while True:
         slot = _Slots.allocate(context, 1)
@@ -238,7 +242,7 @@ def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[i
         name = slot.read(0)
         if not name or name in lethal or len(lethal) == MOST_LETHAL:
             raise process_died(title)
-        log.warning("%s is left out: it ends the process that reads it", name)
+        log.warning("%s is skipped: it crashes the process that reads it", name)
         lethal |= {name}
 
 
@@ -251,7 +255,7 @@ def _run(
     lethal: frozenset[str],
     reports: dict[int, Any],
 ) -> bool:
-    """Make portions, and add their reports; False: a process was lost before all were made."""
+    """Make portions and add their reports; return False if a process was lost first."""
     arguments = (*initial, context.Value("i", 0), own_modules(), slot, lethal)
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=arguments) as pool:
@@ -265,26 +269,26 @@ def _run(
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
                     reports[number] = future.result()
-            ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
+            ended = all(future.done() for future in futures.values())  # also true for a broken pool
             whole = ended and all(future.exception() is None for future in futures.values())
             return whole
-        except BaseException:  # nobody waits for what the others make, and they do not hear Ctrl-C
+        except BaseException:  # the other processes ignore Ctrl-C: kill them
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.kill()
-            ended = True  # once the pool has seen that
+            ended = True  # after the pool has noticed
             raise
         finally:
             if not whole:
                 _close_queue(pool)
-            # A process that has only just been started when all is done would miss what it is started with.
+            # Wait: a process that has just started still reads its arguments.
             pool.shutdown(wait=ended, cancel_futures=True)
 
 
 def _close_queue(pool: ProcessPoolExecutor) -> None:
-    """Close the queue of a pool whose processes are gone, so that its thread stops waiting for them to read their next
-    work. Python 3.11.2 waits without end if the queue holds more than a pipe does; 3.11.7 and later do not
-    (cpython#94777). A pool that ends in time closes its queue itself; two closes at one moment are an error."""
+    """Close the queue of a pool without processes, so that its thread stops waiting for readers. Python before 3.11.7
+    waits forever if the queue exceeds a pipe buffer (cpython#94777). A pool that ends within 2 s closes the queue
+    itself; two concurrent closes would raise an error."""
     manager: Any = getattr(pool, "_executor_manager_thread", None)
     queue: Any = getattr(pool, "_call_queue", None)
     if manager is None or queue is None:
@@ -296,9 +300,9 @@ def _close_queue(pool: ProcessPoolExecutor) -> None:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started within do not hear Ctrl-C, which a terminal sends to all: this one does, and ends
-    them, without the traceback of each."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+    """Make processes started in this context ignore Ctrl-C, which a terminal sends to all. This process handles it and
+    kills them, without their tracebacks."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -309,15 +313,15 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def process_died(title: str) -> DataError:
-    """The refusal to go on without it."""
+    """Return the error of a lost process."""
     return DataError(
-        f"a {title} process died (killed, or out of memory); run the same command again to go on, with fewer "
+        f"a {title} process died (killed, or out of memory); run the same command again to resume, with fewer "
         "--processes if memory is short"
     )
 
 
 class _Display:
-    """The progress bar: a thread that reads the shared counters."""
+    """Progress bar, updated by a thread that reads the shared counters."""
 
     def __init__(self, progressed: Progressed, counters: Any) -> None:
         columns = (

@@ -1,11 +1,11 @@
-"""The labels of one modality as a kind of data set (sharding/job/job.py), in a directory beside the images' shards.
+"""Pseudo-labels of one modality as a data kind (sharding/job/job.py), in a directory next to the image shards.
 
 DATASET/
-  dataset.json                  "modalities" names the new directories, once all their shards are there
-  shards/image-000000.tar       the images, which stay as they are
-  depth/image-000000.tar        one sample for each image, the same keys in the same order: KEY.depth.png
-  depth/image-000000.index.json written last: it marks a finished shard
-  depth/progress/               until dataset.json names the directory: the parts, a report for each finished shard
+  dataset.json                  "modalities" lists the new directories, after all their shards are finished
+  shards/image-000000.tar       images, unchanged
+  depth/image-000000.tar        one sample for each image, with the same keys in the same order: KEY.depth.png
+  depth/image-000000.index.json written last; marks a finished shard
+  depth/progress/               until dataset.json lists the directory: part files, a report for each finished shard
 """
 
 from __future__ import annotations
@@ -40,31 +40,30 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class PseudoLabelConfig(SpreadSettings, TakesModalities):
-    """Label a data set of images with a depth estimator, a segmentation model, or both."""
+    """Add depth or segmentation labels predicted by models to a data set of images."""
 
     part: ClassVar[Literal["files", "labels"]] = "labels"
 
     data: Path
-    """Directory of the data set (kind image). A run that was stopped goes on, shard by shard."""
+    """Directory of the data set (kind image). A stopped run resumes with the next shard."""
     batch: int = setting(32, at_least=1, at_most=4096)
-    """Images that a model sees at once. Labels depend on it by rounding alone."""
+    """Batch size of the models. It changes labels only by rounding."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: every GPU there is, else the CPU."""
+    """auto: all GPUs, or the CPU without GPUs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Arithmetic of the models; auto: bf16 on a GPU that has it, else fp32. In bf16 depth has about three digits."""
+    """Precision of the models; auto: bf16 if the GPU supports it, else fp32. In bf16, depth has about three digits."""
     processes: int = setting(0, at_least=0, at_most=4096)
-    """Shards that are labelled at once, each on one GPU; 0 = one for each GPU of this machine or of the Ray cluster;
-    without GPUs one, and one for each core of the Ray cluster."""
+    """Shards labelled in parallel, each on one GPU; 0 = one per GPU of this machine or of the Ray cluster. Without
+    GPUs: one on this machine, one per core of the Ray cluster."""
     replace: bool = False
-    """Replace a modality that dataset.json has already. The old maps stay where they are, described under
-    "replaced"."""
+    """Replace a modality that dataset.json already lists. The old maps stay in place, described under "replaced"."""
     max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Largest share of images that may be without a label because they cannot be decoded."""
+    """Largest share of images without a label because they cannot be decoded."""
 
     def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
+        """Raise DataError with the flag of an invalid setting."""
         if not self.models():
-            raise DataError(f"give one model or more: {', '.join(f'--{name}.model' for name in self.labelling())}")
+            raise DataError(f"give at least one model: {', '.join(f'--{name}.model' for name in self.labelling())}")
         check_settings(self, DataError)
         self.own_part()
         self._check_labelling()
@@ -76,19 +75,19 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
                 (setting, value) for setting, value in non_default_values(settings).items() if setting != "directory"
             ]
             if values and not settings.model:
-                raise DataError(f"--{modality}.{values[0][0]} {values[0][1]}: goes with --{modality}.model")
+                raise DataError(f"--{modality}.{values[0][0]} {values[0][1]}: needs --{modality}.model")
             name, flag = self.directory(modality), f"--{modality}.directory"
             if Path(name).name != name or name.startswith(".") or name in (OWN_TAR, "progress"):
                 raise DataError(f"{flag} {name!r}: a plain name other than {OWN_TAR} and progress is allowed")
             if name in directories:
-                raise DataError(f"{flag} {name}: {directories[name]} is the same")
+                raise DataError(f"{flag} {name}: same directory as {directories[name]}; give another one")
             directories[name] = flag
 
     def labelling(self) -> dict[str, LabelSettings]:
-        """The settings of each modality that models label images with, by its name.
+        """Return the label settings by modality.
 
         Raises:
-            RefusedError: one of another kind.
+            RefusedError: the settings of a modality are not LabelSettings.
         """
         models: dict[str, LabelSettings] = {}
         for name in preparation_sections(self.part):
@@ -102,16 +101,16 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
         return models
 
     def models(self) -> dict[str, str]:
-        """The models asked for, by modality."""
+        """Return the selected models by modality."""
         return {name: settings.model for name, settings in self.labelling().items() if settings.model}
 
     def directory(self, modality: str) -> str:
-        """Return the directory of a modality's maps in the data set."""
+        """Return the directory name of a modality in the data set."""
         return self.labelling()[modality].directory or modality
 
 
 def label_kinds() -> dict[str, PseudoLabels]:
-    """The modalities that models label images with, by name."""
+    """Return the pseudo-label definition of each modality that has one."""
     return {name: kind.labels for name, kind in modalities().items() if kind.labels is not None}
 
 
@@ -119,21 +118,21 @@ UNREADABLE = "unreadable"
 REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}
 
 PATIENCE_S = 120.0
-"""To wait for another run's change of dataset.json; each takes far less than a second."""
+"""Seconds to wait while another run updates dataset.json; an update takes far less than a second."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class LabelReport(PortionReport):
-    """Counts of a shard, summed in dataset.json. An image that cannot be decoded or labelled has an empty
-    label, and is listed as (why, where) among what was skipped.
+    """Counts of a shard, summed in dataset.json. An image that cannot be decoded or labelled gets an empty label and is
+    listed as skipped.
 
     Attributes:
-        images: with a label that is not empty.
-        missing: pixels without a value in their labels: MapFormat.empty.
-        clipped: pixels beyond what can be stored.
-        digest: of the index of the images that were labelled.
+        images: number of images with a non-empty label.
+        missing: pixels without a value (MapFormat.empty) in these labels.
+        clipped: pixels outside the stored range.
+        digest: of the index of the labelled images.
     """
 
     images: int = 0
@@ -144,11 +143,11 @@ class LabelReport(PortionReport):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelKind(DataKind[LabelReport]):
-    """Labels as a kind of data set; `name` is their modality.
+    """Data kind of labels; `name` is the modality.
 
     Attributes:
         dataset: directory of the images.
-        shards: names of their tars.
+        shards: names of the image tars.
     """
 
     dataset: Path
@@ -167,7 +166,7 @@ class LabelKind(DataKind[LabelReport]):
             return False
         fields = Fields(_entry(self.dataset, document, self.name) or {}, f"{path}: modalities.{self.name}", DataError)
         wanted = {name: value for name, value in identity.items() if name != "input"}
-        holds = f"{output.name}/ holds labels of another making"
+        holds = f"{output.name}/ has labels made with other settings"
         self.refuse_differences(path, fields.section("settings").document, wanted, holds)
         return True
 
@@ -191,7 +190,7 @@ class LabelKind(DataKind[LabelReport]):
         replace = Fields(document, f"{output}: description of the parts", DataError).take("replace", bool)
         with only_run(self.dataset, patience=PATIENCE_S):
             whole = read_json(path)
-            if not _is_listed(self.dataset, whole, self.name, output):  # else labels that were lost are there again
+            if not _is_listed(self.dataset, whole, self.name, output):  # else only lost labels were restored
                 refuse_present(self.dataset, whole, self.name, self.flag, replace=replace)
                 if (before := _entry(self.dataset, whole, self.name)) is not None:
                     document["replaced"] = before
@@ -202,7 +201,7 @@ class LabelKind(DataKind[LabelReport]):
             rows_per_block = Fields(whole, str(path), DataError).whole("rows_per_block", least=1)
             write_binary_index(output, self.shards, (map_formats()[self.name].suffix,), rows_per_block)
             write_json(path, whole)
-        with suppress(OSError):  # another run's lock may be there by now
+        with suppress(OSError):  # another run may hold a lock there
             (self.dataset / "progress").rmdir()
         log.info("%s: %d labels, %d of them empty", output, document["labels"], document["unreadable"])
 
@@ -212,14 +211,14 @@ class LabelKind(DataKind[LabelReport]):
 
 
 def label_kind(dataset: Path, document: Mapping[str, Any], modality: str) -> LabelKind:
-    """Return the labels of a modality as a kind of data set.
+    """Return the data kind of the labels of a modality.
 
     Args:
         dataset: directory of the images.
-        document: its dataset.json.
+        document: content of dataset.json.
 
     Raises:
-        DataError: dataset.json lacks what labels need of it.
+        DataError: dataset.json lacks a required field.
     """
     fields = Fields(document, str(dataset / "dataset.json"), DataError)
     fields.texts("suffixes")
@@ -236,7 +235,7 @@ def label_kind(dataset: Path, document: Mapping[str, Any], modality: str) -> Lab
 
 
 def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> FinishedShard[LabelReport] | None:
-    """Return the report of a shard of labels; `None` unless its labels are whole and of the images that are there now.
+    """Return the report of a label shard; `None` unless it is complete and made from the current images.
 
     Args:
         dataset: directory of the images.
@@ -253,7 +252,7 @@ def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> Fi
             if report.digest != digest_of_images(dataset, name):
                 return None
         elif _is_listed(dataset, read_json(dataset / "dataset.json"), modality, output):
-            report = LabelReport(images=len(index.blocks))  # the run that finished the directory removed its reports
+            report = LabelReport(images=len(index.blocks))  # a finished directory has no reports
         else:
             return None
     except (OSError, DataError):
@@ -262,38 +261,34 @@ def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> Fi
 
 
 def refuse_present(dataset: Path, document: Mapping[str, Any], modality: str, flag: str, *, replace: bool) -> None:
-    """Refuse to label a modality that dataset.json has from elsewhere.
+    """Raise DataError if dataset.json already lists the modality and `replace` is not set.
 
     Args:
-        flag: that names the directory of the labels.
-        replace: the labels may take its place.
-
-    Raises:
-        DataError: `replace` is not set.
+        flag: that selects the directory of the labels, for the message.
     """
     entry = _entry(dataset, document, modality)
     if entry is not None and not replace:
         raise DataError(
-            f"{dataset / 'dataset.json'}: modality {modality} is there already, in "
-            f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; ask for --replace if "
-            f"the new labels ({flag}) are to stand for it"
+            f"{dataset / 'dataset.json'}: modality {modality} already exists in "
+            f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; give --replace to replace "
+            f"it with the new labels ({flag})"
         )
 
 
 def _entry(dataset: Path, document: Mapping[str, Any], modality: str) -> dict[str, Any] | None:
-    """Return the description of a modality in dataset.json; `None` if it has no maps of it."""
+    """Return the description of a modality in dataset.json; `None` if the data set has no such maps."""
     described = Fields(document, str(dataset / "dataset.json"), DataError).section("modalities")
     entry: dict[str, Any] | None = described.take(modality, dict | None, None)
     return {} if entry is None and map_formats()[modality].suffix in document["suffixes"] else entry
 
 
 def _is_listed(dataset: Path, document: Mapping[str, Any], modality: str, output: Path) -> bool:
-    """Whether dataset.json names a directory of labels."""
+    """Whether dataset.json lists a directory of labels."""
     entry = _entry(dataset, document, modality)
     return entry is not None and entry.get("directory", OWN_TAR) == output.name
 
 
 def digest_of_images(dataset: Path, shard: str) -> str:
-    """Return the hash of a shard's index: changes with any image, by its checksum."""
+    """Return the hash of a shard index. It contains the image checksums, so it changes with any image."""
     content = read_content(index_path(dataset / OWN_TAR / shard), DataError, largest=LARGEST_INDEX)
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,7 +1,6 @@
-"""Pseudo-labels: depth and segmentation maps of a data set's images, predicted by models.
+"""Pseudo-labels: depth and segmentation maps predicted by models.
 
-The images of one shard become a shard of labels for each model. Threads that work ahead of the models decode the images
-and bring them into the models' form.
+Each model makes one label shard per image shard. Threads decode and preprocess the next images while the models run.
 """
 
 from __future__ import annotations
@@ -61,20 +60,20 @@ from trp_scale.sharding.pseudo_labels.models import (
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
 MOST_THREADS = 16
-"""Threads of a process that read and encode."""
+"""Maximum threads per process for reading and encoding."""
 
 log = logging.getLogger(__name__)
 
 
 def pseudo_label(config: PseudoLabelConfig) -> bool:
-    """Label a data set, or this run's part of it; whether dataset.json names all that was asked for now.
+    """Label a data set, or one part of it. Return whether dataset.json now lists all requested modalities.
 
     Raises:
-        DataError: a setting, a model or the data set cannot be used, the labels' directory holds other ones, or too
-            many images could not be labelled.
+        DataError: a setting, a model or the data set cannot be used, the directory has other labels, or too many images
+            could not be labelled.
     """
     config.check()
-    advice = "give --data a data set that trp-scale shard-images made"
+    advice = "give --data a data set made by trp-scale shard-images"
     fields = read_dataset(config.data, "image", advice, f"--data {config.data}")
     fields.texts("suffixes")
     fields.whole("rows")
@@ -112,12 +111,12 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
 
 
 def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:
-    """The device of each process, in turn."""
+    """Return the devices of the processes; they are used in turn."""
     on_ray = config.executor == "ray"
     count = 0 if config.device == "cpu" else cluster_gpus() if on_ray else torch.cuda.device_count()
     if config.device == "cuda" and not count:
-        raise DataError("--device cuda: no GPU is there; give --device cpu, or see what CUDA_VISIBLE_DEVICES hides")
-    # Ray shows a process its own GPU alone, as number 0.
+        raise DataError("--device cuda: no GPU is visible; give --device cpu, or check CUDA_VISIBLE_DEVICES")
+    # Under Ray each process sees only its own GPU, as cuda:0.
     return tuple(f"cuda:{number}" for number in range(min(count, 1) if on_ray else count)) or ("cpu",)
 
 
@@ -126,7 +125,7 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
         return config.precision
     if devices[0] != "cpu" and not torch.cuda.is_available():
         raise DataError(
-            "--precision auto: this machine has no GPU that tells what those of the cluster can; give bf16 or fp32"
+            "--precision auto: this machine has no GPU, so bf16 support of the cluster is unknown; give bf16 or fp32"
         )
     return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
@@ -156,7 +155,7 @@ def _run(
         devices=devices,
         precision=precision,
         threads=max(2, min(MOST_THREADS, cores)),
-        model_threads=0 if alone else 1 if gpus else cores,  # beside a GPU the pool has the cores
+        model_threads=0 if alone else 1 if gpus else cores,  # with a GPU, the pool uses the cores
     )
     run_portions(
         portions,
@@ -171,12 +170,12 @@ def _run(
 
 @dataclass(kw_only=True)
 class Prepared:
-    """An image as the models take it.
+    """Model inputs of an image.
 
     Attributes:
         size: (H, W) of the image.
         inputs: float [3, h, w] by modality.
-        flaws: by modality without input, why there is none.
+        flaws: reason for a missing input, by modality.
     """
 
     size: Size
@@ -185,34 +184,34 @@ class Prepared:
 
 
 class ImagePreparer:
-    """Reads, decodes and prepares images of one shard. Many threads may call it at once.
+    """Reader and preprocessor of the images of one shard. Thread-safe.
 
     Args:
-        table: of the shard; its first column is the image.
-        labellers: whose inputs are prepared, by modality.
+        table: samples of the shard; the first column is the image.
+        labellers: models by modality.
     """
 
     def __init__(self, table: SampleTable, labellers: Mapping[str, Labeller]) -> None:
         self._table = table
         self._labellers = labellers
-        self._local = threading.local()  # a reader for each thread: they keep files open
+        self._local = threading.local()  # one reader per thread: readers keep files open
 
     def __call__(self, image: int) -> Prepared:
-        """Prepare the image at a place of the shard.
+        """Prepare an image by its index in the shard.
 
         Raises:
-            DataError: the shard cannot be read at all (a damaged image is no error: it has flaws).
+            DataError: the shard cannot be read. A damaged image gets flaws instead.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = SampleReader(self._table, verify=False)
         content = bytearray()
         try:
             (content,) = self._local.reader.members(image)
-            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # a wrong label would be there for good
+            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # else a wrong label would be stored
                 raise DataError("checksum differs from the index")
             pixels = decode_image(content)
         except DataError as error:
-            if isinstance(error.__cause__, OSError):  # of the storage, not of the image
+            if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
                 raise
             return Prepared(size=_stated_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
         prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
@@ -226,10 +225,10 @@ class ImagePreparer:
 
 
 def _stated_size(content: bytearray) -> Size:
-    """(H, W) as the header of a damaged image says, or 1 x 1."""
+    """Return (H, W) from the header of a damaged image, or 1 x 1."""
     try:
         width, height = Image.open(io.BytesIO(content), formats=("JPEG",)).size
-    except Exception:  # decoders raise whatever a broken file leads them to; any size will do for an empty label
+    except Exception:  # Pillow raises many types; an empty label may have any size
         return 1, 1
     return height, width
 
@@ -237,7 +236,7 @@ def _stated_size(content: bytearray) -> Size:
 def prepared_ahead(
     pool: ThreadPoolExecutor, preparer: ImagePreparer, images: int, window: int
 ) -> Iterator[tuple[range, list[Prepared]]]:
-    """All images in order, a window at a time, while the pool prepares the next one."""
+    """Yield windows of prepared images in order, while the pool prepares the next window."""
     waiting = deque(range(start, min(start + window, images)) for start in range(0, images, window))
     begun: deque[tuple[range, list[Future[Prepared]]]] = deque()
     while waiting or begun:
@@ -249,7 +248,7 @@ def prepared_ahead(
 
 
 def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
-    """Places of inputs in batches of at most `batch`, each of one shape; by shape in the order of first appearance."""
+    """Return indices of inputs in batches of equal shape, ordered by the first appearance of the shape."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for position, values in enumerate(inputs):
         if values is not None:
@@ -258,25 +257,25 @@ def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[li
 
 
 WINDOW = 4
-"""Batches that are prepared together: images of several shapes are sorted by shape within a window."""
+"""Batches per window. Images are grouped by shape within a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTask:
-    """One model, the directory of its labels, and the settings of its modality's labels."""
+    """Model, output directory and settings of one modality."""
 
     model: FoundModel
     output: Path
     settings: LabelSettings
 
     def is_finished(self, shard: str) -> bool:
-        """Whether nothing is left to do for a shard."""
+        """Whether a shard is labelled."""
         return finished_labels(self.output.parent, self.model.modality, self.output, shard) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelPortion:
-    """One shard of images, and its place in the data set."""
+    """One shard of images, and its index in the data set."""
 
     number: int
     shard: str
@@ -284,16 +283,16 @@ class LabelPortion:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelWork:
-    """Work that every process receives.
+    """Configuration of the worker processes.
 
     Attributes:
         tasks: one for each modality.
-        suffixes: members of an image's sample.
-        batch: images that a model sees at once.
-        devices: of the processes, in turn.
+        suffixes: members of an image sample.
+        batch: batch size of the models.
+        devices: used by the processes in turn.
         precision: of the models.
-        threads: that read, prepare and encode images in a process.
-        model_threads: of torch in a process, 0 = as it is.
+        threads: per process, for reading, preprocessing and encoding.
+        model_threads: torch threads per process; 0 = unchanged.
     """
 
     tasks: tuple[LabelTask, ...]
@@ -306,11 +305,10 @@ class LabelWork:
 
 
 class LabelWorker:
-    """Make the missing labels of a shard when called with it.
+    """Worker that makes the missing labels of a shard.
 
     Args:
-        work: what is to be done.
-        advance: called with (1,) for each label.
+        advance: called with the number of new labels.
     """
 
     def __init__(self, work: LabelWork, advance: Advance) -> None:
@@ -318,7 +316,7 @@ class LabelWorker:
         self._work = work
         self._advance = advance
         self._labellers: dict[str, Labeller] = {}
-        if self._device.type == "cuda":  # else pinned memory would cost the first GPU something for each process
+        if self._device.type == "cuda":  # else pinned memory would create a context on the first GPU
             torch.cuda.set_device(self._device)
         if work.model_threads:
             torch.set_num_threads(work.model_threads)
@@ -329,13 +327,13 @@ class LabelWorker:
             for task in self._work.tasks:
                 if not task.is_finished(portion.shard):
                     tar = task.output / portion.shard
-                    index_path(tar).unlink(missing_ok=True)  # of other images, or of a tar that was cut
+                    index_path(tar).unlink(missing_ok=True)  # stale, or of a truncated tar
                     shards[task.model.modality] = stack.enter_context(new_tar(tar, report_path(task.output, tar.stem)))
             if shards:
                 self._label(portion.shard, shards)
 
     def _labeller(self, task: LabelTask) -> Labeller:
-        """The loaded model of a task; loaded with its first shard, so that its errors are a shard's errors."""
+        """Return the model of a task, loaded on first use so that its errors belong to a shard."""
         model = task.model
         if model.modality not in self._labellers:
             processor = load_processor(model.flag, model.directory)
@@ -378,7 +376,7 @@ class LabelWorker:
             begun: deque[list[WindowOfLabels]] = deque()
             for places, prepared in ahead:
                 begun.append([stream.start(places, prepared) for stream in streams])
-                if len(begun) > 1:  # the device is at the next window while this one is encoded
+                if len(begun) > 1:  # the device runs the next window while this one is encoded
                     self._finish(streams, begun.popleft())
             while begun:
                 self._finish(streams, begun.popleft())
@@ -393,12 +391,12 @@ class LabelWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOfLabels:
-    """Consecutive images whose maps are on their way.
+    """Consecutive images with pending maps.
 
     Attributes:
-        places: of the images in their shard.
-        prepared: sizes and flaws; the inputs are gone.
-        batches: places in the window, and their maps.
+        places: indices of the images in the shard.
+        prepared: sizes and flaws, without inputs.
+        batches: (indices in the window, pending maps).
     """
 
     places: range
@@ -407,16 +405,15 @@ class WindowOfLabels:
 
 
 class LabelStream:
-    """Labels the images of a shard with one model.
+    """Writer of the labels of one model for one shard.
 
     Args:
-        labeller: the model.
-        opened: the new shard.
+        opened: new shard.
         keys: of the images.
-        name: of the images' shard, for the list of what is empty.
-        digest: of the images' index.
-        pool: threads that encode.
-        batch: images that the model sees at once.
+        name: of the image shard, for the list of empty labels.
+        digest: of the image index.
+        pool: threads for encoding.
+        batch: batch size.
     """
 
     def __init__(
@@ -440,7 +437,7 @@ class LabelStream:
         self._report = LabelReport(digest=digest)
 
     def start(self, places: range, prepared: Sequence[Prepared]) -> WindowOfLabels:
-        """Give the images of a window to the model, without waiting for it."""
+        """Queue the images of a window on the device, without waiting."""
         inputs = [image.inputs.get(self._modality) for image in prepared]
         batches = []
         for batch in batches_of_one_shape(inputs, self._batch):
@@ -450,7 +447,7 @@ class LabelStream:
         return WindowOfLabels(places=places, prepared=kept, batches=batches)
 
     def finish(self, window: WindowOfLabels) -> None:
-        """Wait for the maps of a window and write them."""
+        """Wait for the maps of a window, then write them."""
         maps_of_row: dict[int, tuple[Map, int]] = {}
         for batch, flight in window.batches:
             maps_of_row.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
@@ -482,5 +479,5 @@ class LabelStream:
             report.clipped += clipped
 
     def close(self) -> None:
-        """Hand over the report, which is written with the shard."""
+        """Store the report in the shard."""
         self._opened.report = dict(vars(self._report))

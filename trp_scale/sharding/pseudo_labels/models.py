@@ -1,7 +1,6 @@
-"""Models that label images: depth estimators and segmentation models. Find one, refuse others, load it, and run it on
-one batch at a time.
+"""Depth estimators and segmentation models for pseudo-labels: search, checks, loading and inference.
 
-Only configuration, image processor and safetensors are read: no pickle, no code that comes with a model.
+Only the configuration, the image processor and safetensors are read: no pickle, no remote code.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ CONFIGURATION = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 NEVER_RUN = {"dpt": "neck.fusion_stage.layers.0.residual_layer1."}
-"""By kind, how the names of weights begin that no output depends on, so that a model may come without them. DPT's first
-fusion layer has nothing to add to its input, and Intel/dpt-* have no weights for that (transformers' issue 28292)."""
+"""Prefix of unused weights by model type; a model may lack them. The first fusion layer of DPT has no second input, and
+Intel/dpt-* have no weights for it (transformers issue 28292)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundModel:
-    """A model that can label, not yet loaded. Small: it is sent to every process.
+    """Checked model, not loaded yet; pickled to every process.
 
     Attributes:
-        modality: that it labels.
-        name: as given.
+        modality: of its labels.
+        name: value of the flag.
         directory: of its files.
-        task: which Auto class loads it, such as "DepthEstimation" (PseudoLabels.auto_classes).
-        fingerprint: changes with its configuration, its image processor or its weights.
-        details: its labels by its configuration (PseudoLabels.read_model).
+        task: suffix of the Auto class, such as "DepthEstimation" (PseudoLabels.auto_classes).
+        fingerprint: hash of configuration, image processor and weights.
+        details: label details from the configuration (PseudoLabels.read_model).
     """
 
     modality: str
@@ -58,10 +57,10 @@ class FoundModel:
 
 
 def find_model(modality: str, name: str) -> FoundModel:
-    """Find a model by directory or hub name, and see by its configuration that it can label.
+    """Find a model by directory or hub name, and check its configuration.
 
     Raises:
-        DataError: no such model, another kind of model, no safetensors, no image processor, or too many classes.
+        DataError: the model does not exist, has a wrong type, no safetensors, no image processor or too many classes.
     """
     labels = label_kinds()[modality]
     where = f"--{modality}.model {name}"
@@ -71,8 +70,8 @@ def find_model(modality: str, name: str) -> FoundModel:
     files = [file for pattern in (CONFIGURATION, *PROCESSORS, *WEIGHTS) for file in sorted(directory.glob(pattern))]
     if not any(file.name.endswith((".safetensors", ".safetensors.index.json")) for file in files):
         raise DataError(
-            f"{where}: no {WEIGHTS[0]} in {directory}; other weight files can run code when they are read and are not "
-            f"opened. Save the model with save_pretrained, or choose one that has safetensors"
+            f"{where}: no {WEIGHTS[0]} in {directory}; other weight files can run code and are not opened. Save the "
+            f"model with save_pretrained, or choose one with safetensors"
         )
     _check_processor(where, labels, load_processor(where, directory))
     return FoundModel(
@@ -86,23 +85,23 @@ def find_model(modality: str, name: str) -> FoundModel:
 
 
 def _find_directory(where: str, name: str) -> Path:
-    """A local directory, or the hub's files of that name (from its cache where there is no network)."""
+    """Return a local directory, or the directory of a hub model (from the cache if offline)."""
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory.resolve()
     if directory.exists():
-        raise DataError(f"{where}: a file; give the directory that save_pretrained wrote")
+        raise DataError(f"{where}: a file; give a directory written by save_pretrained")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise DataError(f"{where}: no such directory")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIGURATION, *PROCESSORS, *WEIGHTS]))
-    except Exception as error:  # of many kinds: no network, offline by HF_HUB_OFFLINE, no such name, not allowed
+    except Exception as error:  # many types: no network, HF_HUB_OFFLINE, unknown name, no access
         raise DataError(
-            f"{where}: no such directory here, and the Hugging Face hub gives no model of that name "
-            f"({type(error).__name__}: {_first_line(error)}). Give a directory that save_pretrained wrote, or fetch "
-            f"it where there is a network (hf download {name}) and set HF_HOME to that cache"
+            f"{where}: no such directory, and no such model on the Hugging Face hub "
+            f"({type(error).__name__}: {_first_line(error)}). Give a directory written by save_pretrained, or download "
+            f"the model on a machine with network (hf download {name}) and set HF_HOME to that cache"
         ) from error
 
 
@@ -111,36 +110,36 @@ def _read_config(where: str, directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError: whatever a wrong file leads to
+    except Exception as error:  # OSError, ValueError, KeyError ...
         raise DataError(
-            f"{where}: no model of a kind that transformers knows ({_first_line(error)}); code that comes with a model "
-            f"is not run. Give a directory that save_pretrained wrote"
+            f"{where}: not a model type of transformers ({_first_line(error)}); remote code is not run. Give a "
+            f"directory written by save_pretrained"
         ) from error
 
 
 def _find_task(where: str, labels: PseudoLabels, config: Any) -> str:
-    """Return the Auto class for the architecture of the weights. The model type is not enough: DPT does both."""
+    """Return the Auto class of the saved architecture. The model type is ambiguous: DPT has both tasks."""
     from transformers.models.auto import modeling_auto
 
     saved = set(config.architectures or [])
     known: set[str] = set()
     for task, listing in labels.auto_classes.items():
-        names = getattr(modeling_auto, listing)  # kind -> class, or classes
+        names = getattr(modeling_auto, listing)  # model type -> class name or names
         listed = names.get(config.model_type, ())
         if saved & ({listed} if isinstance(listed, str) else set(listed)):
             return task
         known |= set(names)
     raise DataError(
-        f"{where}: {', '.join(sorted(saved)) or 'no architecture'} of kind {config.model_type} found, no model for "
-        f"{labels.purpose}; kinds that are: {', '.join(sorted(known))}"
+        f"{where}: {', '.join(sorted(saved)) or 'no architecture'} of type {config.model_type} found, a model for "
+        f"{labels.purpose} expected; allowed types: {', '.join(sorted(known))}"
     )
 
 
 def load_processor(where: str, directory: Path) -> Any:
-    """The image processor of a model.
+    """Load the image processor of a model.
 
     Raises:
-        DataError: there is none, or it cannot be made.
+        DataError: the processor is missing or cannot be loaded.
     """
     from transformers import AutoImageProcessor
 
@@ -149,26 +148,26 @@ def load_processor(where: str, directory: Path) -> Any:
             return AutoImageProcessor.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as in _read_config
         raise DataError(
-            f"{where}: no image processor that transformers can make ({_first_line(error)}); {PROCESSORS[0]} must lie "
-            f"beside {CONFIGURATION}: copy it from the model that this one comes from"
+            f"{where}: the image processor cannot be loaded ({_first_line(error)}); copy {PROCESSORS[0]} of the "
+            f"original model next to {CONFIGURATION}"
         ) from error
 
 
 def _check_processor(where: str, labels: PseudoLabels, processor: Any) -> None:
-    """Refuse processors whose labels do not cover the whole image."""
+    """Raise DataError for a processor that crops the image."""
     if getattr(processor, "do_center_crop", False):
         raise DataError(
-            f"{where}: its image processor cuts off the edges of images (do_center_crop), so its labels would not lie "
-            f'on them; set "do_center_crop": false and a "size" of height and width in {PROCESSORS[0]}'
+            f"{where}: the image processor crops images (do_center_crop), so labels would be misaligned; set "
+            f'"do_center_crop": false and a "size" of height and width in {PROCESSORS[0]}'
         )
     labels.check_processor(where, processor)
 
 
 def load_model(source: FoundModel, device: torch.device) -> Any:
-    """The model on its device, in fp32 and ready for inference.
+    """Load the model on its device, in fp32 and eval mode.
 
     Raises:
-        DataError: the weights do not fit the configuration, or there are not all of them.
+        DataError: weights are missing or do not match the configuration.
     """
     import transformers
 
@@ -192,15 +191,15 @@ def load_model(source: FoundModel, device: torch.device) -> Any:
     )
     if missing:
         raise DataError(
-            f"{source.flag}: {len(missing)} weights are not in its safetensors ({', '.join(missing[:3])}) and would be "
-            f"random; give the whole model, not its backbone"
+            f"{source.flag}: {len(missing)} weights are missing in safetensors ({', '.join(missing[:3])}) and would be "
+            f"random; give the full model, not a backbone"
         )
     return model.eval().requires_grad_(False).to(device)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars and reports: what matters of them is an error here."""
+    """Context without progress bars and log messages of transformers."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -221,11 +220,11 @@ def _first_line(error: Exception) -> str:
 Precision = Literal["bf16", "fp32"]
 
 PROBE: Size = (48, 64)
-"""(H, W) of the grey image that every model is tried with; not square, so that exchanged sides are seen."""
+"""(H, W) of the grey test image; not square, to detect swapped sides."""
 
 
 class InFlight:
-    """Maps of a batch on their way to the host."""
+    """Maps of a batch, being copied to the host."""
 
     def __init__(self, maps: Tensor, clipped: Tensor, sizes: Sequence[Size], copied: torch.cuda.Event | None) -> None:
         self._maps = maps
@@ -234,7 +233,7 @@ class InFlight:
         self._copied = copied
 
     def wait(self, dtype: type[np.generic]) -> list[tuple[Map, int]]:
-        """Map [H, W] of each image and its clipped pixels."""
+        """Wait for the copy; return (map [H, W], number of clipped pixels) of each image."""
         if self._copied is not None:
             self._copied.synchronize()
         lengths = [height * width for height, width in self._sizes]
@@ -244,14 +243,13 @@ class InFlight:
 
 
 class Labeller:
-    """Labels images with one model.
+    """Model that labels images.
 
     Args:
-        source: where the model is from.
-        model: loaded, on `device`.
-        processor: its image processor.
-        interpret: makes maps of its output.
-        precision: bf16: by autocast, so that normalisation and softmax stay in fp32.
+        model: loaded on `device`.
+        processor: image processor of the model.
+        interpret: converts the model output to maps.
+        precision: bf16 uses autocast, so that normalisation and softmax stay in fp32.
 
     Raises:
         DataError: the model cannot label an image.
@@ -279,20 +277,20 @@ class Labeller:
         self._probe()
 
     def _probe(self) -> None:
-        """Label a grey image: a model that cannot says so before any work is done."""
+        """Label a grey image, to detect unsuitable models before any work."""
         grey = torch.full((3, *PROBE), 128, dtype=torch.uint8)
         try:
             prepared = self._call_processor(grey)
             mask = prepared.get("pixel_mask")
             if mask is not None and not bool(mask.all()):
-                raise DataError(f"{self._flag}: its image processor pads images, so its labels would not lie on them")
+                raise DataError(f"{self._flag}: its image processor pads images, so labels would be misaligned")
             ((numbers, _),) = self.start([prepared["pixel_values"][0]], [PROBE]).wait(self.dtype)
             assert numbers.shape == PROBE
         except DataError:
             raise
-        except Exception as error:  # whatever a model does that needs other inputs than an image
+        except Exception as error:  # any error of a model that needs more inputs
             raise DataError(
-                f"{self._flag}: {type(self._model).__name__} cannot label an image by itself "
+                f"{self._flag}: {type(self._model).__name__} cannot label an image without other inputs "
                 f"({type(error).__name__}: {str(error)[:300]}); choose another model"
             ) from error
 
@@ -300,12 +298,14 @@ class Labeller:
         return self._processor(images=[image], return_tensors="pt", input_data_format="channels_first")
 
     def prepare(self, image: Tensor) -> Tensor | str:
-        """The model's input of one image, float [3, h, w], or why the processor has none for it (some cannot scale an
-        image a few pixels wide). Each image alone: a processor that gets several pads them to
-        the largest, and its labels of the smaller ones are then stretched. Many threads may call this at once.
+        """Preprocess one image. Thread-safe. Images are processed one at a time: in a batch, processors pad to the
+        largest image, and the labels of smaller images would be stretched.
 
         Args:
             image: uint8 [3, H, W].
+
+        Returns:
+            Model input, float [3, h, w], or the reason for its absence (some processors cannot scale very thin images).
         """
         try:
             values: Tensor = self._call_processor(image)["pixel_values"][0]
@@ -315,14 +315,14 @@ class Labeller:
 
     @torch.inference_mode()
     def start(self, inputs: Sequence[Tensor], sizes: Sequence[Size]) -> InFlight:
-        """Label a batch, without waiting for the device.
+        """Queue a batch on the device, without waiting.
 
         Args:
-            inputs: of one shape, from `prepare`.
-            sizes: of their images.
+            inputs: from `prepare`, of equal shape.
+            sizes: of the images.
 
         Raises:
-            DataError: the device has not enough memory.
+            DataError: the device is out of memory.
         """
         on_gpu = self._device.type == "cuda"
         try:
@@ -331,19 +331,19 @@ class Labeller:
             ).to(self._device, non_blocking=True)
             with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):
                 output = self._model(pixel_values=batch)
-            for name, value in output.items():  # scaled to images' sizes in fp32
+            for name, value in output.items():  # maps are resized in fp32
                 if isinstance(value, Tensor) and value.is_floating_point():
                     output[name] = value.float()
             maps, clipped = self._interpret(output, sizes)
             numbers = torch.cat([map_.flatten() for map_ in maps])  # [all pixels of the batch]
         except torch.OutOfMemoryError as error:
             raise DataError(
-                f"{self._flag}: {self._device} has not enough memory for {len(inputs)} images at once; give a smaller "
+                f"{self._flag}: {self._device} is out of memory with a batch of {len(inputs)} images; give a smaller "
                 f"--batch. Finished shards stay"
             ) from error
         if not on_gpu:
             return InFlight(numbers, clipped, sizes, None)
-        # One copy for all maps of the batch, and the host goes on meanwhile.
+        # One asynchronous copy for all maps of the batch.
         numbers, clipped = (map_.to("cpu", non_blocking=True) for map_ in (numbers, clipped))
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self._device))

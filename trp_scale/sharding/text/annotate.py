@@ -1,5 +1,5 @@
-"""Sentences -> word pieces, each with the tag of the word in which its first character lies. Taggers: words of a
-sentence -> group numbers of `trp_scale.data.text.dataset`."""
+"""Tagging and tokenization of sentences: each piece gets the tag of the word that contains its first character. Taggers
+map the words of a sentence to group numbers of `trp_scale.data.text.dataset`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ NLTK_DATA = "averaged_perceptron_tagger_eng"
 NLTK_INSTALL = f"python -m nltk.downloader {NLTK_DATA}"
 
 MAX_TAGGED_WORDS = 500_000
-"""Words whose group the pattern tagger remembers before it starts again."""
+"""Words cached by the pattern tagger before the cache is cleared."""
 
 
 _WORD = re.compile(r"[^\W\d_]+")
 
 FEWEST_WORDS = 20
-"""Of which the share of unknown ones says something."""
+"""Minimum words for a meaningful share of unknown words."""
 
 ANOTHER_LANGUAGE = 0.25
-"""Share of unknown words from which text is taken to be in another language than the taggers'. Of English books 2 %
-are unknown, of docstrings 7 %, of Wikipedia 9 %; of a page of French 34 %, of German 67 %, of Chinese all."""
+"""Minimum share of unknown words in text that is probably not English. Measured: English books 2 %, docstrings 7 %,
+Wikipedia 9 %; French 34 %, German 67 %, Chinese 100 %."""
 
 
 def unknown_words(text: str) -> tuple[float, list[str]]:
-    """Share of the words that TextBlob's English lexicon does not have, and some of them; 0 of next to no words."""
+    """Return the share of words that TextBlob's English lexicon lacks (0 below FEWEST_WORDS words), and examples."""
     words = _WORD.findall(text)
     lexicon = text_library("textblob.en").parser.lexicon
     unknown = [word for word in words if word not in lexicon and word.lower() not in lexicon]
@@ -42,16 +42,16 @@ def unknown_words(text: str) -> tuple[float, list[str]]:
 
 
 class Tagger(Protocol):
-    """Tags one sentence at a time. `name` goes into dataset.json, with the library's version."""
+    """Part-of-speech tagger. `name`, with the version of the library, is stored in dataset.json."""
 
     name: str
 
     def prepare(self, words: list[str]) -> None:
-        """Learn the words that may come, so that what does not depend on their neighbours is worked out once."""
+        """Cache context-free results for words of the next sentences."""
         ...
 
     def groups(self, words: list[str]) -> list[int]:
-        """Group number of each word of one sentence."""
+        """Return the group number of each word of one sentence."""
         ...
 
 
@@ -59,7 +59,7 @@ class NltkTagger:
     """NLTK's averaged perceptron (TRP 4.1.1).
 
     Raises:
-        TaggerError: its data is not installed.
+        TaggerError: the NLTK data is not installed.
     """
 
     def __init__(self) -> None:
@@ -71,17 +71,17 @@ class NltkTagger:
         self.name = f"nltk {version('nltk')} {NLTK_DATA}"
 
     def prepare(self, words: list[str]) -> None:
-        """Do nothing: tags depend on neighbouring words."""
+        """Do nothing: the tags depend on context."""
 
     def groups(self, words: list[str]) -> list[int]:
         return [penn_group(tag) for _, tag in self._tagger.tag(words)]
 
 
 class TextBlobTagger:
-    """TextBlob's PatternTagger: a lexicon and suffix rules, no data to download.
+    """TextBlob's PatternTagger: a lexicon and suffix rules, without downloaded data.
 
-    It uses no context: a word's tag depends on the word and on whether it is the first of its sentence. So tags are
-    remembered by word, which makes it as fast as a dictionary. A test compares it with PatternTagger itself.
+    A tag depends only on the word and on whether it is the first of its sentence, so tags are cached by word. A test
+    compares the results with PatternTagger.
     """
 
     def __init__(self) -> None:
@@ -91,15 +91,15 @@ class TextBlobTagger:
         self.name = f"textblob {version('textblob')} PatternTagger"
 
     def prepare(self, words: list[str]) -> None:
-        """Remember the groups of these words."""
+        """Cache the groups of words."""
         if len(self._later) > MAX_TAGGED_WORDS:
             self._later.clear()
             self._first.clear()
         unknown = [word for word in dict.fromkeys(words) if word not in self._later]
-        # The leading word takes the place of the sentence's first one, which the lexicon treats differently.
+        # The "." is the first word of the sentence, which the lexicon treats differently.
         tagged = self._parser.find_tags([".", *unknown])[1:]
         if [word for word, _ in tagged] != unknown:
-            raise TaggerError(f"tagger textblob: it changed the words {unknown!r} to {[word for word, _ in tagged]!r}")
+            raise TaggerError(f"tagger textblob: words {unknown!r} became {[word for word, _ in tagged]!r}")
         self._later.update((word, penn_group(tag)) for word, tag in tagged)
 
     def groups(self, words: list[str]) -> list[int]:
@@ -119,7 +119,7 @@ class TextBlobTagger:
 
 
 def nltk_data_present() -> bool:
-    """Whether NLTK finds the data of its English perceptron tagger."""
+    """Whether the data of NLTK's English perceptron tagger is installed."""
     try:
         text_library("nltk").data.find(f"taggers/{NLTK_DATA}/")
     except LookupError:
@@ -128,17 +128,17 @@ def nltk_data_present() -> bool:
 
 
 def resolve_tagger(kind: str) -> str:
-    """`auto` -> nltk if its data is there, else textblob; other names unchanged."""
+    """Resolve `auto`: nltk if its data is installed, else textblob."""
     if kind != "auto":
         return kind
     return "nltk" if nltk_data_present() else "textblob"
 
 
 def make_tagger(kind: str) -> Tagger:
-    """A tagger by its name.
+    """Return a tagger by name.
 
     Raises:
-        TaggerError: unknown name, or data missing.
+        TaggerError: the name is unknown, or data is missing.
     """
     makers: dict[str, type[NltkTagger] | type[TextBlobTagger]] = {"nltk": NltkTagger, "textblob": TextBlobTagger}
     if kind not in makers:
@@ -147,18 +147,18 @@ def make_tagger(kind: str) -> Tagger:
 
 
 MAX_REMEMBERED = 4_000_000
-"""Characters of units whose words and pieces are remembered before the table starts again (about 300 MB)."""
+"""Characters of cached units before the cache is cleared (about 300 MB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated:
-    """Pieces of some sentences, one after another.
+    """Concatenated pieces of sentences.
 
     Attributes:
-        tokens: [P] uint32 piece numbers.
-        tags: [P] uint8, group in the low four bits, WORD_START on the first piece of each word.
-        lengths: pieces of each sentence; 0 where no piece is left of it.
-        words_per_group: [groups] words of the tagger, those in whose characters no piece begins too.
+        tokens: [P] uint32 token ids.
+        tags: [P] uint8: group in the low four bits, WORD_START on the first piece of each word.
+        lengths: number of pieces of each sentence, may be 0.
+        words_per_group: [groups] counts of words, including words without a piece.
     """
 
     tokens: NDArray[np.uint32]
@@ -169,7 +169,7 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Cached annotation of a unit or tail; `pieces` and `pieces_per_word` only if pieces are made by unit."""
+    """Cached annotation of a unit or tail; without pieces if the tokenizer needs whole sentences."""
 
     words: UnitWords
     pieces: list[int]
@@ -177,11 +177,11 @@ class _Unit:
 
 
 class Annotator:
-    """Tags and tokenizes sentences.
+    """Tagger and tokenizer of sentences.
 
-    A BERT word-piece tokenizer never looks beyond white space, so words, pieces and their alignment are worked out
-    once for each different unit; tokenizing whole sentences gives the same and takes four times as long (a property
-    test compares both). Any other tokenizer is given whole sentences.
+    A BERT word-piece tokenizer never looks beyond white space, so words, pieces and alignment are computed once per
+    distinct unit. Tokenizing whole sentences gives the same result and takes four times as long (a property test
+    compares both). Other tokenizers get whole sentences.
     """
 
     def __init__(self, tokenizer: Tokenizer, tagger: Tagger) -> None:
@@ -192,7 +192,7 @@ class Annotator:
         self._characters = 0
 
     def annotate(self, sentences: list[str]) -> Annotated:
-        """Pieces and tags of `sentences`, in order."""
+        """Return pieces and tags of the sentences."""
         keys = [unit_keys(sentence) for sentence in sentences]
         self._learn(keys)
         remembered = self._units
@@ -218,7 +218,7 @@ class Annotator:
         return _assemble(pieces, groups, pieces_per_word, lengths)
 
     def _learn(self, keys: list[list[str]]) -> None:
-        """Work out the units that are met for the first time."""
+        """Annotate and cache new units."""
         if self._characters > MAX_REMEMBERED:
             self._units.clear()
             self._characters = 0
@@ -238,12 +238,12 @@ class Annotator:
 
 
 def count_by_word(piece_starts: list[int], word_ends: list[int] | tuple[int, ...]) -> list[int]:
-    """Count the pieces that begin in each word.
+    """Count the pieces that start in each word.
 
     Args:
         piece_starts: first character of each piece, ascending.
-        word_ends: end (exclusive) of each word. A piece that begins in white space belongs to the word after it, and
-            one that begins behind the last word to that one.
+        word_ends: end (exclusive) of each word. A piece that starts in white space belongs to the next word; a piece
+            after the last word belongs to the last word.
     """
     counts = [0] * len(word_ends)
     word, last = 0, len(word_ends) - 1
@@ -255,7 +255,7 @@ def count_by_word(piece_starts: list[int], word_ends: list[int] | tuple[int, ...
 
 
 def _word_ends(sentence: str, units: list[UnitWords]) -> list[int]:
-    """End of each word in the raw sentence: words cover everything but white space."""
+    """Return the end of each word in the raw sentence. Words cover all characters except white space."""
     ends = []
     position = 0
     for unit in units:
@@ -268,7 +268,7 @@ def _word_ends(sentence: str, units: list[UnitWords]) -> list[int]:
 
 
 def _assemble(pieces: list[int], groups: list[int], pieces_per_word: list[int], lengths: list[int]) -> Annotated:
-    """Spread the words' groups over their pieces."""
+    """Assign the group of each word to its pieces."""
     if len(pieces_per_word) != len(groups):
         raise AssertionError(f"annotate.py: {len(pieces_per_word)} words, but tags for {len(groups)}")
     word_groups = np.asarray(groups, dtype=np.uint8)  # [W]

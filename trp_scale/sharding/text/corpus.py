@@ -1,6 +1,6 @@
-"""The input of a data set, cut into portions: one portion becomes one shard, whichever process takes it.
+"""Split of text inputs into portions; one portion becomes one shard.
 
-How the input is cut depends on its files and on the settings only, never on the number of processes.
+The split depends only on the files and the settings, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from trp_scale.data.raw_files import (
 from trp_scale.errors import DataError, error_text
 
 _RATIO = 3
-"""Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
+"""Estimated compression ratio of gzip. The trailer of the file has the true size, but only modulo 4 GB."""
 
 SMALLEST_SHARD, LARGEST_SHARD = 256 * 1024, 64 * 1024 * 1024
-"""Bytes of input per shard when the setting is 0: a sixteenth of the input, within these."""
+"""Limits in bytes of the automatic shard size, 1/16 of the input."""
 
 WINDOW = 1 << 20
-"""Bytes that are searched for the end of a document near the place where a large file is cut."""
+"""Bytes to search for the end of a document where a large file is split."""
 
 LEFT_OUT = frozenset({"test", "tests", "turtledemo", "site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library whose docstrings are not collected."""
+"""Ignored folders of the standard library."""
 
 TOPICS = "pydoc_data/topics.py"
 
@@ -57,7 +57,7 @@ Kind = Literal["text", "jsonl", "parquet", "dataset"]
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one input: bytes of a file, or rows of a parquet file or a Hugging Face dataset. `end` is exclusive."""
+    """Range [start, end) of one input: bytes of a file, or rows of a parquet file or Hugging Face dataset."""
 
     path: str
     kind: Kind
@@ -66,13 +66,13 @@ class Span:
 
     @property
     def gzipped(self) -> bool:
-        """Whether it is a whole file that has to be unpacked."""
+        """Whether the span is a gzipped file."""
         return is_gzipped(self.path, self.kind)
 
 
 @dataclass(frozen=True)
 class TextPortion:
-    """The input of one shard. `size` is in bytes, estimated for gzipped files, parquet and datasets."""
+    """Input of one shard. `size`: bytes, estimated for gzipped files, parquet and datasets."""
 
     number: int
     spans: tuple[Span, ...]
@@ -81,7 +81,7 @@ class TextPortion:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """All portions in order, and a fingerprint of the input's content."""
+    """All portions in order, and a fingerprint of the input files."""
 
     portions: list[TextPortion]
     files: int
@@ -90,17 +90,17 @@ class Corpus:
 
 
 def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_file: bool, shard_bytes: int) -> Corpus:
-    """Find the input files and cut them into portions.
+    """Find the input files and split them into portions.
 
     Args:
         inputs: files, folders, globs or Hugging Face dataset directories.
         kind: "auto" (by suffix), "text", "jsonl", "parquet" or "dataset".
-        split: split of a dataset directory that has several.
-        one_document_per_file: text files hold one document each, not one after each blank line.
-        shard_bytes: input per shard; 0 = chosen from the size of the input.
+        split: split of a dataset directory.
+        one_document_per_file: a text file is one document; otherwise blank lines separate documents.
+        shard_bytes: bytes of input per shard; 0 = automatic.
 
     Raises:
-        DataError: an input does not exist or holds nothing of a known suffix.
+        DataError: an input does not exist or has no file with a known suffix.
     """
     sources = [source for item in inputs for source in _find(item, kind)]
     sources = list(dict.fromkeys(sources))
@@ -125,11 +125,11 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
 
 
 TABLES = (".csv", ".tsv")
-"""Suffixes of files whose columns are not told apart."""
+"""Suffixes of tables; their columns are not parsed."""
 
 
 def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
-    """The files behind one input, sorted."""
+    """Yield the files of one input, sorted."""
     path = Path(item)
     if path.is_dir():
         if is_dataset_directory(path):
@@ -143,23 +143,20 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
         listed = list_counts(others)
         if not paths:
             raise DataError(
-                f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
-                f"found: {listed}. Unpack what is packed; --format text takes all files for text"
+                f"input {item}: no file in this folder ends in {', '.join(known)}, optionally with {GZIP}; "
+                f"found: {listed}. Unpack archives; --format text reads all files as text"
             )
         if others:
-            log.warning(
-                "input %s: left out: %s; --format text takes all files that are not hidden for text", item, listed
-            )
+            log.warning("input %s: left out: %s; --format text reads all files that are not hidden", item, listed)
     elif path.exists() or path.is_symlink():
         paths = [path]
     else:
         paths = sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207
         if not paths and "://" in item:
-            raise DataError(f"input {item}: a URL; text is sharded from files of this machine: copy it here first")
+            raise DataError(f"input {item}: a URL; local files expected: download it first")
         if not paths:
             raise DataError(
-                f"input {item}: no such file or folder, and no file matches it as a pattern; names on a hub are not "
-                "downloaded"
+                f"input {item}: no such file or folder, and no file matches this pattern; hub names are not downloaded"
             )
     for file in paths:
         if file.is_dir():
@@ -167,8 +164,8 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             continue
         if kind == "auto" and file.suffix.lower() in TABLES:
             log.warning(
-                "input %s: a table, taken for plain text with all its columns; JSON lines and parquet have a column of "
-                "text (--text_field)",
+                "input %s: a table, read as plain text with all its columns; to select a text column (--text_field) "
+                "convert it to JSON lines or parquet",
                 file,
             )
         yield file, _kind(file, kind)
@@ -191,27 +188,27 @@ def _files(path: Path, kind: Kind) -> list[Path]:
 
 
 def is_gzipped(path: str, kind: Kind) -> bool:
-    """Whether a file of this name and kind has to be unpacked."""
+    """Whether a file of this name and kind is gzipped."""
     return kind in ("text", "jsonl") and path.lower().endswith(GZIP)
 
 
 def _size(path: Path, kind: Kind) -> int:
-    """Bytes of an input's text, about; 0 if it cannot be read, which is reported when its turn comes."""
+    """Return the approximate bytes of text; 0 for an unreadable file, which is reported later."""
     size = sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
     return _RATIO * size if is_gzipped(str(path), kind) else size
 
 
 def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
-    """Spans of one input with their sizes, none much larger than `limit` unless a document is."""
+    """Yield spans of one input with their sizes. Only a long document makes a span much larger than `limit`."""
     parts = max(1, -(-size // limit))
-    if is_gzipped(str(path), kind):  # it can only be read from its beginning
+    if is_gzipped(str(path), kind):  # no random access
         yield Span(str(path), kind, 0, size), size
         return
     if kind in ("dataset", "parquet"):
         starts = _parquet_starts(str(path)) if kind == "parquet" else [0, len(load_dataset(str(path), split))]
         rows = starts[-1]
         cuts = [rows * part // parts for part in range(parts + 1)]
-        if len(starts) > parts:  # a row group is then read by one portion alone
+        if len(starts) > parts:  # read each row group in one portion
             cuts = sorted({min(starts, key=lambda start: abs(start - cut)) for cut in cuts})
         for start, end in pairwise(cuts):
             yield Span(str(path), kind, start, end), size * (end - start) // max(1, rows)
@@ -227,7 +224,8 @@ def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[
 
 
 def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
-    """First byte at or after `nominal` where a document may begin: after a blank line if one is near, else a line."""
+    """Return the first byte from `nominal` on where a document may start: after a blank line within WINDOW, otherwise
+    after a line."""
     try:
         with open_regular(path) as stream:
             stream.seek(nominal)
@@ -248,7 +246,7 @@ def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
 
 
 def _parquet_starts(path: str) -> list[int]:
-    """First row of each row group of a parquet file, and the number of its rows."""
+    """Return the first row of each row group of a parquet file, and finally the number of rows."""
     with open_parquet(path) as opened:
         groups = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
     return list(accumulate(groups, initial=0))
@@ -258,7 +256,7 @@ def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an ex
     """Open a parquet file.
 
     Raises:
-        DataError: the extra is not installed, or it is none.
+        DataError: the extra is not installed, or the file is damaged.
     """
     try:
         import pyarrow
@@ -273,12 +271,12 @@ def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an ex
 
 
 def embedded_documents() -> Iterator[tuple[str, str]]:
-    """A small corpus of real English that every CPython carries: its language reference and the library's docstrings.
+    """Yield a small English corpus from CPython: its language reference and the docstrings of the standard library.
 
-    Sources are parsed, never imported, so nothing runs. The order is fixed for one Python version.
+    Sources are parsed, never imported. The order is fixed for a Python version.
 
     Yields:
-        (name, text), one document for each topic of the reference and for each module with docstrings.
+        (name, text) of each topic of the reference and of each module with docstrings.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     topics = _topics(library / TOPICS)
@@ -293,19 +291,19 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
 
 
 def _topics(path: Path) -> dict[str, str]:
-    """The dictionary `topics = {...}` of pydoc_data."""
+    """Return the dictionary `topics` of pydoc_data."""
     for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             value = ast.literal_eval(statement.value)
             return {str(name): str(text) for name, text in value.items()}
-    raise LookupError(f"{path}: no topics found; this Python carries no language reference")
+    raise LookupError(f"{path}: no topics found; this Python has no language reference")
 
 
 def _docstrings(path: Path) -> Iterator[str]:
-    """Docstrings of a source file in the order they stand, without the lines of interactive examples."""
+    """Yield the docstrings of a source file in order, without interactive examples."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # a few files of the library are broken on purpose
+    except (SyntaxError, ValueError):  # some library files are invalid on purpose
         return
     stack: list[ast.AST] = [tree]
     while stack:
@@ -321,7 +319,7 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def _without_examples(text: str) -> str:
-    """Leave out each line from a `>>>` to the next blank one: code and its output are not English."""
+    """Remove the lines from each `>>>` to the next blank line: code is not English."""
     kept = []
     example = False
     for line in text.splitlines():

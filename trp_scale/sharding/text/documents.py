@@ -1,4 +1,4 @@
-"""The documents of a portion, each checked. One that cannot be used is reported with its reason and place."""
+"""Reader of the documents of a portion. Documents that cannot be used are reported with reason and location."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from trp_scale.sharding.text.corpus import LARGEST_SHARD, Span, TextPortion, ope
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
-    "invalid_utf8": "bytes that are not UTF-8, or half of a surrogate pair",
+    "invalid_utf8": "bytes that are not UTF-8, or an unpaired surrogate",
     "control_characters": "control characters other than tab and line ends",
-    "empty": "nothing but white space, or no word piece is left of it",
+    "empty": "only white space, or no word piece",
     "long_line": "a line longer than --max_line_bytes",
     "not_json": "a line that is not a JSON object",
-    "no_text": "no string in the field or column that --text_field names",
-    "gzip": "a gzipped file by its content; its name must end in .gz",
-    "parquet": "a parquet file by its content; its name must end in .parquet, or --format parquet",
-    "packed": "a file packed by zip or zstd; unpack it",
+    "no_text": "no string in the field or column of --text_field",
+    "gzip": "a gzipped file; rename it to .gz",
+    "parquet": "a parquet file; rename it to .parquet, or give --format parquet",
+    "packed": "a zip or zstd file; unpack it",
 }
 """Why a document is skipped."""
 
 _SIGNATURES = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "packed", b"\x28\xb5\x2f\xfd": "packed"}
-"""First bytes of files that are no text, and no name says so."""
+"""First bytes of binary files with a wrong suffix."""
 
 CHUNK = LARGEST_SHARD
-"""Bytes of a file that are held together: a gzipped or sparse one of a few bytes may have any number of them."""
+"""Maximum bytes of a file in memory: small gzipped or sparse files may expand to any size."""
 
 _ROWS = 16
-"""Rows of parquet that are read together. Of 1,024, a file of 813 bytes whose rows share one text of 10 MB took 10 GB.
-So few take 1 us a row longer."""
+"""Parquet rows read together. With 1,024 rows, a file of 813 bytes (all rows share a text of 10 MB) took 10 GB. 16 rows
+cost 1 us more per row."""
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_ENDS = str.maketrans({"\x0b": "\n", "\x0c": "\n", "\x85": "\n"})
 _BLANK_LINES = re.compile(rb"\r?\n[ \t\r]*\n[ \t\r\n]*")
-"""Without a repeated group, of which `re` keeps every repetition: 3 GB of 64 KB of gzipped line ends."""
+"""No repeated group: `re` stores every repetition, which took 3 GB for 64 KB of gzipped line ends."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The text of a document and where it begins (a function, as counting lines takes time)."""
+    """Text of a document and its location (a function, because counting lines takes time)."""
 
     text: str
     location: Callable[[], str]
@@ -58,8 +58,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A document that cannot be used. `reason`: key of SKIP_REASONS; `location`: file:line or file:row; `detail`: what
-    was there in its place, if that is known."""
+    """Skipped document. `reason`: key of SKIP_REASONS; `location`: file:line or file:row; `detail`: the value found
+    instead of text, or ""."""
 
     reason: str
     location: str
@@ -77,7 +77,7 @@ class ReadSettings:
 
 
 def read_portion(portion: TextPortion, settings: ReadSettings) -> Iterator[Document | Skipped]:
-    """Yield the documents of a portion in order, and what was skipped between them."""
+    """Yield documents and skipped documents of a portion in order."""
     for span in portion.spans:
         if span.kind == "dataset":
             yield from _read_dataset(span, settings)
@@ -131,7 +131,7 @@ _DAMAGED = object()
 
 
 def _column(opened: Any, group: int, name: str) -> Iterator[object]:
-    """The values of a column in a row group; _DAMAGED ends one that cannot be read further."""
+    """Yield the values of a column in a row group; _DAMAGED if the rest cannot be read."""
     import pyarrow
 
     batches = opened.iter_batches(_ROWS, row_groups=[group], columns=[name])
@@ -165,8 +165,8 @@ def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skippe
 
 
 def _pieces(stream: gzip.GzipFile | IO[bytes], span: Span, settings: ReadSettings) -> Iterator[bytes]:
-    """The content of a span in pieces, each of which ends where a document may: after a blank line if one is near, else
-    after a line, in JSON lines always after a line. Of a line that is too long enough is kept to show it."""
+    """Yield a span in pieces that end at possible ends of documents: after a blank line within CHUNK, otherwise after a
+    line (always for JSON lines). A too long line is truncated to max_line_bytes + 1 bytes."""
     blank = _BLANK_LINES if span.kind == "text" else None
     left, dropping = b"", False
     blocks = _blocks(stream, span)
@@ -177,7 +177,7 @@ def _pieces(stream: gzip.GzipFile | IO[bytes], span: Span, settings: ReadSetting
             dropping, block = not newline, newline + block
         left += block
         block = next(blocks, b"")
-        if block:  # else all that is left is the last piece
+        if block:  # otherwise the rest is the last piece
             end = 0
             for match in blank.finditer(left) if blank else ():
                 end = match.end()
@@ -193,7 +193,7 @@ def _pieces(stream: gzip.GzipFile | IO[bytes], span: Span, settings: ReadSetting
 
 
 def _blocks(stream: gzip.GzipFile | IO[bytes], span: Span) -> Iterator[bytes]:
-    """The bytes of a span, CHUNK at a time."""
+    """Yield the bytes of a span in blocks of CHUNK bytes."""
     size = sys.maxsize if span.gzipped else span.end - span.start
     if not span.gzipped:
         stream.seek(span.start)
@@ -205,8 +205,8 @@ def _blocks(stream: gzip.GzipFile | IO[bytes], span: Span) -> Iterator[bytes]:
 def _documents(
     data: bytes, lines: _LineNumbers, settings: ReadSettings, *, first: bool
 ) -> Iterator[Document | Skipped]:
-    """The documents in bytes of a file; `first`: they are its first ones."""
-    skip = 3 if first and data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
+    """Yield the documents in bytes of a file; `first`: the bytes start the file."""
+    skip = 3 if first and data.startswith(b"\xef\xbb\xbf") else 0  # byte order mark
     if lines.span.kind == "jsonl":
         for start, line in _lines(data, skip):
             if line.strip():
@@ -224,7 +224,7 @@ def _documents(
 
 
 def _lines(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(place, line) of each line from `start` on; a list of all takes 20 times the bytes of short ones."""
+    """Yield (offset, line) of each line from `start` on; a list of short lines would take 20 times the memory."""
     while start < len(data):
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
@@ -233,7 +233,7 @@ def _lines(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines_before(span: Span) -> int:
-    """Lines of a file before a span of it."""
+    """Count the lines of a file before a span."""
     if span.gzipped:
         return 0
     count = 0
@@ -246,11 +246,11 @@ def _lines_before(span: Span) -> int:
 
 
 class _LineNumbers:
-    """Places of a piece of a span as file:line.
+    """Line numbers in a piece of a span.
 
     Args:
-        before: gives the lines before the span; called when something has to be named.
-        passed: lines of the span before the piece.
+        before: returns the number of lines before the span; called on demand.
+        passed: number of lines of the span before the piece.
     """
 
     def __init__(self, span: Span, data: bytes, before: Callable[[], int], passed: int) -> None:
@@ -259,8 +259,8 @@ class _LineNumbers:
         self._counted = self._lines = 0
 
     def location(self, offset: int) -> str:
-        """Place of the byte `offset` of the piece. Of ascending ones each counts on from the last: 8 KB of gzipped
-        lines of no JSON would take hours else."""
+        """Return file:line of a byte of the piece. Ascending offsets continue the count: otherwise 8 KB of gzipped
+        invalid JSON lines would take hours."""
         if offset < self._counted:
             self._counted = self._lines = 0
         self._lines += self._data.count(b"\n", self._counted, offset)
@@ -272,7 +272,7 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
     if len(line) > settings.max_line_bytes:
         return Skipped("long_line", lines.location(start))
     try:
-        record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # of its fields one is taken
+        record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # only one field is used
     except UnicodeDecodeError:
         return Skipped("invalid_utf8", lines.location(start))
     except RefusedError:
@@ -302,7 +302,7 @@ def _text_document(data: bytes, start: int, lines: _LineNumbers, settings: ReadS
 
 
 def _document(text: object, name: Callable[[], str]) -> Document | Skipped:
-    """The text with form feeds and the like as line ends, or why it cannot be used."""
+    """Return the document with form feeds and similar characters as line ends, or the reason to skip it."""
     if not isinstance(text, str):
         return Skipped("no_text", name())
     if _SURROGATE.search(text):

@@ -1,4 +1,4 @@
-"""Text -> a data set of shards: documents, sentences, tagged pieces, rows, blocks."""
+"""Sharding of text: documents to sentences, tagged pieces, rows and blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from trp_scale.sharding.text.splitting import SentenceSplitter
 from trp_scale.storage.files import only_run, write_text
 
 BATCH_SENTENCES = 2000
-"""Sentences that are tagged and tokenized together."""
+"""Sentences tagged and tokenized together."""
 
 
 @dataclass(kw_only=True)
@@ -63,15 +63,15 @@ class TextReport(PortionReport):
 
 
 class RowPacker:
-    """Decides where rows begin and end.
+    """Packing of sentences into rows.
 
-    Pieces stay in one flat stream; a row is the next `length` pieces of it. A sentence goes into the open row if it
-    fits, else it opens a new one; one longer than a row opens a row, is cut at the last word start that fits (in the
-    middle of a word where no word starts), and what is left stays open for the sentences after it.
+    Pieces form a flat stream, and rows are consecutive ranges of it. A sentence is added to the open row if it fits,
+    otherwise it opens a new row. A sentence longer than a row is split at the last word start that fits (inside a word
+    if there is none), and its rest stays open for the next sentences.
 
     Attributes:
-        lengths: pieces of each finished row.
-        sentence_ends: for each finished row, the end (exclusive) of each of its sentences, in pieces.
+        lengths: number of pieces of each finished row.
+        sentence_ends: ends (exclusive, in pieces) of the sentences of each finished row.
     """
 
     def __init__(self, row_length: int) -> None:
@@ -81,11 +81,11 @@ class RowPacker:
         self._open: list[int] = []
 
     def add_sentence(self, length: int, word_starts: NDArray[np.bool_] | None = None) -> None:
-        """Place a sentence of `length` pieces.
+        """Add a sentence.
 
         Args:
-            length: number of pieces; a sentence without any is left out.
-            word_starts: [length], whether each piece begins a word; needed if the sentence is longer than a row.
+            length: number of pieces; 0 adds nothing.
+            word_starts: [length], whether each piece starts a word; required if the sentence is longer than a row.
         """
         if length == 0:
             return
@@ -95,7 +95,7 @@ class RowPacker:
             filled = 0
         start = 0
         while length - start > self.row_length:
-            limit = start + self.row_length  # the row may end just before the piece at `limit`
+            limit = start + self.row_length
             end = limit
             if word_starts is not None and word_starts[start + 1 : limit + 1].any():
                 end = start + 1 + int(np.flatnonzero(word_starts[start + 1 : limit + 1])[-1])
@@ -112,7 +112,7 @@ class RowPacker:
             self._open = []
 
     def take(self, rows: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-        """Remove the first `rows` finished rows and return their lengths [rows] and sentence ends."""
+        """Remove the first `rows` finished rows; return their lengths [rows] and sentence ends."""
         lengths = np.asarray(self.lengths[:rows], dtype=np.int64)
         ends = self.sentence_ends[:rows]
         del self.lengths[:rows], self.sentence_ends[:rows]
@@ -122,29 +122,21 @@ class RowPacker:
 def fill_rows(
     values: NDArray[np.generic], lengths: NDArray[np.int64], row_length: int, padding: int
 ) -> NDArray[np.generic]:
-    """Lay a flat stream out in rows.
-
-    Args:
-        values: [sum(lengths)], the rows one after another.
-        lengths: [R].
-
-    Returns:
-        [R, row_length], padded on the right.
-    """
+    """Reshape a flat stream [sum(lengths)] to rows [R, row_length], padded on the right. `lengths`: [R]."""
     rows = np.full((len(lengths), row_length), padding, dtype=values.dtype)  # [R, row_length]
     rows[np.arange(row_length) < lengths[:, None]] = values
     return rows
 
 
 def pad_sentence_ends(ends: list[list[int]]) -> NDArray[np.uint16]:
-    """[R, S] uint16, S the largest number of sentences; padded by repeating the last end, which is the row's length."""
+    """Return sentence ends as [R, S] uint16, padded with the last end (the row length) to the largest number S."""
     width = max(len(row) for row in ends)
     return np.asarray([row + [row[-1]] * (width - len(row)) for row in ends], dtype=np.uint16)  # [R, S]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """The form of the stored rows."""
+    """Format of stored rows."""
 
     row_length: int
     rows_per_block: int
@@ -154,7 +146,7 @@ class RowSettings:
 
 
 class PortionWriter:
-    """Turns documents into rows and writes them in blocks to an open shard."""
+    """Writer of documents as blocks of rows to an open shard."""
 
     def __init__(self, shard: ShardWriter, stem: str, annotator: Annotator, settings: RowSettings) -> None:
         self._shard = shard
@@ -164,14 +156,14 @@ class PortionWriter:
         self._splitter = SentenceSplitter()
         self._packer = RowPacker(settings.row_length)
         self._sentences: list[str] = []
-        self._ends: list[tuple[int, Document]] = []  # documents that end among the sentences, and where
+        self._ends: list[tuple[int, Document]] = []  # (end in self._sentences, document)
         self._document_pieces = 0
         self._tokens: list[NDArray[np.uint32]] = []
         self._tags: list[NDArray[np.uint8]] = []
         self.report = TextReport()
 
     def add_document(self, document: Document) -> None:
-        """Add one document; sentences wait until there are enough to be worked on together."""
+        """Add one document; sentences are processed in batches."""
         for sentence in self._splitter.split(document.text):
             self._sentences.append(sentence)
             if len(self._sentences) == BATCH_SENTENCES:
@@ -185,7 +177,7 @@ class PortionWriter:
             self._write_block(len(self._packer.lengths))
 
     def _add_sentences(self) -> None:
-        """Tag, tokenize and pack the sentences that wait, and end the documents that end among them."""
+        """Tag, tokenize and pack the pending sentences, and end their documents."""
         annotated: Annotated = self._annotator.annotate(self._sentences)
         start = 0
         ends = iter([*self._ends, (-1, None)])
@@ -253,8 +245,7 @@ def write_portion(
     """Fill the shard of a portion.
 
     Args:
-        advance: called as the work goes on with the (documents, words, bytes) since the last call; the bytes add up to
-            the portion's size.
+        advance: called with increments of (documents, words, bytes); the bytes add up to the portion size.
     """
     with _no_collection():
         writer = PortionWriter(shard, shard_stem("text", portion.number), annotator, rows)
@@ -275,8 +266,7 @@ def write_portion(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause Python's cycle collector: sharding makes no cycles, and walking through the remembered units takes 15 % of
-    its time."""
+    """Pause the garbage collector: sharding makes no cycles, and scanning the cached units takes 15 % of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -287,20 +277,20 @@ def _no_collection() -> Iterator[None]:
 
 
 def _npy_bytes(array: NDArray[Any]) -> bytes:
-    """The array as a .npy file of version 1.0, which can be memory-mapped."""
+    """Return the array as a .npy file of version 1.0, which can be memory-mapped."""
     stream = io.BytesIO()
     np.lib.format.write_array(stream, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
     return stream.getvalue()
 
 
 SAMPLED_PORTIONS = 64
-"""Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
+"""Maximum portions, evenly spaced, for tokenizer training. Each is read three times."""
 
 LOOKED_AT, LOOKED_AT_CHARACTERS = 4, 40_000
-"""Portions, and characters of each, whose words tell the language."""
+"""Portions, and characters of each, for language detection."""
 
 TOKENIZER_PATIENCE = 3600.0
-"""Seconds to wait for another part that trains the tokenizer; 256 MB of text take some minutes."""
+"""Seconds to wait while another part trains the tokenizer; 256 MB of text take some minutes."""
 
 log = logging.getLogger(__name__)
 
@@ -310,47 +300,47 @@ class ShardTextConfig(ShardingSettings):
     """Tag, tokenize and shard English text for pre-training."""
 
     inputs: list[str] = field(default_factory=list)
-    """Text files, JSON lines (.jsonl, .ndjson, .json), both gzipped (.gz) or not, parquet, folders of them, globs, or
-    directories written by datasets.save_to_disk. A gzipped file becomes one shard."""
+    """Text files, JSON lines (.jsonl, .ndjson, .json), both optionally gzipped (.gz), parquet, folders of these, globs,
+    or directories written by datasets.save_to_disk. A gzipped file becomes one shard."""
     embedded: bool = False
-    """Use the English text that every CPython carries (language reference and docstrings, about 2 MB)."""
+    """Use the English text included in CPython (language reference and docstrings, about 2 MB)."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """What the inputs are; auto goes by their suffix."""
+    """Format of the inputs; auto = by suffix."""
     documents: Literal["file", "blank_lines"] = "file"
-    """Text files: one document per file (one larger than a shard goes on as a new document at a blank line), or one
-    after each blank line."""
+    """Text files: one document per file (files larger than a shard are split at a blank line), or documents separated
+    by blank lines."""
     text_field: str = "text"
-    """Field of JSON lines, or column of parquet or a dataset, that holds the text."""
+    """Text field of JSON lines, or text column of parquet or a dataset."""
     split: str = "train"
-    """Split of a dataset directory that has several."""
+    """Split of a dataset directory."""
     tagger: Literal["auto", "nltk", "textblob"] = "auto"
-    """nltk: averaged perceptron, needs its data. textblob: PatternTagger, needs none. auto: nltk if its data is
-    there."""
+    """nltk: averaged perceptron, needs NLTK data. textblob: PatternTagger, needs no data. auto: nltk if its data is
+    installed."""
     tokenizer: str = ""
     """Hugging Face tokenizer directory; empty = train WordPiece on the input."""
     vocab_size: int = setting(30_522, at_least=100, at_most=1 << 31)
-    """Size of a vocabulary that is trained."""
+    """Vocabulary size of a trained tokenizer."""
     lowercase: bool = True
-    """Lower-case and strip accents in a tokenizer that is trained."""
+    """Lower-case and strip accents in a trained tokenizer."""
     tokenizer_sample_bytes: int = setting(256_000_000, at_least=1, at_most=1 << 40)
-    """Bytes of text, spread over the whole input, that a tokenizer is trained on at most."""
+    """Maximum bytes of text, spread over the input, for tokenizer training."""
     length: int = setting(512, at_least=8, at_most=65_535)
-    """Sequence length of training, special tokens included; a row holds length - 3 pieces."""
+    """Sequence length of training, including special tokens; a row has length - 3 pieces."""
     rows_per_block: int = setting(2048, at_least=1, at_most=1 << 20)
-    """Rows stored together, the unit of reading: aim at 1 to 8 MB (2048 rows of 512 are 3 MB); less for little text."""
+    """Rows stored and read together: aim at 1 to 8 MB (2048 rows of 512 are 3 MB), less for small corpora."""
     shard_bytes: int = setting(0, at_least=0, at_most=1 << 40)
-    """Bytes of input per shard; 0 = a sixteenth of the input, at least 256 KiB, at most 64 MiB."""
+    """Bytes of input per shard; 0 = 1/16 of the input, at least 256 KiB, at most 64 MiB."""
     max_line_bytes: int = setting(8_000_000, at_least=1, at_most=1 << 40)
-    """A document with a longer line is skipped."""
+    """Skip documents with a longer line."""
 
     def check(self) -> None:
-        """Raise DataError for a setting that cannot work, naming its flag."""
+        """Raise DataError with the flag of an invalid setting."""
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
         check_settings(self, DataError)
 
     def identity(self) -> dict[str, object]:
-        """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
+        """Return the settings that determine the output bytes."""
         names = ["embedded", "format", "documents", "text_field", "split"]
         names += ["length", "rows_per_block", "shard_bytes", "max_line_bytes"]
         names += [] if self.tokenizer else ["vocab_size", "lowercase", "tokenizer_sample_bytes"]
@@ -358,13 +348,13 @@ class ShardTextConfig(ShardingSettings):
 
 
 def shard_text(config: ShardTextConfig) -> Path:
-    """Make a data set, or a part of it, and return its directory. A finished one of the same settings and input is left
-    as it is.
+    """Make a data set, or a part of it, and return its directory. A finished data set of the same settings and input
+    does not change.
 
     Raises:
-        DataError: a setting or the input cannot be used, the directory holds something else, or too many documents
-            had to be skipped (finished shards stay, dataset.json is not written), or another run is at it.
-        TaggerError: the tagger's data is missing.
+        DataError: a setting or the input cannot be used, the directory contains something else, too many documents
+            were skipped (finished shards stay, dataset.json is not written), or another run writes the directory.
+        TaggerError: the data of the tagger is missing.
     """
     config.check()
     output = config.output
@@ -400,7 +390,7 @@ def shard_text(config: ShardTextConfig) -> Path:
 
 
 def _given_tokenizer(config: ShardTextConfig) -> str:
-    """Fingerprint of a given tokenizer directory; empty if one is trained."""
+    """Return the fingerprint of --tokenizer; empty for a trained tokenizer."""
     if not config.tokenizer:
         return ""
     digest = hashlib.sha256()
@@ -411,7 +401,7 @@ def _given_tokenizer(config: ShardTextConfig) -> str:
 
 
 def _plan(config: ShardTextConfig, path: Path) -> Corpus:
-    """Find the input; the embedded corpus is written to `path` first, so that it is read like any other."""
+    """Find the input; the embedded corpus is first written to `path` and read like any other input."""
     inputs, kind = config.inputs, config.format
     if config.embedded:
         documents = (json.dumps({"id": name, "text": text}) + "\n" for name, text in embedded_documents())
@@ -421,21 +411,21 @@ def _plan(config: ShardTextConfig, path: Path) -> Corpus:
 
 
 def _look_for_another_language(corpus: Corpus, read: ReadSettings) -> None:
-    """Say so if the text seems to be in a language or a script that the taggers do not know."""
+    """Log a warning if the text is probably not English."""
     spread = corpus.portions[:: -(-len(corpus.portions) // LOOKED_AT)]
     text = "\n".join(text for portion in spread for text in _sample(portion, read, LOOKED_AT_CHARACTERS))
     share, examples = unknown_words(text)
     if share >= ANOTHER_LANGUAGE:
         log.warning(
-            "the taggers are for English, and the text may not be: %.0f%% of its words are unknown, such as %s; their "
-            "parts of speech will mean little",
+            "the text may not be English, as the taggers expect: %.0f%% of its words are unknown, such as %s; their "
+            "part-of-speech tags will be unreliable",
             100 * share,
             ", ".join(map(shorten, examples)),
         )
 
 
 def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> None:
-    """Make the tokenizer; the first part makes it and the others wait."""
+    """Make the tokenizer in the first part that gets the lock; other parts wait."""
     directory = config.output / "tokenizer"
     with only_run(config.output, "tokenizer.lock", patience=TOKENIZER_PATIENCE):
         if not directory.exists():
@@ -458,7 +448,7 @@ def _write_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings
 
 
 def _sample(portion: TextPortion, read: ReadSettings, limit: int) -> Iterator[str]:
-    """The first documents of a portion, up to `limit` characters."""
+    """Yield the first documents of a portion, up to `limit` characters."""
     for document in read_portion(portion, read):
         if isinstance(document, Document):
             yield document.text[:limit]
@@ -480,10 +470,10 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
 
 
 class _TextWriter:
-    """Fill the shard of a portion when called with it; keeps tokenizer, tagger and annotation cache."""
+    """Worker that fills the shard of a portion; keeps tokenizer, tagger and annotation cache."""
 
     def __init__(self, output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> None:
-        # One thread: the cores are shared out between processes.
+        # One thread: each process uses one core.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._annotator = Annotator(load_for_sharding(output / "tokenizer"), make_tagger(tagger))
         self._read, self._rows, self._advance = read, rows, advance
@@ -501,7 +491,7 @@ def _progress_bar(config: ShardTextConfig, portions: Sequence[TextPortion]) -> P
 
 
 def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:
-    """Return the fields of dataset.json that describe text, without counts."""
+    """Return the fields of dataset.json that describe text."""
     roles, special = special_tokens(config.output / "tokenizer")
     tokenizer = load_for_sharding(config.output / "tokenizer")
     return {

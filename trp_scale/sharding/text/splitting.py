@@ -1,10 +1,10 @@
-"""Documents into sentences by NLTK's Punkt, sentences into words by NLTK's word tokenizer: no downloaded data.
+"""Sentence splitting by NLTK's Punkt and word tokenization by NLTK's word tokenizer, without downloaded data.
 
-Both answer the common cases themselves, as NLTK would: tests compare them with NLTK alone.
+Shortcuts handle common cases with the same result; tests compare with NLTK.
 
-A *unit* is a run of characters between white space. NLTK's rules look beyond a unit at the end of a sentence only, for
-a final period or apostrophe, so a sentence's words are the words of its units, with the units from the last one that
-has a period on taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
+A *unit* is a run of characters between white space. NLTK's rules look beyond a unit only at the end of a sentence, for
+a final period or apostrophe. So the words of a sentence are the words of its units, where the units from the last one
+with a period on are one key (the tail). A property test compares this with the tokenizer run on whole sentences.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trp_scale.errors import RefusedError
 
 
 class TaggerError(RefusedError):
-    """A tagger that was asked for cannot be used; the message says what to install."""
+    """The selected tagger cannot be used; the message says what to install."""
 
 
 def text_library(name: str) -> Any:
-    """A module of NLTK or TextBlob, which only the sharding of text needs.
+    """Import a module of NLTK or TextBlob, which only text sharding needs.
 
     Raises:
-        TaggerError: it is not installed.
+        TaggerError: the library is not installed.
     """
     try:
         return import_module(name)
@@ -49,24 +49,24 @@ ABBREVIATIONS = frozenset(
     )
     for word in words.split()
 )
-"""Words whose final period does not end a sentence, in lower case and without it."""
+"""Words with a final period that does not end a sentence, in lower case and without the period."""
 
 MAX_PARAGRAPH = 50_000
-"""Characters. A longer paragraph is cut at a space first, so that no regular expression runs over megabytes."""
+"""Characters. Longer paragraphs are first split at a space, so that no regular expression runs over megabytes."""
 
 _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 _MARK = re.compile(r"[.!?]")
-# A candidate as Punkt sees it: the word with its final mark, and the punctuation or word behind it.
+# A candidate of Punkt: the word with its final mark, and the punctuation or word after it.
 _CERTAIN_END = re.compile(r"(?:\S*[!?]|[\"'(\[]*([A-Za-z]{2,})\.)(?:\s+\S+|[^\w\s])", re.ASCII)
 
 
 @cache
 def _shortcut_punkt() -> Any:
-    """Punkt that answers the certain cases without annotating tokens.
+    """Return a Punkt class that decides unambiguous cases without annotating tokens.
 
-    Untrained, Punkt has no collocations, sentence starters or letter-case statistics. Then `!` and `?` always end a
-    sentence, and so does the period of a word of letters that is neither an abbreviation nor an initial. On novels
-    that is 95 of 100 candidates, and splitting takes half the time.
+    Untrained Punkt has no collocations, sentence starters or letter-case statistics. Then `!`, `?` and the period of an
+    alphabetic word that is neither an abbreviation nor an initial always end a sentence. On novels this covers 95 % of
+    the candidates and halves the time.
     """
 
     class ShortcutPunkt(text_library("nltk.tokenize.punkt").PunktSentenceTokenizer):  # type: ignore[misc]
@@ -80,7 +80,7 @@ def _shortcut_punkt() -> Any:
 
 
 class SentenceSplitter:
-    """Sentences of a document, in order. Blank lines always end a sentence (headings have no period)."""
+    """Splitter of documents into sentences. Blank lines always end a sentence (headings have no period)."""
 
     def __init__(self, shortcut: bool = True) -> None:
         library = text_library("nltk.tokenize.punkt")
@@ -89,9 +89,9 @@ class SentenceSplitter:
         self._punkt = (_shortcut_punkt() if shortcut else library.PunktSentenceTokenizer)(parameters)
 
     def split(self, document: str) -> Iterator[str]:
-        """The raw text of each sentence, without the white space around it; never empty."""
+        """Yield the raw text of each non-empty sentence, without surrounding white space."""
         start = 0
-        for match in chain(_PARAGRAPH_END.finditer(document), (None,)):  # a list takes 20 times the bytes of short ones
+        for match in chain(_PARAGRAPH_END.finditer(document), (None,)):  # a list would take 20 times the memory
             paragraph = document[start:] if match is None else document[start : match.start()]
             start = len(document) if match is None else match.end()
             for part in _split_paragraph(paragraph):
@@ -105,7 +105,7 @@ class SentenceSplitter:
 
 
 def _split_paragraph(paragraph: str) -> Iterator[str]:
-    """`paragraph` in parts of at most MAX_PARAGRAPH characters, cut at white space where there is any."""
+    """Yield parts of at most MAX_PARAGRAPH characters, split at white space if possible."""
     start = 0
     while len(paragraph) - start > MAX_PARAGRAPH:
         end = start + MAX_PARAGRAPH
@@ -117,20 +117,20 @@ def _split_paragraph(paragraph: str) -> Iterator[str]:
 
 
 MAX_UNIT = 256
-"""Characters. A longer unit (an address, a line of base64) is one word."""
+"""Characters. A longer unit (a URL, a line of base64) is one word."""
 
 TAIL = "\n"
-"""Ends the key of a tail; units hold no white space, so the keys of units and tails differ."""
+"""Suffix of the key of a tail. Units contain no white space, so keys of units and tails differ."""
 
 FIRST = "\t"
-"""Begins the key of a first unit that NLTK's rules see differently from the same unit later on."""
+"""Prefix of the key of a first unit that NLTK's rules treat differently from the same unit elsewhere."""
 
 _CLOSERS = "])}>\"'»”’"  # noqa: RUF001
 _QUOTES = ("``", "''", '"')
 _OPENING, _CLOSING = {'"': "``"}, {'"': "''"}
 
 _CONTRACTED = {"cannot", "gimme", "gonna", "gotta", "lemme", "wanna"}
-# Common shapes whose words follow from NLTK's rules one by one; all else is given to NLTK.
+# Common patterns that are split here as by NLTK's rules; NLTK splits the others.
 _PLAIN = re.compile(
     r"([(\[]?\"?|[“‘])([A-Za-z]+(?:-[A-Za-z]+)*)('(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)|)([,;:?!]?)([\"”]?[)\]]?)",  # noqa: RUF001
     re.ASCII,
@@ -140,7 +140,7 @@ _TAIL = re.compile(r"(\S*[^\s.])(\.[\])}>»”’]*\"?[\])}>»”’ ]*)\n")  # 
 
 @dataclass(frozen=True, slots=True)
 class UnitWords:
-    """Words of a unit or tail: as the tagger should see them, and where each begins and ends in the key's text."""
+    """Words of a unit or tail: forms for the tagger, and start and end of each in the text of the key."""
 
     forms: tuple[str, ...]
     starts: tuple[int, ...]
@@ -148,10 +148,9 @@ class UnitWords:
 
 
 def unit_keys(sentence: str) -> list[str]:
-    """The keys of a sentence's units in order; the tail is one key.
+    """Return the keys of the units of a sentence in order; the tail is one key.
 
-    Returns:
-        Strings whose text (`key_text`) is the sentence's text, but for the amount of white space.
+    The joined texts (`key_text`) of the keys are the sentence, except for the amount of white space.
     """
     units = sentence.split()
     if not units:
@@ -165,17 +164,17 @@ def unit_keys(sentence: str) -> list[str]:
     if tail.endswith("."):
         units[position:] = [" ".join(units[position:]) + TAIL]
     elif units[-1].endswith("'") and len(units[-1]) <= MAX_UNIT:
-        units[-1] += TAIL  # NLTK sets an apostrophe apart only where a space follows it: not at the end of a sentence
+        units[-1] += TAIL  # NLTK splits off an apostrophe only before a space, not at the end of a sentence
     return units
 
 
 def key_text(key: str) -> str:
-    """The text a key stands for."""
+    """Return the text of a key."""
     return key.strip("\t\n")
 
 
 def split_keys(keys: list[str]) -> list[UnitWords]:
-    """Words of many keys; plain shapes directly, the others in one call of NLTK's tokenizer for each 64 of them."""
+    """Split keys into words: common patterns directly, others by NLTK's tokenizer, 64 keys per call."""
     tails = {index: parts for index, key in enumerate(keys) if (parts := _tail_parts(key)) is not None}
     words_of_units: list[UnitWords | None] = []
     hard: list[int] = []
@@ -196,9 +195,9 @@ def split_keys(keys: list[str]) -> list[UnitWords]:
 
 
 def _tail_parts(key: str) -> tuple[str, str] | None:
-    """A tail as a unit and what its final period splits off; None for what is not a tail or not of this shape.
+    """Split a tail into a unit and the final period with closing marks; None if the key does not match.
 
-    NLTK sets the final period and the closing marks behind it apart before any other rule could join them to the unit.
+    NLTK splits off the final period and the closing marks before any other rule could join them to the unit.
     """
     if key[-1] != TAIL:
         return None
@@ -207,7 +206,7 @@ def _tail_parts(key: str) -> tuple[str, str] | None:
 
 
 def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
-    """The words of a unit and of the final period with its closing marks, each of which is a word."""
+    """Append the final period and the closing marks to the words of a unit; each is a word."""
     if unit is None:
         return None
     position = unit.ends[-1]
@@ -220,7 +219,7 @@ def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
 
 
 def _plain(unit: str) -> UnitWords | None:
-    """Words of a unit of a common shape, or None."""
+    """Split a unit of a common pattern, or return None."""
     if (unit.isalpha() and unit.isascii() and unit.lower() not in _CONTRACTED) or len(unit) > MAX_UNIT:
         return UnitWords((unit,), (0,), (len(unit),))
     match = _PLAIN.fullmatch(unit)
@@ -242,7 +241,7 @@ def _tokenizer() -> Any:
 
 
 def _split_units(units: list[str]) -> list[UnitWords]:
-    """Words of units that stand in the middle of a sentence: between letters that no rule joins to them."""
+    """Split units as in the middle of a sentence, between letters that no rule joins to them."""
     text = "x " + " x ".join(units) + " x"
     tokens = _tokenizer().tokenize(text)
     words, position = [], 1
@@ -256,7 +255,7 @@ def _split_units(units: list[str]) -> list[UnitWords]:
 
 
 def _split_edge(key: str) -> UnitWords:
-    """Words of a tail, or of a first unit."""
+    """Split a tail or a first unit."""
     text = key_text(key)
     before = [] if key.startswith(FIRST) else ["x"]
     after = [] if key.endswith(TAIL) else ["x"]
@@ -268,13 +267,10 @@ def _split_edge(key: str) -> UnitWords:
 
 
 def _align(tokens: list[str], position: int, text: str) -> tuple[int, UnitWords]:
-    """Places in `text` of the tokens from `position` on that make it up.
+    """Align the tokens from `position` on with `text`; return the number of used tokens, and the words.
 
-    NLTK's own span_tokenize searches for each token and so fails, or answers wrongly, where quotes were rewritten;
-    but its rules only add spaces and rewrite a double quote, so walking through both texts is exact.
-
-    Returns:
-        The number of tokens used, and the words.
+    NLTK's span_tokenize searches for each token and fails if quotes were rewritten. But its rules only add spaces and
+    rewrite double quotes, so walking through both texts is exact.
     """
     forms: list[str] = []
     starts: list[int] = []
@@ -294,7 +290,7 @@ def _align(tokens: list[str], position: int, text: str) -> tuple[int, UnitWords]
 
 
 def _quote_length(form: str, text: str, position: int) -> int:
-    """Characters of the quote in `text` that NLTK wrote as `form`."""
+    """Return the length of the quote in `text` that NLTK rewrote as `form`."""
     if form in _QUOTES:
         for quote in _QUOTES:
             if text.startswith(quote, position):

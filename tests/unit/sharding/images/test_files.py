@@ -148,7 +148,7 @@ def test_maps_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         list_folder(tmp_path / "images", {"depth": tmp_path / "depth"})
     assert f"--modality depth={tmp_path}/depth: left out: 1 .txt" in caplog.text
-    assert f"1 maps (.depth.png) are of no image, such as {tmp_path}/depth/1.png" in caplog.text
+    assert f"1 maps (.depth.png) have no image, such as {tmp_path}/depth/1.png" in caplog.text
 
 
 def test_a_fingerprint_sees_linked_folders(tree: Path) -> None:

@@ -372,7 +372,7 @@ def test_flags_of_an_indexed_data_set_stay(
     document = read_json(data / "dataset.json")
     assert document["suffixes"] == ["jpg"] and document["rows_per_block"] == 5
     assert main(["index", str(data), "--rows_per_block", "7"]) == 2
-    assert "--rows_per_block 7: is for tars that others made" in capsys.readouterr().err
+    assert "--rows_per_block 7: applies to external tars" in capsys.readouterr().err
 
 
 def test_places_that_are_damaged(tars: list[Path], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_classes_are_told_and_parts_of_a_data_set_are_no_classes(
         shard_images(folder_config(tmp_path / names[0], tmp_path / f"out_{names[0]}"))
     told = [line for line in caplog.messages if "shards, " in line]
     assert [line.rpartition("shards, ")[2] for line in told] == ["2 classes: cat, dog", "2 classes: train, val"]
-    warned = [line for line in caplog.messages if "parts of a data set" in line]
+    warned = [line for line in caplog.messages if "splits of a data set" in line]
     assert len(warned) == 1 and warned[0].startswith("the classes are train, val") and "/train" in warned[0]
 
 
@@ -222,8 +222,8 @@ def test_shards_are_cut_in_whole_blocks(
         ({"count": 0}, "--count is 0"),
         ({"quality": 101}, "--quality is 101"),
         ({"max_skipped": 2.0}, "--max_skipped is 2.0"),
-        ({"modality": ["depth=."]}, "not with --embedded"),
-        ({"class_names": "names.txt"}, "not with --embedded"),
+        ({"modality": ["depth=."]}, "not --embedded"),
+        ({"class_names": "names.txt"}, "not --embedded"),
         ({"modality": ["edges=."]}, "depth=FOLDER or semseg=FOLDER or"),
         ({"modality": ["depth=nowhere"]}, "nowhere is not a folder"),
     ],

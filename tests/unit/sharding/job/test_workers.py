@@ -66,7 +66,7 @@ def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pyt
         3: ["f", "once", "g"],
         4: ["h"],
     }
-    assert [each for each in ("lethal 1", "lethal 2") if f"{each} is left out: it ends" not in caplog.text] == []
+    assert [each for each in ("lethal 1", "lethal 2") if f"{each} is skipped: it crashes" not in caplog.text] == []
 
 
 def test_a_process_is_lost_while_more_than_a_pipe_holds_is_to_be_done(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: P
     )
     assert made.returncode == 0, made.stdout
     for number in (3, 10):
-        assert f"images/{number}.jpg is left out: it ends the process that reads it" in made.stdout
+        assert f"images/{number}.jpg is skipped: it crashes the process that reads it" in made.stdout
     document = json.loads((tmp_path / "made" / "dataset.json").read_text())
     assert (document["rows"], document["skipped"]) == (10, {"damaged": 2})
 

@@ -59,14 +59,14 @@ def test_inputs_that_do_not_exist_are_named(tmp_path: Path) -> None:
 def test_a_table_is_told_to_be_read_with_all_its_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.csv").write_text("id,text\n1,This is text.\n")
     assert len(texts(read(tmp_path / "a.csv"))) == 1
-    assert "a.csv: a table, taken for plain text with all its columns; JSON lines and parquet" in caplog.text
+    assert "a.csv: a table, read as plain text with all its columns" in caplog.text
 
 
 def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.txt", "b.rst", "c.rst", "README"):
         (tmp_path / name).write_text("One.")
     assert texts(read(tmp_path)) == ["One."]
-    assert "left out: 2 .rst, 1 README; --format text takes all" in caplog.text
+    assert "left out: 2 .rst, 1 README; --format text reads all" in caplog.text
 
 
 def test_the_embedded_corpus_is_large_and_always_the_same() -> None:
