@@ -88,13 +88,8 @@ class Kernel:
 
 
 class RecordsOperations(TorchDispatchMode):
-    """Records the operations while it is active, with the current `phase`.
-
-    Args:
-        fused: count neighbouring operations as one kernel, except those that stand alone.
-    Attributes:
-        recorded: operations in order, unless `add` is overridden.
-    """
+    """Records operations while it is active, with the current `phase`. `fused` counts neighbouring operations as one
+    kernel, except those that stand alone."""
 
     def __init__(self, *, fused: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,13 +219,8 @@ def fake_pass(
     model: nn.Module, *, device: torch.device, half: bool, rounded: bool
 ) -> Iterator[Callable[[Objective, Batch], TaskLosses]]:
     """Make the parameters and buffers of `model` fake tensors, permanently; yield a function that computes an
-    objective's losses of a batch on fake tensors.
-
-    Args:
-        device: device of the fake tensors.
-        half: compute under autocast to bf16.
-        rounded: make parameters bf16 instead.
-    """
+    objective's losses of a batch on fake tensors. `half` computes under autocast to bf16, `rounded` makes parameters
+    bf16 instead."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(tensor: Tensor) -> Tensor:
@@ -276,11 +266,7 @@ def count_flops(make_model: Callable[[], nn.Module], run: Callable[[nn.Module], 
     """Return the FLOPs of `run(model)`, without gradients unless `run` enables them.
 
     The model is on the meta device, which starts 0.3 s faster than fake tensors. Only one of equal blocks runs: ViT-g
-    with its decoder takes 0.1 s.
-
-    Args:
-        make_model: makes a model for this count only.
-        run: calls the model with meta tensors; only their shapes may matter.
+    with its decoder takes 0.1 s. `run` calls the model with meta tensors; only their shapes may matter.
     """
     with parameters_as_shapes():
         model = make_model().to("meta")

@@ -48,9 +48,7 @@ def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
 class ImageEncoder(nn.Module):
     """A vision transformer on square images of crops.size pixels, with a class token.
 
-    Args:
-        config: sizes (model, vision, crops.size), drop path and positions (downstream).
-        norm: whether the encoder ends with a norm; False for heads with their own norm.
+    `norm` is False for heads with their own norm.
     """
 
     fixed_positions: Tensor | None
@@ -96,15 +94,12 @@ class ImageEncoder(nn.Module):
         return len(self.blocks) if first == "norm" else 0
 
     def forward(self, images: Tensor, after: Sequence[int] = ()) -> list[Tensor]:
-        """Return the normalised tokens of the last block, or the tokens after some blocks.
+        """Return the normalised tokens of the last block, or the tokens after some blocks: [B, 1 + G^2, D] each, the
+        class token first, patches row by row.
 
         Args:
             images: [B, 3, S, S] normalised pixels.
-            after: indices of blocks, ascending, whose outputs are returned before any norm. Empty = the output of the
-                last block after the norm.
-
-        Returns:
-            [B, 1 + G^2, D] for each, the class token first, patches row by row.
+            after: ascending indices of blocks, whose outputs are returned before any norm.
         """
         patches = patchify(images, self.patch_size).to(self.cls_token.dtype)  # [B, N, P]
         tokens = self.patch_embed(patches)  # [B, N, D]

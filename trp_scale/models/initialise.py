@@ -26,11 +26,8 @@ def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
 
 
 def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts: int = 1) -> Tensor:
-    """Draw uniform values in +-sqrt(6 / (inputs + outputs)) for a matrix [outputs, inputs] (Glorot and Bengio).
-
-    Args:
-        parts: number of matrices of outputs / parts rows that are stored as one; the bound is that of one of them.
-    """
+    """Draw uniform values in +-sqrt(6 / (inputs + outputs)) for a matrix [outputs, inputs] (Glorot and Bengio), or for
+    `parts` matrices of outputs / parts rows that are stored as one."""
     bound = math.sqrt(6.0 / (shape[0] / parts + sum(shape[1:])))
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
     return (2.0 * torch.rand(shape, generator=generator) - 1.0) * bound
@@ -69,11 +66,8 @@ def current_value(parameter: Tensor) -> Tensor:
 
 
 class OtherTensorsError(ValueError):
-    """Tensors do not fit a model; the message has the first LISTED_NAMES names of each kind.
-
-    Args:
-        tensors: {kind of error, for example "missing": names, with shapes if these differ}.
-    """
+    """Tensors do not fit a model: {kind of error, for example "missing": names, with shapes if these differ}. The
+    message has the first LISTED_NAMES names of each kind."""
 
     def __init__(self, tensors: Mapping[str, Sequence[str]]) -> None:
         self.tensors = {what: names for what, names in tensors.items() if names}

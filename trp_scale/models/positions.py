@@ -203,13 +203,8 @@ def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Te
 
 
 def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> Offsets:
-    """Return the vectors of a shifted grid: pairs of offsets, then the class token, then one or more zero vectors up to
-    a multiple of 8, for fast matrix products.
-
-    Args:
-        shift: [..., 2] added to row and column offset, in patches.
-        head_size: D / H.
-    """
+    """Return the vectors of a grid shifted by `shift` [..., 2] patches: pairs of offsets, then the class token, then
+    one or more zero vectors up to a multiple of 8, for fast matrix products."""
     places, nodes = axis_offsets(grid, index, shift)  # [..., 2, 2G-1], [..., 2, P, 7]
     (rows, columns), count = places.unbind(-2), nodes.shape[-2]
     numbers = (rows.unsqueeze(-1) * count + columns.unsqueeze(-2)).flatten(-2)  # [..., (2G-1)^2]
@@ -298,12 +293,8 @@ class RelativePositions(nn.Module):
         self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
 
     def forward(self, queries: Tensor, relative: RelativeInputs) -> Tensor:
-        """Return the bias of attention scores [B, H, Q, T] for the last Q tokens as queries.
-
-        Args:
-            queries: [B, H, Q, D / H]; Q is all T tokens, or the masked ones.
-            relative: inputs of this block.
-        """
+        """Return the bias of attention scores [B, H, Q, T] for the last Q tokens as queries [B, H, Q, D / H]: all T, or
+        the masked ones."""
         count, masked = queries.shape[2], relative.masked
         vectors = self.vectors(relative, queries.dtype)
         pairs = relative.pairs[:, -count:]

@@ -22,10 +22,7 @@ def feed_forward_ratio(width: int, intermediate: int) -> float:
 
 def block_plan(model: nn.Module, **divided: int) -> TensorPlan:
     """Return the tensor-parallel plan of a model of these blocks: heads and feed-forward are cut, tokens can be split.
-
-    Args:
-        divided: sizes that the number of ranks must divide, by flag, with "__" for the dot.
-    """
+    `divided` are sizes that the number of ranks must divide, by flag, with "__" for the dot."""
     return TensorPlan(
         columns=("*.mlp.fc1",),
         packed={"*.attn.qkv": 3},

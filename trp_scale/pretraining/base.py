@@ -128,11 +128,7 @@ class Upstream(Protocol):
 
     @classmethod
     def outline(cls, config: Any, facts: DataFacts) -> Outline:
-        """Describe the run without its data, for `trp-scale plan`.
-
-        Raises:
-            RefusedError: the upstream does not define this method.
-        """
+        """Describe the run without its data, for `trp-scale plan`."""
         raise RefusedError(
             f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which describes "
             "a run without its data; allowed: an upstream of the package, or one with this method"
@@ -172,16 +168,12 @@ class Upstream(Protocol):
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Refuse rows in which numbers have another meaning than in the model's training data.
+        """Raise RefusedError for rows whose numbers have another meaning than in training, as by another vocabulary.
 
         Args:
-            rows: rows of the data set.
             path: path of the data set, for messages.
             run_dir: directory of the model's run, with the files of `save_assets`.
             extra: the values of `checkpoint_extra` in its checkpoint.
-
-        Raises:
-            RefusedError: for example another vocabulary.
         """
         return
 
@@ -200,12 +192,7 @@ def build_upstream(config: Config, environment: Environment) -> Upstream:
 
 
 def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-    """Open a run's data on one rank.
-
-    Args:
-        config: settings of the run.
-        rank, world: rank in the data-parallel group, and its size.
-        device_type: "cuda" pins the batches' memory.
+    """Open a run's data on one rank of the data-parallel group; "cuda" pins the batches' memory.
 
     Raises the same as `Upstream.open_rows`, and RefusedError for settings that contradict the number of ranks.
     """

@@ -64,13 +64,8 @@ def encoder(pretrained: bool = True, **arguments: Any) -> VisionTransformer:
 
 
 class RelativeAttention(Attention):  # type: ignore[misc]
-    """Attention over [class token, patches row by row] with a table of relative positions.
-
-    Args:
-        plain: timm's attention, with the sizes and dropout to use.
-        grid: G, patches along each side.
-        index: relaxed interpolates between entries of the table; rounded uses the nearest entry.
-    """
+    """Attention over [class token, G^2 patches row by row] with a table of relative positions; sizes and dropout are
+    those of `plain`. The index relaxed interpolates between entries of the table, rounded uses the nearest entry."""
 
     pairs: Tensor
     weights: Tensor

@@ -50,10 +50,6 @@ class MaskedPatchReconstruction:
         pixel_shift: [R, k, 3, S, S] added to the input pixels in [0, 1]; the target stays clean.
         patch_weights: [R, k, M] weight of each masked patch's error (MLO-MAE eq. 1).
         gate: [R, k, V] factor of each visible patch's token.
-
-    Args:
-        config: settings.
-        patch_size: side of a patch in pixels.
     """
 
     tasks: tuple[str, ...] = (RECONSTRUCTION,)
@@ -130,11 +126,6 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     f_i^T S f_i and the gradient of 2 f_i^T S f_i. They sum to the mean over pairs and its gradient for every split of
     the global batch. `Uniformity` adds S to `batch.extras`. If each rank has one micro-batch, this pass computes S.
     Otherwise the task is absent: held-out rows would have the pairs of a micro-batch only.
-
-    Args:
-        config: settings.
-        patch_size: side of a patch in pixels.
-        data_group: ranks that split the global batch.
     """
 
     tasks = (RECONSTRUCTION, UNIFORMITY)
@@ -201,9 +192,6 @@ class Uniformity(Hook):
     gradients on all of them, with the same inputs as the weighted pass. With one, the objective computes S itself.
 
     It must come after the hooks that change the model's input. Extra passes of those hooks are without this task.
-
-    Args:
-        objective: objective of the run.
     """
 
     name = "uniformity"

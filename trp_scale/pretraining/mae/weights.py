@@ -177,8 +177,7 @@ def position_order(positions: Tensor) -> PositionOrder | None:
 def pop_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
     """Remove the positions `name` from the tensors and return those of the class token, [D].
 
-    Raises:
-        ValueError: they are missing, or differ from the model's fixed positions.
+    Raises ValueError if they are missing or differ from the model's fixed positions.
     """
     if name not in tensors:
         raise ValueError(f"{name} is missing")

@@ -67,15 +67,9 @@ class RunModalities:
 
 
 def visible_slots(visible: Tensor, tokens: int) -> Tensor:
-    """Return the index of each token among the V visible tokens. Token i N + p is patch p (of N, row by row) of input
-    modality i (TRP 4.2.1; Bachmann et al., 3.1).
+    """Return the index of each of I N tokens among the visible tokens: [R, V] -> [R, I N] int64; V for masked tokens.
 
-    Args:
-        visible: [R, V] int64, numbers of the visible tokens.
-        tokens: I N, number of all tokens.
-
-    Returns:
-        [R, I N] int64, from 0 to V - 1; V for a masked token.
+    Token i N + p is patch p (of N, row by row) of input modality i (TRP 4.2.1; Bachmann et al., 3.1).
     """
     rows, count = visible.shape
     order = torch.arange(count, device=visible.device).expand(rows, -1)
@@ -98,14 +92,10 @@ class ModalityMasks:
         modalities: number of input modalities, I.
         patches: patches per modality, N.
         visible: visible patches of all modalities, V, at most I N.
-        concentration: concentration of the Dirichlet distribution.
-
-    Raises:
-        RefusedError: a concentration other than 1 without scipy.
+        concentration: concentration of the Dirichlet distribution; values other than 1 need scipy.
     """
 
     def __init__(self, *, modalities: int, patches: int, visible: int, concentration: float) -> None:
-
         if concentration != 1.0:
             _inverse_gamma(concentration)  # raise here, not in a worker
         self._modalities, self._patches, self._visible = modalities, patches, visible
@@ -125,12 +115,7 @@ class ModalityMasks:
 
 
 def draw_shares(words: Words, concentration: float) -> Shares:
-    """Draw shares from a symmetric Dirichlet distribution, [R, I], rows sum to 1: gamma variables over their sum.
-
-    Args:
-        words: [R, I] one word per share.
-        concentration: 1 = uniform over all shares.
-    """
+    """Draw shares from a symmetric Dirichlet distribution, one per word [R, I], as gamma variables over their sum."""
     uniform = ((mix(words) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1), ends excluded
     logarithms = _log_gamma(uniform, concentration)
     logarithms -= logarithms.max(axis=1, keepdims=True)

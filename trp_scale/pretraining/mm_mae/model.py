@@ -22,12 +22,7 @@ from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
 
 class CrossAttention(nn.Module):
-    """Cross-attention.
-
-    Args:
-        width: d, of both sequences.
-        heads: H, must divide the width.
-    """
+    """Cross-attention of H heads between sequences of width d."""
 
     cut: Cut = WHOLE
 
@@ -81,15 +76,12 @@ class TaskDecoder(nn.Module):
         self.prediction = nn.Linear(width, values)
 
     def forward(self, tokens: Tensor, visible: Tensor, slots: Tensor) -> Tensor:
-        """Predict every patch of the modality, visible or masked.
+        """Predict every patch of the modality, visible or masked, [R, N, P].
 
         Args:
             tokens: [R, 1 + V, D] encoder output, the global token first.
             visible: [R, V] int64, token numbers.
             slots: [R, N] int64, index of each patch of the modality among the visible tokens; V where it is masked.
-
-        Returns:
-            [R, N, P].
         """
         entered = self.embed(tokens)  # [R, 1 + V, d]
         places = torch.cat([self.position_embeddings(modality) for modality in self.inputs])  # [I N, d]
@@ -211,12 +203,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
 
     def features(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
-        """Return the encoder output, [R, 1 + V, D].
-
-        Args:
-            patches: see `forward`; modalities without visible tokens may be absent.
-            visible: [R, V] int64, token numbers.
-        """
+        """Return the encoder output, [R, 1 + V, D]; patches of modalities without visible tokens may be absent."""
         return self.norm(self.encode(patches, visible)[0])  # type: ignore[no-any-return]
 
     def encode(

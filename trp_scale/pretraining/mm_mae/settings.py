@@ -105,22 +105,14 @@ class MmMaeConfig(ImagePretrainConfig):
 
 
 def input_modality(name: str) -> Component:
-    """Return the modality of this name, an entry of --modalities.inputs.
-
-    Raises:
-        RefusedError: it does not exist; the message has the nearest name and all names.
-    """
+    """Return the modality of an entry of --modalities.inputs; raise RefusedError if it does not exist."""
     if name not in names("modality"):
         raise RefusedError(f"--modalities.inputs has {name!r}: {unknown_component('modality', name)}")
     return find("modality", name)
 
 
 def predicted_modality(task: str) -> Component:
-    """Return the modality that a task, an entry of --modalities.outputs, predicts.
-
-    Raises:
-        RefusedError: it does not exist; the message has the nearest name and all names.
-    """
+    """Return the modality that an entry of --modalities.outputs predicts; raise RefusedError if it does not exist."""
     tasks = {task_name: name for name in names("modality") for task_name in find("modality", name).tasks}
     if task not in tasks:
         raise RefusedError(
@@ -131,11 +123,7 @@ def predicted_modality(task: str) -> Component:
 
 
 def used_modalities(inputs: Sequence[str], outputs: Sequence[str]) -> list[Component]:
-    """Return the input and predicted modalities, in the order of a sample's members.
-
-    Raises:
-        RefusedError: a name does not exist.
-    """
+    """Return the input and predicted modalities, in the order of a sample's members."""
     return _in_order({part.name for part in (*map(input_modality, inputs), *map(predicted_modality, outputs))})
 
 

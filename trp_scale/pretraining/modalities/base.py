@@ -40,8 +40,6 @@ class MapFiles:
     """Conversion of a modality's map files into a data set.
 
     Attributes:
-        name: name of the modality.
-        format: storage format.
         description: description in dataset.json.
         content: content of files that describe the maps; it is part of the data set's identity.
     """
@@ -62,8 +60,7 @@ class MapFiles:
     def numbers(self, numbers: Map) -> Map:
         """Convert a file's numbers to stored numbers; return the same array if they are equal.
 
-        Raises:
-            DataError: numbers that cannot be stored.
+        Raises DataError for numbers that cannot be stored.
         """
         return numbers
 
@@ -173,11 +170,7 @@ class Modality(ABC):
     def from_files(cls, settings: Any) -> MapFiles:
         """Return the conversion of map files.
 
-        Args:
-            settings: the modality's settings for files; `None` if it has none.
-
-        Raises:
-            DataError: a setting is missing or wrong.
+        `settings` are the modality's settings for files. Raises DataError if one is missing or wrong.
         """
         assert cls.format is not None
         return MapFiles(name=cls.name, format=cls.format, description={"exact": False})
@@ -210,11 +203,7 @@ class Modality(ABC):
         """Return the fields of a batch: NAME: maps, [R, s, s] or [R, C, s, s] for several channels; NAME_counts: known
         elements of each patch, [R, N] int32.
 
-        Args:
-            rows: decoded samples.
-            crops: crop of each row.
-            cropper: cuts the crops.
-            stored: maps of the data set of each row.
+        `stored` are the maps of the data set of each row.
         """
         size = cropper.size // self.stride
         channels = () if self.channels == 1 else (self.channels,)
@@ -283,9 +272,7 @@ class Modality(ABC):
     def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
         """Return the loss of each patch, summed over its elements, [R, N].
 
-        Args:
-            guess: prediction [R, N, `values`] in fp32 or fp64.
-            patches: [R, N, P] from `patches`.
+        `guess` is the prediction [R, N, `values`] in fp32 or fp64, `patches` are [R, N, P].
         """
 
     # Pictures
@@ -311,12 +298,7 @@ class Modality(ABC):
 
     @classmethod
     def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the legend (text, colour) of maps if `show` has a colour for each number.
-
-        Args:
-            maps: maps for `show`, of any shapes.
-            names: class names in the order of their numbers; may be empty.
-        """
+        """Return the legend (text, colour) of maps if `show` has a colour for each number; `names` may be empty."""
         return []
 
     @classmethod

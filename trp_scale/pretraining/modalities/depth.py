@@ -225,8 +225,7 @@ def stretch(numbers: npt.NDArray[Any]) -> Map:
 def units_of_metres(metres: npt.NDArray[Any], scale: float) -> Map:
     """Convert metres to units of `scale`, at least 1; NOT_MEASURED where they are 0 or not finite.
 
-    Raises:
-        DataError: a depth is below 0, or exceeds 16 bits.
+    Raises DataError if a depth is below 0 or exceeds 16 bits.
     """
     known = np.isfinite(metres) & (metres != 0)
     units = np.where(known, np.rint(metres.astype(np.float64) / scale), 0.0)
@@ -346,12 +345,8 @@ def standardise(depth: Tensor, statistics: Tensor) -> Tensor:
 
 
 def depth_maps(processor: Any, scale: float | None) -> Interpret:
-    """Return the function from a depth estimator's output to maps.
-
-    Args:
-        processor: its image processor; post_process_depth_estimation is used if it has this method.
-        scale: metres per stored unit; `None` stretches each image's finite output to 1..65535.
-    """
+    """Return the function from a depth estimator's output to maps. `scale` is metres per stored unit; `None` stretches
+    each image's finite output to 1..65535."""
 
     def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
         depths = _estimates(processor, output, sizes)

@@ -76,12 +76,7 @@ class Normals(Modality):
 
 
 def stored_normals(normals: npt.NDArray[np.floating[Any]], bits: int) -> Map:
-    """Convert normals to stored numbers.
-
-    Args:
-        normals: [H, W, 3] of length 1, NaN if unknown.
-        bits: 8 or 16, per component.
-    """
+    """Convert normals [H, W, 3] of length 1, NaN if unknown, to stored numbers of 8 or 16 bits."""
     kind = np.uint8 if bits == 8 else np.uint16
     shares = np.rint((normals.astype(np.float64) + 1) / 2 * np.iinfo(kind).max)
     return np.where(np.isnan(normals), UNKNOWN, shares).astype(kind)

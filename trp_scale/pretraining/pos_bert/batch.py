@@ -83,10 +83,7 @@ def draw_pairs(rows: TextRows, states: Words, alone: npt.NDArray[np.bool_]) -> S
 
     Special rows: a single sentence is split at the start of a word, a single word anywhere. A single piece is A and
     always gets a wrong B. In a block of one row every pair is right. A single piece alone in its block, and an empty
-    row, get an empty right B.
-
-    Args:
-        alone: [R] rows that are their own partner.
+    row, get an empty right B. `alone` [R] marks rows that are their own partner.
     """
     width = rows.tokens.shape[1]
     pieces = rows.pieces[rows.own]
@@ -274,12 +271,8 @@ KEPT_LENGTHS = 64
 
 
 def kept_positions(attended: Flags) -> Integers:
-    """Return the positions of the flattened rows that are computed, ascending: the real ones, and the first padding
-    positions up to the next multiple of R * L / KEPT_LENGTHS.
-
-    Args:
-        attended: [R, L] True at real positions.
-    """
+    """Return the positions of flattened rows [R, L] that are computed, ascending: all real ones, and the first padding
+    positions up to the next multiple of R * L / KEPT_LENGTHS."""
     real = attended.ravel()
     part = -(-real.size // KEPT_LENGTHS)
     spare = -int(real.sum()) % part

@@ -49,13 +49,9 @@ class TokenMasker:
     """Draws masks.
 
     Args:
-        settings: section `masking`.
         length: L, pieces per sequence.
         vocab_size, mask_id, special_ids: of the tokenizer; random replacements are uniform over non-special ids.
         spare_other: never mask pieces outside the nine groups (objective.other = unmasked).
-
-    Raises:
-        RefusedError: settings that contradict each other or the length.
     """
 
     def __init__(

@@ -57,9 +57,9 @@ class BertOutput(NamedTuple):
     Attributes:
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
         next_sentence_logits: [R, 2], index 0 = the second sentence follows the first (transformers' convention).
-        shared_inputs: [R, M, D] without a graph, what entered the transform; only with a tap at its output.
-        word_losses: of the prediction logits, where a tensor parallel rank has a part of the vocabulary; None: torch's.
-        training: whether the model was in training mode.
+        shared_inputs: [R, M, D] without a graph, input of the transform; only with a tap on its output.
+        word_losses: cross-entropy over a vocabulary that is cut over tensor-parallel ranks; `None` = torch's.
+        training: whether the model is in training mode.
     """
 
     prediction_logits: Tensor
@@ -250,10 +250,7 @@ class PretrainingHeads(nn.Module):
 class BertForMaskedPositions(nn.Module):
     """BERT with masked-word prediction at given positions and next-sentence prediction.
 
-    Args:
-        model: sizes.
-        vocab_size: size of the vocabulary without padding; padding has probability 0.
-        seed: seed of the initial weights.
+    `vocab_size` is without padding; padding has probability 0.
     """
 
     word_losses: WordLosses | None = None

@@ -38,12 +38,7 @@ NEXT_SENTENCE = "next_sentence"
 
 class PosMaskedLanguageModelling:
     """T tasks: the groups in their stored order (the last is `other`, 12-14 % of English words), then next-sentence
-    prediction.
-
-    Args:
-        config: settings.
-        groups: names of the groups, in the order of their numbers in the shards.
-        hidden_size: D, width of the encoder.
+    prediction. `hidden_size` is D, the width of the encoder.
     """
 
     in_a_graph = True

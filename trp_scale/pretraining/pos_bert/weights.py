@@ -76,7 +76,7 @@ def write_bert(export: Export) -> None:
 
     Raises:
         RefusedError: the tokenizer is missing.
-        CheckpointError: the checkpoint is damaged, or is not of a BERT.
+        CheckpointError: the checkpoint is damaged.
     """
     tokenizer = find_tokenizer(export.checkpoint, export.document)
     config = from_dict(export.document.config, source=str(export.checkpoint))
