@@ -137,7 +137,7 @@ class Content:
         engine: engine with the weights and moments; they are read while they are written or copied.
         hooks_state: nested dicts of JSON values and tensors, the same on every rank.
         cursors: consumed rows, by source.
-        extra: JSON values of the training loop; an export needs `vocab_size` and `data_tokenizer`, and `data_digest`
+        extra: JSON values of the training loop; an export needs `vocab_size`, and `data_digest`
             allows the data set to move between runs.
     """
 

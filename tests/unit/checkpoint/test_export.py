@@ -87,15 +87,12 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert tokenizer("word3 [MASK]", add_special_tokens=False)["input_ids"] == [8, 4]
 
 
-def test_a_tokenizer_elsewhere_is_found_by_its_name(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", our_weights(), data_tokenizer=str(tmp_path / "data"))
-    (tmp_path / "run" / "tokenizer").rename(tmp_path / "data")
-    export(tmp_path / "run", tmp_path / "hf")
-    assert (tmp_path / "hf" / "tokenizer.json").exists()
-    (tmp_path / "data").rename(tmp_path / "gone")
-    with pytest.raises(RefusedError, match=f"{tmp_path}/data"):
-        export(tmp_path / "run", tmp_path / "again")
-    assert not (tmp_path / "again").exists()
+def test_a_run_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", our_weights())
+    (tmp_path / "run" / "tokenizer").rename(tmp_path / "gone")
+    with pytest.raises(RefusedError, match=f"{tmp_path}/run/tokenizer"):
+        export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_others_can_read_an_export(tmp_path: Path) -> None:

@@ -182,23 +182,17 @@ def pop_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -
     if name not in tensors:
         raise ValueError(f"{name} is missing")
     positions = tensors.pop(name).float().squeeze(0)  # [1 + N, D]
-    grid, width = round((len(positions) - 1) ** 0.5), positions.shape[-1]
-    if grid**2 != len(positions) - 1:
-        raise ValueError(
-            f"{name}: {len(positions)} positions; expected those of a square grid of patches and a class token"
-        )
-    stored = position_order(positions[1:])
-    if stored is not None and stored != order:
-        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
-    if stored is None and not positions.any():
-        raise ValueError(f"{name}: all zeros, as in an untrained model; give trained weights")
-    if stored is None:
-        off = float((positions[1:] - sine_cosine(grid, width, order)).abs().max())
-        raise ValueError(
-            f"{name}: differs from fixed sine-cosine positions by up to {off:.2g}, allowed: {POSITION_TOLERANCE:g}; "
-            "a model with learned positions cannot be imported"
-        )
+    check_positions(name, positions[1:], order)
     return positions[0]
+
+
+def check_positions(name: str, positions: Tensor, order: PositionOrder) -> None:
+    """Raise ValueError if positions [N, D] are not sine-cosine positions of a square grid in this order."""
+    stored = position_order(positions)
+    if stored is None:
+        raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; others cannot be imported")
+    if stored != order:
+        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
 
 
 def write_timm(export: Export) -> None:

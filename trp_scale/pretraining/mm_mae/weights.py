@@ -17,7 +17,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
 from trp_scale.models.initialise import current_value, set_value
 from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightLayout, WeightNames
-from trp_scale.pretraining.mae.weights import check_timm, position_order, write_encoder
+from trp_scale.pretraining.mae.weights import check_positions, check_timm, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -101,7 +101,7 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
         if adapter in (INPUTS, OUTPUTS) and f"{adapter}.{rest.split('.')[0]}" not in inputs | outputs:
             continue
         if name.endswith(f".{POSITIONS}"):
-            _check_positions(model, name, tensor)
+            check_positions(name, tensor.float().squeeze(0).flatten(1).T, model.position_order)
         else:
             tensors[name] = tensor
     absent = {
@@ -114,15 +114,6 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
     weight_names(model).import_weights(model, tensors, kept=absent)
     for parameter in absent.values():
         set_value(parameter, lambda: 0.0)
-
-
-def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: Tensor) -> None:
-    """Raise ValueError if positions [1, D, G, G] differ from the model's fixed positions."""
-    stored = position_order(positions.float().squeeze(0).flatten(1).T)
-    if stored is None:
-        raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; others cannot be imported")
-    if stored != model.position_order:
-        raise ValueError(f"{name}: positions in the order {stored}; set --vision.position_order {stored}")
 
 
 def image_encoder_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertForPreTraining
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
+from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
@@ -78,7 +77,9 @@ def write_bert(export: Export) -> None:
         RefusedError: the tokenizer is missing.
         CheckpointError: the checkpoint is damaged.
     """
-    tokenizer = find_tokenizer(export.checkpoint, export.document)
+    tokenizer = export.checkpoint.resolve().parent.parent / TOKENIZER
+    if not tokenizer.is_dir():
+        raise RefusedError(f"{export.checkpoint}: no tokenizer at {tokenizer}; copy the data set's tokenizer there")
     config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, PosBertConfig)
     vocab_size = export.document.extra.get("vocab_size")
@@ -94,15 +95,3 @@ def write_bert(export: Export) -> None:
         if path.is_file():
             shutil.copyfile(path, export.directory / path.name)
     model.save_pretrained(export.directory)
-
-
-def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
-    """Return RUN/tokenizer, or else the directory in the checkpoint's document, if the run directory was moved."""
-    candidates = [checkpoint.resolve().parent.parent / TOKENIZER]
-    if named := document.extra.get("data_tokenizer"):
-        candidates.append(checkpoint.resolve().parent.parent / str(named))  # unchanged if absolute
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
-    tried = " or ".join(str(candidate) for candidate in candidates)
-    raise RefusedError(f"{checkpoint}: no tokenizer at {tried}; copy the data set's tokenizer to {candidates[0]}")

@@ -130,13 +130,6 @@ def test_images_and_labels_are_those_of_plain_masked_autoencoding(data: Path) ->
     assert torch.equal(ours["images"], plain["images"][:, 0]) and torch.equal(ours["labels"], plain["labels"])
 
 
-def test_masks_are_drawn_anew_and_repeat_after_as_many_epochs_as_there_are_maskings(data: Path) -> None:
-    config = multimodal_config(data, masking={"maskings": 2}, batch={"global_size": 21, "micro_size": 21})
-    by_key = [dict(zip(step["keys"].tolist(), step["visible"], strict=True)) for step in steps(config, 1, 3)]
-    assert all(torch.equal(by_key[2][key], visible) for key, visible in by_key[0].items())
-    assert sum(not torch.equal(by_key[1][key], visible) for key, visible in by_key[0].items()) >= 19
-
-
 def board(height: int, width: int, cell: int) -> np.ndarray:
     """A checkerboard [height, width], and one corner that breaks its symmetry."""
     squares = (np.arange(height)[:, None] // cell + np.arange(width) // cell) % 2 == 0

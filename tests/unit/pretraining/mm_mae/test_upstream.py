@@ -46,39 +46,15 @@ def upstream(stored: Config) -> MultimodalUpstream:
 
 
 @pytest.mark.parametrize("reduction", ["sample", "element"])
-def test_counts_are_of_what_the_loss_is_taken_over(stored: Config, reduction: str) -> None:
-    """The loader counts valid pixels on its way; here they are counted again in the very maps that are predicted."""
+def test_counts_of_stored_rows_are_those_of_the_losses(stored: Config, reduction: str) -> None:
     stored.objective.reduction = reduction  # type: ignore[assignment]
     found = upstream(stored)
     for micro in found.sources.train.next_window():
         losses = found.objective(found.model(), micro)
-        assert losses.counts.tolist() == found.objective.count(micro).tolist() == recount(stored, micro)
+        assert losses.counts.tolist() == found.objective.count(micro).tolist()
         losses.sums.sum().backward()  # type: ignore[no-untyped-call]
         assert losses.sums.isfinite().all() and (losses.sums > 0).all()
     found.sources.close()
-
-
-def recount(stored: Config, batch: Batch) -> list[float]:
-    """Masked elements, pixel by pixel of the whole maps."""
-    size, patch = stored.crops.size, stored.vision.patch_size
-    grid = size // patch
-    valid = {
-        "rgb": torch.ones(batch.rows, grid, grid),
-        "depth": batch["depth"] != 0,
-        "semseg": batch["semseg"] != 255,
-    }
-    found = []
-    for task in stored.modalities.outputs:
-        modality = task.removeprefix("raw_")
-        number = stored.modalities.inputs.index(modality)  # type: ignore[arg-type]
-        masked = torch.ones(batch.rows, 3 * grid**2)
-        for row, tokens in enumerate(batch["visible"].tolist()):
-            masked[row, tokens] = 0
-        own = masked.view(batch.rows, 3, grid, grid)[:, number]
-        fine = torch.nn.functional.interpolate(own[:, None], valid[modality].shape[-1])[:, 0]  # nearest
-        elements = (fine * valid[modality]).sum((1, 2))
-        found.append(float((elements > 0).sum() if stored.objective.reduction == "sample" else elements.sum()))
-    return found
 
 
 def test_given_weights_are_read(stored: Config, tmp_path: Path) -> None:
@@ -228,22 +204,6 @@ def own_path(model: torch.nn.Module, task: str) -> list[Tensor]:
     """Parameters on the way from the inputs to a task's prediction."""
     others = tuple(f"decoders.{name}." for name in EVERY_TASK if name != task)
     return [each for name, each in model.named_parameters() if not name.startswith(others)]
-
-
-def test_a_modality_that_is_seen_whole_is_absent_as_a_task() -> None:
-    """300 of 588 tokens may be all of one modality: its labels are valid, and none is masked."""
-    settings = config(visible_tokens=300)
-    settings.crops.size = 56
-    rows = batch(range(2), 300, side=56)
-    rows["visible"][0] = torch.cat([torch.arange(104), torch.arange(2 * 196, 3 * 196)])
-    objective, model = MultimodalReconstruction(settings), small_model(settings, dtype=torch.float32)
-    assert model.grid**2 * 3 == 588
-    losses = objective(model, rows)
-    assert losses.counts.tolist() == [2, 2, 1] and losses.sums.isfinite().all()
-    objective.per_sample = False
-    assert objective.count(rows)[2] == objective.elements(rows)[2, 1].sum() > 0
-    losses.sums.sum().backward()
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
 def test_a_pixel_shift_reaches_what_is_seen_and_not_the_target() -> None:
