@@ -61,11 +61,7 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the safetensors name of a tensor's dtype.
-
-    Raises:
-        CheckpointError: the format has no such dtype.
-    """
+    """Return the safetensors name of a tensor's dtype. Raises CheckpointError: the format has no such dtype."""
     if tensor.dtype not in _NAMES:
         known = ", ".join(str(dtype) for dtype in _NAMES)
         raise CheckpointError(f"a tensor of {tensor.dtype} cannot be stored; these can: {known}")
@@ -207,11 +203,7 @@ def read_exactly(file: IO[bytes], count: int) -> bytes:
 
 
 def check_sound(directory: Path, entries: Sequence[FileEntry]) -> None:
-    """Compare files with their checksums.
-
-    Raises:
-        CheckpointError: lists every damaged file.
-    """
+    """Compare files with their checksums. Raises CheckpointError: lists every damaged file."""
     problems = [problem for entry in entries if (problem := damage(directory, entry)) is not None]
     if problems:
         raise CheckpointError("damaged checkpoint: " + "; ".join(problems))
@@ -286,11 +278,8 @@ class CheckpointDocument:
 
 
 def read_document(directory: Path) -> CheckpointDocument:
-    """Read checkpoint.json of a checkpoint directory.
-
-    Raises:
-        CheckpointError: it is missing, damaged or of another format.
-    """
+    """Read checkpoint.json of a checkpoint directory. Raises CheckpointError: it is missing, damaged or of another
+    format."""
     path = directory / DOCUMENT_NAME
     missing = f"missing, so {directory} is not a finished checkpoint"
     content = read_object(path, CheckpointError, missing=missing, largest=LARGEST_DOCUMENT)
@@ -309,11 +298,7 @@ def read_document(directory: Path) -> CheckpointDocument:
 
 
 def check_tensors(path: Path, document: CheckpointDocument) -> None:
-    """Check sizes that the types of a document do not check.
-
-    Raises:
-        CheckpointError: an impossible tensor or file.
-    """
+    """Check sizes that the types of a document do not check. Raises CheckpointError: an impossible tensor or file."""
     for name, tensor in document.tensors.items():
         if prod(tensor.shape) > LARGEST or any(dtype not in DTYPES for dtype in tensor.states.values()):
             raise CheckpointError(
@@ -332,11 +317,8 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
 
 
 def check_digest(path: Path) -> None:
-    """Compare checkpoint.json with the digest at its start.
-
-    Raises:
-        CheckpointError: a byte differs, or there is no digest.
-    """
+    """Compare checkpoint.json with the digest at its start. Raises CheckpointError: a byte differs, or there is no
+    digest."""
     raw = path.read_bytes()
     begin = _DIGEST.match(raw)
     if begin is None or hashlib.sha256(_DIGEST.sub(rb"\1\3", raw, count=1)).hexdigest().encode() != begin[2]:
@@ -344,11 +326,8 @@ def check_digest(path: Path) -> None:
 
 
 def check_consistent(directory: Path, document: CheckpointDocument) -> None:
-    """Check that the directory's name and the stored settings agree with the document.
-
-    Raises:
-        CheckpointError: names the field, its value and the expected value.
-    """
+    """Check that the directory's name and the stored settings agree with the document. Raises CheckpointError: names
+    the field, its value and the expected value."""
     path = directory / DOCUMENT_NAME
     named = _STEP.search(directory.name)
     if named is not None and int(named[1]) != document.step:
@@ -405,11 +384,7 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Invert `split_state`.
-
-    Raises:
-        CheckpointError: the document refers to a missing tensor.
-    """
+    """Invert `split_state`. Raises CheckpointError: the document refers to a missing tensor."""
     if isinstance(document, dict):
         if set(document) == {REFERENCE}:
             key = document[REFERENCE]

@@ -43,10 +43,7 @@ class Export:
 
     def read_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return all weights of the checkpoint in fp32, checked against `model`, which is built from its settings.
-
-        Raises:
-            CheckpointError: the weights do not fit the model.
-        """
+        Raises CheckpointError: the weights do not fit the model."""
         weights = {name: tensor.float() for name, tensor in read_full_state(self.checkpoint, self.state).items()}
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -137,11 +134,8 @@ def loading_call(directory: Path) -> str:
 
 
 def find_writer(document: CheckpointDocument, to: str) -> Writer:
-    """Return the upstream's writer for a library, from its `exports`.
-
-    Raises:
-        RefusedError: the upstream has none, or is unknown.
-    """
+    """Return the upstream's writer for a library, from its `exports`. Raises RefusedError: the upstream has none, or is
+    unknown."""
     upstream = document.config.get("upstream", "")
     exports: Mapping[str, str] = find("upstream", upstream, "the run's upstream").load().exports if upstream else {}
     if to in exports:

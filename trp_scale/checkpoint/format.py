@@ -88,11 +88,7 @@ def parse_key(key: str) -> tuple[str, str, Region] | None:
 
 
 def without_values(piece: Piece) -> StoredPiece:
-    """Return the metadata of a piece.
-
-    Raises:
-        CheckpointError: a tensor is not flat or not of the region's size.
-    """
+    """Return the metadata of a piece. Raises CheckpointError: a tensor is not flat or not of the region's size."""
     for state, tensor in piece.tensors.items():
         if tuple(tensor.shape) != (piece.region.size,):
             raise CheckpointError(
@@ -120,11 +116,8 @@ def write_pieces(path: Path, pieces: Callable[[], Iterable[Piece]]) -> tuple[Fil
 
 
 def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
-    """Return the whole tensors that the pieces of all ranks form.
-
-    Raises:
-        CheckpointError: pieces disagree about a tensor, or miss or repeat elements.
-    """
+    """Return the whole tensors that the pieces of all ranks form. Raises CheckpointError: pieces disagree about a
+    tensor, or miss or repeat elements."""
     by_name: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -143,11 +136,8 @@ def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
 
 
 def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredPiece]) -> None:
-    """Check that the pieces contain every element of the tensor exactly once.
-
-    Raises:
-        CheckpointError: names `what` and the first elements that are outside the tensor, missing or duplicated.
-    """
+    """Check that the pieces contain every element of the tensor exactly once. Raises CheckpointError: names `what` and
+    the first elements that are outside the tensor, missing or duplicated."""
     total = prod(shape)
     for piece in pieces:
         if not piece.region.fits(shape):
@@ -306,11 +296,7 @@ def overlap(stored: Runs, wanted: Runs) -> tuple[Integers, Integers, Integers]:
 
 
 def read_header(path: Path) -> Header:
-    """Return the keys, dtypes and shapes in one rank's file.
-
-    Raises:
-        CheckpointError: it is not a safetensors file.
-    """
+    """Return the keys, dtypes and shapes in one rank's file. Raises CheckpointError: it is not a safetensors file."""
     with reading_tensors(path), safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
         slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 (not a dict)
         return {key: (piece_slice.get_dtype(), tuple(piece_slice.get_shape())) for key, piece_slice in slices}

@@ -183,11 +183,7 @@ def reading(path: str, what: str) -> Iterator[None]:
 
 
 def stored_weights(path: str) -> dict[str, Tensor]:
-    """Return all tensors of the directory's model.safetensors in fp32.
-
-    Raises:
-        RefusedError: the file is damaged.
-    """
+    """Return all tensors of the directory's model.safetensors in fp32. Raises RefusedError: the file is damaged."""
     with reading(path, FILE):
         return {name: tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
 

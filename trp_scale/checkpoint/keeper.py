@@ -244,11 +244,8 @@ def copy(path: Path, url: str) -> None:
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
-
-    Raises:
-        RefusedError: not a URL, or no installed library supports it.
-    """
+    """Return the file system of a URL, and the path in it. Raises RefusedError: not a URL, or no installed library
+    supports it."""
     if "://" not in url:
         raise RefusedError(f"--checkpoint.mirror {url}: allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY")
     try:

@@ -71,11 +71,8 @@ class HostCopy:
         return 0 if self._memory is not None and self._memory.numel() >= wanted else wanted
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Copy pieces, and return them with the copies in place of the engine's tensors. Wait for the device.
-
-        Raises:
-            RuntimeError: not enough memory.
-        """
+        """Copy pieces, and return them with the copies in place of the engine's tensors. Wait for the device. Raises
+        RuntimeError: not enough memory."""
         held = list(pieces)
         on_gpu = any(tensor.is_cuda for piece in held for tensor in piece.tensors.values())
         memory = self._of_size(_copied_bytes(held), pinned=on_gpu)
@@ -285,11 +282,8 @@ class CheckpointWriter:
         return self._under_way is not None and self._under_way.over
 
     def settle(self) -> None:
-        """Finish the pending checkpoint, if there is one; wait for its parts.
-
-        Raises:
-            RankError: on every rank: an error other than a storage failure on any rank.
-        """
+        """Finish the pending checkpoint, if there is one; wait for its parts. Raises RankError: on every rank: an error
+        other than a storage failure on any rank."""
         under_way = self._under_way
         if under_way is None:
             return
@@ -447,11 +441,8 @@ class CheckpointWriter:
 
 
 def make_room(temporary: Path, needed: int) -> None:
-    """Create the directory of an unfinished checkpoint, on rank 0, if the disk has enough free space.
-
-    Raises:
-        OSError: not enough space, or the directory cannot be created.
-    """
+    """Create the directory of an unfinished checkpoint, on rank 0, if the disk has enough free space. Raises OSError:
+    not enough space, or the directory cannot be created."""
     if temporary.exists():  # of the same step, before a rollback
         shutil.rmtree(temporary)
     temporary.parent.mkdir(parents=True, exist_ok=True)

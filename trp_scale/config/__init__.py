@@ -386,11 +386,8 @@ class LoggingConfig(Section):
     """Also record the GPU's memory allocations, for pytorch.org/memory_viz."""
 
     def profiled_steps(self) -> range:
-        """Return the steps to profile; empty if there are none.
-
-        Raises:
-            ValueError: `profile` is not START:STOP with 1 <= START <= STOP.
-        """
+        """Return the steps to profile; empty if there are none. Raises ValueError: `profile` is not START:STOP with 1
+        <= START <= STOP."""
         if not self.profile:
             return range(0)
         first, last = (int(part) for part in self.profile.split(":"))

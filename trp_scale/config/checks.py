@@ -15,11 +15,8 @@ from trp_scale.config.settings import Section, Settings, find_problems, non_defa
 
 
 def check(config: Config) -> None:
-    """Refuse invalid settings; the message lists every flag with its value and the allowed values.
-
-    Raises:
-        RefusedError: at least one setting is invalid.
-    """
+    """Refuse invalid settings; the message lists every flag with its value and the allowed values. Raises RefusedError:
+    at least one setting is invalid."""
     problems = list(general_problems(config))
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -98,11 +95,7 @@ class EngineRules(Settings):
 
 
 def engine_rules(name: str) -> EngineRules:
-    """Return the declaration of an engine.
-
-    Raises:
-        RefusedError: no engine has this name.
-    """
+    """Return the declaration of an engine. Raises RefusedError: no engine has this name."""
     rules: EngineRules = find("engine", name, "--engine").settings()
     return rules
 
@@ -113,12 +106,8 @@ def distributed_engines() -> list[str]:
 
 
 def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
-    """Refuse settings that the chosen engine or machine does not support.
-
-    Raises:
-        RefusedError: settings of another engine, settings that the engine refuses, fp16 without a loss scaler or GPU, a
-            memory snapshot without a GPU.
-    """
+    """Refuse settings that the chosen engine or machine does not support. Raises RefusedError: settings of another
+    engine, settings that the engine refuses, fp16 without a loss scaler or GPU, a memory snapshot without a GPU."""
     rules = engine_rules(engine)
     for other in names("engine"):
         section = engine_rules(other).section

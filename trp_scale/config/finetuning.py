@@ -64,11 +64,8 @@ class FinetuneConfig(Config):
         return "--downstream.epochs" if self.downstream.epochs > 0 else super().length_flag
 
     def refuse_overwritten(self) -> None:
-        """Refuse an explicit number of steps or warm-up steps that `downstream` would overwrite.
-
-        Raises:
-            RefusedError: naming both settings.
-        """
+        """Refuse an explicit number of steps or warm-up steps that `downstream` would overwrite. Raises RefusedError:
+        naming both settings."""
         downstream, steps, warmup = self.downstream, self.training.steps, self.optimizer.warmup_steps
         if downstream.epochs > 0 and steps != TrainingConfig().steps:
             raise RefusedError(

@@ -49,11 +49,8 @@ class TakesModalities(TakesModules):
 
     @classmethod
     def with_modality_sections(cls: type[CommandT]) -> type[CommandT]:
-        """Return the command with the sections of all registered modalities.
-
-        Raises:
-            RefusedError: a modality has the name of a flag of the command.
-        """
+        """Return the command with the sections of all registered modalities. Raises RefusedError: a modality has the
+        name of a flag of the command."""
         sections = preparation_sections(cls.part)
         if clashes := [item.name for item in dataclasses.fields(cls) if item.name in sections]:
             raise RefusedError(f"the modality {clashes[0]} has a section here, and --{clashes[0]} is a flag; rename it")

@@ -84,11 +84,8 @@ def read_optional_object(path: Path) -> dict[str, Any]:
 def read_content(
     path: Path, raised: type[RefusedError], *, source: str = "", missing: str = "not found", largest: int = LARGEST
 ) -> bytes:
-    """Return the bytes of a file; arguments as for `read_json`.
-
-    Raises:
-        raised: the file cannot be read, or is too large.
-    """
+    """Return the bytes of a file; arguments as for `read_json`. Raises raised: the file cannot be read, or is too
+    large."""
     source = source or str(path)
     try:
         with path.open("rb") as stream:
@@ -145,12 +142,8 @@ def parse_json(
 
 
 def check_document(document: Any, source: str, raised: type[RefusedError]) -> Any:
-    """Return the document after checking its limits.
-
-    Raises:
-        raised: more than DEEPEST levels, a number beyond LARGEST_NUMBER, or text with an unpaired surrogate, which
-            cannot be written or printed.
-    """
+    """Return the document after checking its limits. Raises raised: more than DEEPEST levels, a number beyond
+    LARGEST_NUMBER, or text with an unpaired surrogate, which cannot be written or printed."""
     level = [document]
     for _ in range(DEEPEST + 2):  # DEEPEST containers, the innermost values, and an empty level
         if not level:
@@ -184,11 +177,8 @@ def can_be_written(text: str) -> bool:
 
 
 def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of a file; lines include their line end, which the last one may lack.
-
-    Raises:
-        raised: the file cannot be read, or a line is longer than LONGEST_LINE.
-    """
+    """Yield (number, line) of a file; lines include their line end, which the last one may lack. Raises raised: the
+    file cannot be read, or a line is longer than LONGEST_LINE."""
     try:
         with path.open("rb") as stream:
             number = 0

@@ -45,12 +45,8 @@ def known_recipes(kind: type[Config] | None = None) -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path) -> Config:
-    """Read a recipe by its name (`pos_bert_base`) or by the path of a YAML file.
-
-    Raises:
-        RefusedError: no such recipe, not YAML, unknown keys (names the nearest key) or values of a wrong type. The
-            message lists all problems.
-    """
+    """Read a recipe by its name (`pos_bert_base`) or by the path of a YAML file. Raises RefusedError: no such recipe,
+    not YAML, unknown keys (names the nearest key) or values of a wrong type. The message lists all problems."""
     return resolve(recipe_path(str(name_or_path)))[0]
 
 

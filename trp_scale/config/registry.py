@@ -369,11 +369,8 @@ def default_settings(role: str, name: str) -> Callable[[], Settings]:
 
 
 def load_module(name_or_path: str) -> str:
-    """Import a user's module, by file path or dotted name; it registers components. Return its dotted name.
-
-    Raises:
-        RefusedError: no such file or module, or its import fails.
-    """
+    """Import a user's module, by file path or dotted name; it registers components. Return its dotted name. Raises
+    RefusedError: no such file or module, or its import fails."""
     _load_all()
     path, name = Path(name_or_path), name_or_path
     file = path.resolve() if path.suffix == ".py" else None

@@ -66,11 +66,7 @@ class Arguments:
     """Set by the deepspeed launcher and ignored; ranks are read from the environment."""
 
     def choose_engine(self, world: int) -> str:
-        """Return the engine of this run on `world` ranks.
-
-        Raises:
-            RefusedError: plain on several ranks.
-        """
+        """Return the engine of this run on `world` ranks. Raises RefusedError: plain on several ranks."""
         if self.engine is not None and world > 1 and engine_rules(self.engine).one_process:
             raise RefusedError(
                 f"--engine {self.engine} is for one process, this run has {world}; allowed: "

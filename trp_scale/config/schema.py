@@ -207,11 +207,8 @@ def record(kind: type[Kind], document: object, where: str, raised: type[RefusedE
 
 def clean_text(text: str) -> str:
     """Return a flag or setting in the form to store: `~` is expanded, and name and password are removed from URLs.
-    `find_credentials` returns them for requests, also in child processes.
-
-    Raises:
-        RefusedError: a name that is not UTF-8, which documents, tables and checkpoints cannot store.
-    """
+    `find_credentials` returns them for requests, also in child processes. Raises RefusedError: a name that is not
+    UTF-8, which documents, tables and checkpoints cannot store."""
     if not text.isascii() and escape_name(text) != text:
         raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
     text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111

@@ -94,11 +94,8 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
-    """Return the value in a YAML file, `None` for an empty file.
-
-    Raises:
-        raised: the file cannot be read, is too large, is not YAML, has a tag, or exceeds a limit.
-    """
+    """Return the value in a YAML file, `None` for an empty file. Raises raised: the file cannot be read, is too large,
+    is not YAML, has a tag, or exceeds a limit."""
     content = read_content(path, raised, largest=LARGEST)
     try:
         loader = _Loader(content.decode("utf-8"))

@@ -54,11 +54,7 @@ class PlanArguments(Arguments):
 
 
 def parse_plan(argv: Sequence[str]) -> PlanArguments:
-    """Read and check the command line.
-
-    Raises:
-        RefusedError: as `config.run_flags.parse`; also for invalid numbers.
-    """
+    """Read and check the command line. Raises RefusedError: as `config.run_flags.parse`; also for invalid numbers."""
     arguments = parse_run(argv, PlanArguments, PretrainConfig, prog="trp-scale plan")
     arguments.config.data.path = arguments.config.data.path or NO_DATA
     check(arguments.config)

@@ -150,11 +150,7 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU that `--gpu` names.
-
-    Raises:
-        RefusedError: unknown name.
-    """
+    """Return the GPU that `--gpu` names. Raises RefusedError: unknown name."""
     if name not in GPUS:
         kinds = ", ".join(kind for kind in GPUS if kind.startswith(f"{name}-"))
         problem = f"its kinds are {kinds}" if kinds else f"not known{nearest(name, GPUS)}"

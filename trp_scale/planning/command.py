@@ -58,11 +58,8 @@ def fixed_layout(arguments: Arguments) -> LayoutChoice:
 
 
 def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str, best: int) -> Iterator[str]:
-    """Yield the best layouts with their commands, memory and time.
-
-    Raises:
-        RefusedError: nothing fits; names the nearest plan that does.
-    """
+    """Yield the best layouts with their commands, memory and time. Raises RefusedError: nothing fits; names the nearest
+    plan that does."""
     yield from tables.describe_plan(counted, cluster)
     plans = make_plans(counted, cluster, choices)
     plans_that_fit = fitting(plans)
@@ -104,11 +101,8 @@ def best_on(
 
 
 def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
-    """Yield the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data.
-
-    Raises:
-        RefusedError: it does not fit.
-    """
+    """Yield the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data. Raises RefusedError:
+    it does not fit."""
     gpu, why = this_gpu()
     config = arguments.config
     counted = Counted(config, find_upstream(config).facts(config))
@@ -120,11 +114,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
 
 
 def report_of_one(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
-    """Yield the plan of the command's layout.
-
-    Raises:
-        RefusedError: it does not fit.
-    """
+    """Yield the plan of the command's layout. Raises RefusedError: it does not fit."""
     plans = [plan for plan in make_plans(counted, cluster, choices) if plan.layout.is_stated(counted.config)]
     plans_that_fit = fitting(plans)
     if not plans_that_fit:

@@ -98,11 +98,8 @@ class ClusterPlan:
 
 
 def layouts(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[Layout]:
-    """Yield the layouts that the settings allow, of the named engine or of all that are tried.
-
-    Raises:
-        RefusedError: refused settings, or settings of unknown cost.
-    """
+    """Yield the layouts that the settings allow, of the named engine or of all that are tried. Raises RefusedError:
+    refused settings, or settings of unknown cost."""
     for name in [choices.engine] if choices.engine else names("engine"):
         location = engine_rules(name).layouts
         if not location and choices.engine:
@@ -113,11 +110,8 @@ def layouts(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterat
 
 
 def make_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice | None = None) -> list[ClusterPlan]:
-    """Return a plan for each layout: plans that fit, by speed; then the others, by missing memory.
-
-    Raises:
-        RefusedError: no layout divides the global batch, or the settings are refused.
-    """
+    """Return a plan for each layout: plans that fit, by speed; then the others, by missing memory. Raises RefusedError:
+    no layout divides the global batch, or the settings are refused."""
     plans: list[ClusterPlan] = []
     enough: set[str] = set()  # layouts that more checkpointing cannot make faster
     refused: RefusedError | None = None

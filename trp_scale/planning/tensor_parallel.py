@@ -133,11 +133,7 @@ class RowsOfTokens(nn.Linear):
 
 
 def declared_plan(model: nn.Module) -> TensorPlan:
-    """Return the model's tensor-parallel plan.
-
-    Raises:
-        RefusedError: it has none.
-    """
+    """Return the model's tensor-parallel plan. Raises RefusedError: it has none."""
     plan = getattr(model, "tensor_plan", None)
     if not isinstance(plan, TensorPlan):
         raise RefusedError(f"--engine megatron: {type(model).__name__} has no tensor_plan; use another engine")
