@@ -106,14 +106,6 @@ def test_whoever_is_told_of_timm_s_local_directories_is_told_to_ask_for_the_weig
     assert len(calls) >= 4 and not [call for call in calls if "pretrained=True" not in call]
 
 
-def test_timm_s_model_is_for_224_pixels_if_nothing_else_is_said(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", MAE)
-    export(tmp_path / "run", tmp_path / "timm", to="timm")
-    peer = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
-    assert peer.pos_embed.shape == (1, 1 + (224 // PATCH) ** 2, 24)
-    assert json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]["input_size"] == [3, 224, 224]
-
-
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [

@@ -25,13 +25,9 @@ from tests.unit.checkpoint.fake_engine import (
     save_step,
     whole_state,
 )
-from tests.unit.checkpoint.test_export_images import MAE, write_run
-from tests.unit.models.small_images import small_model
-from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import EngineGroup, load, other_engines
+from trp_scale.checkpoint.manager import EngineGroup, load
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.config.loader import to_dict
 from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import Group, RankError
 from trp_scale.errors import CheckpointError
@@ -280,24 +276,6 @@ def test_the_weights_of_one_engine_are_read_without_the_others(tmp_path: Path) -
         found = read_full_state(path, "exp_avg", engine)
         assert found.keys() == SHAPES.keys()
         assert all(torch.equal(found[name], value) for name, value in whole_state(seed)["exp_avg"].items())
-
-
-def test_an_export_holds_the_run_s_own_model_alone(tmp_path: Path) -> None:
-    model = small_model(MAE, dtype=torch.float32)
-    weights: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    split = {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items()}
-    group = EngineGroup(FakeEngine(0, split, {"weight": weights}, steps=0), {NAME: held(2)})
-    save_step(tmp_path / "with", 4, engine=group, config=to_dict(MAE), extra={})
-    write_run(tmp_path / "without", MAE)
-    for run in ("with", "without"):
-        export(tmp_path / run, tmp_path / f"{run}_timm", to="timm")
-    assert files(tmp_path / "with_timm") == files(tmp_path / "without_timm")
-
-
-def test_the_engines_beside_the_main_one_are_named_by_their_step_counts() -> None:
-    state = EngineGroup(held(1), {NAME: held(2, steps=7), "second": held(3)}).extra_state()
-    assert state[f"{NAME}.optimizer_steps"] == 7
-    assert other_engines(state) == [NAME, "second"]
 
 
 def vector(engine: FakeEngine, whole: dict[str, Tensor]) -> Shards:

@@ -154,12 +154,6 @@ def test_storage_that_is_not_there_ends_with_status_1(tmp_path: Path, capsys: py
     assert "to do: give a writable directory that all hosts share" in printed
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--mebibytes", "0"), ("--timeout_minutes", "0")])
-def test_a_size_or_time_of_nothing_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", flag, value]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {flag} is 0")
-
-
 @pytest.mark.exhaustive  # tests/unit/cli/test_main.py: rank 0 speaks
 def test_two_ranks_under_torchrun_print_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -127,17 +127,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run_dir: Path
     assert states(examine_run(run_dir))["step 6"] == "ok"
 
 
-def test_what_it_says_a_start_would_take_is_taken(
-    run_dir: Path, text_dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(checkpoint_path(run_dir, 8) / "rank-00000.safetensors")
-    assert "takes checkpoints/step_00000006" in of(run_dir, "resume").result
-    assert pretrain_here(flags(text_dataset, run_dir, checkpoint__every=3, checkpoint__keep=3)) == 0
-    assert f"resuming from {checkpoint_path(run_dir, 6)}" in capsys.readouterr().out
-    after = {each.check: each for each in examine_run(run_dir)}
-    assert after["step 8"].state == "ok" and after["run"].result.endswith("starts so far: 2")
-
-
 def test_one_that_was_about_to_be_replaced_counts(run_dir: Path) -> None:
     newest = checkpoint_path(run_dir, 8)
     newest.rename(newest.with_name(f".{newest.name}.replaced"))

@@ -36,15 +36,6 @@ def test_groups_of_neighbours_stay_in_a_node_and_groups_across_have_an_adapter_a
     assert cluster.seconds("gather", 8e9, 8, 4) == pytest.approx(15e-6 + 7e9 / 37.5e9 + 3 * 5e-6 + 4e-6)
 
 
-def test_one_rank_sends_nothing() -> None:
-    assert Cluster(gpu=GPUS["h100"], gpus=1).seconds("all-reduce", 1e9) == 0.0
-    assert Cluster(gpu=GPUS["h100"], gpus=1).agreement() == 0.0
-
-
-def test_the_agreement_of_hosts_grows_with_the_ranks() -> None:
-    assert Cluster(gpu=GPUS["h100"], gpus=256).agreement() == pytest.approx(2 * 255 * 30e-6)
-
-
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RefusedError, match=r"a100: its kinds"):
         find_gpu("a100")

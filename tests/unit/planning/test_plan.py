@@ -81,12 +81,6 @@ def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
     assert not alone.messages and alone.step is not None and alone.step.exposed == 0
 
 
-def test_hours_follow_from_the_step(counted: Counted) -> None:
-    plan = make_plans(counted, Cluster(gpu=H100, gpus=8))[0]
-    assert plan.days == pytest.approx(counted.config.training.steps * plan.seconds / 86400)
-    assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
-
-
 @pytest.mark.exhaustive
 def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
     """8 divides the GPUs and not the heads."""
