@@ -269,9 +269,6 @@ class CheckpointDocument:
         digest = hashlib.sha256(text.encode()).hexdigest()
         write_text(path, text.replace('"digest": ""', f'"digest": "{digest}"', 1))
 
-    def file(self, name: str) -> FileEntry:
-        return next(entry for entry in self.files if entry.name == name)
-
     @property
     def rank_files(self) -> tuple[FileEntry, ...]:
         return tuple(entry for entry in self.files if entry.name != HOOKS_NAME)

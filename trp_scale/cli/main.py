@@ -67,7 +67,8 @@ def _main(arguments: Sequence[str]) -> int:
     with suppress(FileNotFoundError):  # the directory may have been removed
         clean_text(os.getcwd())  # noqa: PTH109 - paths are stored absolute, by its name
     if not arguments or arguments[0] in HELP:
-        return _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED)
+        print("\n".join(usage()), flush=True)
+        return ExitStatus.DONE if arguments else ExitStatus.REFUSED
     if arguments[0] == "--version":
         print(f"trp-scale {trp_scale.__version__}")
         return 0
@@ -78,11 +79,6 @@ def _main(arguments: Sequence[str]) -> int:
         raise RefusedError(f"{name!r} is not a command of trp-scale{close}; allowed: {', '.join(modules)}")
     module = importlib.import_module(f"trp_scale.cli.{modules[name]}")
     status: int = getattr(module, name.replace("-", "_"))(rest)
-    return status
-
-
-def _usage(status: ExitStatus) -> int:
-    print("\n".join(usage()), flush=True)
     return status
 
 
@@ -138,17 +134,11 @@ def _let_rank_0_speak_first() -> None:
 def _open_closed_streams() -> None:
     """Connect closed standard streams (`>&-`) to os.devnull, before files get their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if not _is_open(number):
+        try:
+            os.fstat(number)
+        except OSError:
             os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def console(*command: str) -> NoReturn:

@@ -7,17 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from trp_scale.config.flags import HELP, HELP_ALL, asks_for_help, read
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.errors import RefusedError, nearest
-
-if TYPE_CHECKING:
-    from trp_scale.studies.graph import Graph
-    from trp_scale.studies.study import Scale, Study
 
 Inputs = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="NAME=PATH")]
 File = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
@@ -148,12 +144,13 @@ def run(argv: Sequence[str]) -> int:
     import os
 
     from trp_scale.studies.execute import Claim, Executor, claim, has_finished, submit
-    from trp_scale.studies.study import load_study
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.study import load_study, parse_inputs
 
     study = load_study(arguments.file)
     scale = study.scale(arguments.scale)
     check_settings(arguments)
-    graph = _graph(study, scale, arguments.run_dir, arguments.input)
+    graph = Graph(study, scale, arguments.run_dir.resolve(), parse_inputs(study, scale, arguments.input))
     if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
         raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")
     claim(graph.directory, Claim(study=_state(arguments.file), scale=arguments.scale, inputs=graph.inputs))
@@ -184,13 +181,6 @@ def _say(line: str) -> None:
 def _state(file: str) -> str:
     """Return the study for study.json: its name, or its absolute path."""
     return str(Path(file).resolve()) if file.endswith((".yaml", ".yml")) else file
-
-
-def _graph(study: Study, scale: Scale, directory: Path, flags: list[str]) -> Graph:
-    from trp_scale.studies.graph import Graph
-    from trp_scale.studies.study import parse_inputs
-
-    return Graph(study, scale, directory.resolve(), parse_inputs(study, scale, flags))
 
 
 @dataclass(kw_only=True)

@@ -116,7 +116,14 @@ def read(
             load_module(module)
     if issubclass(kind, TakesModalities):
         kind = kind.with_modality_sections()
-    parsed: Arguments = _parse(kind, argv, prog=prog, first=first, settings=settings)
+    settings = {"use_underscores": True, "console_outputs": is_rank_zero_env(), **settings}
+    if asks_for_help(argv):
+        _unwrap_docstrings(kind, settings.get("default"))
+    if HELP_ALL in argv:
+        argv = ["--help"]
+    elif any(word in HELP for word in argv):
+        _help(kind, prog, first, settings)
+    parsed: Arguments = tyro.cli(kind, prog=prog, args=list(argv), **settings)
     return parsed
 
 
@@ -138,17 +145,6 @@ def flag_words(argv: Sequence[str]) -> dict[str, list[list[str]]]:
 def first_words(argv: Sequence[str], flag: str) -> list[str]:
     """Return the values of a flag that may be given several times."""
     return [words[0] for words in flag_words(argv).get(flag, []) if words and words[0]]
-
-
-def _parse(kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]) -> Any:
-    settings = {"use_underscores": True, "console_outputs": is_rank_zero_env(), **settings}
-    if asks_for_help(argv):
-        _unwrap_docstrings(kind, settings.get("default"))
-    if HELP_ALL in argv:
-        argv = ["--help"]
-    elif any(word in HELP for word in argv):
-        _help(kind, prog, first, settings)
-    return tyro.cli(kind, prog=prog, args=list(argv), **settings)
 
 
 def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:

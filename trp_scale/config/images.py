@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import tyro.conf
 
-from trp_scale.config import MaskingConfig, ModelConfig, PretrainConfig
+from trp_scale.config import MaskingConfig, PretrainConfig
 from trp_scale.config.registry import default_settings
 from trp_scale.config.settings import Section, setting
 
@@ -132,17 +132,6 @@ def split_patches(size: int, patch_size: int, ratio: float) -> PatchSplit:
     """
     patches = (size // patch_size) ** 2
     return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
-
-
-class OnImages(Protocol):
-    """Settings of a pre-training or fine-tuning run whose encoder reads images."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def vision(self) -> RelativeVisionConfig: ...
-    @property
-    def crops(self) -> CropConfig: ...
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -200,12 +200,10 @@ def _with_sections(kind: type[Config], sections: tuple[tuple[str, type[Settings]
         return kind
     fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in sections]
     completed = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), kw_only=True)
-    copyreg.pickle(completed, _by_its_parts)  # a loader worker cannot import a type created at run time
+    copyreg.pickle(
+        completed, lambda config: (_from_parts, (config.modules, to_dict(config)))
+    )  # a loader worker cannot import a type created at run time
     return completed
-
-
-def _by_its_parts(config: Config) -> tuple[Callable[..., Config], tuple[list[str], dict[str, Any]]]:
-    return _from_parts, (config.modules, to_dict(config))
 
 
 def _from_parts(modules: list[str], document: dict[str, Any]) -> Config:
@@ -274,13 +272,9 @@ def _has_setting(run: type[Any], section: str, key: str) -> bool:
 
 def _nearest_field(name: str) -> str:
     """Return `nearest` over the last parts of all `section.field` names."""
-    fields = _all_fields()
+    fields = dict.fromkeys(field for _, _, settings in runs() for field in flat(to_dict(settings())))
     same = [field for field in fields if field.split(".")[-1] == name.split(".")[-1]]
     return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
-
-
-def _all_fields() -> Iterable[str]:
-    return dict.fromkeys(field for _, _, settings in runs() for field in flat(to_dict(settings())))
 
 
 DEFAULT = "default"

@@ -186,10 +186,6 @@ class Fields:
         value = self.document.get(name)
         return Fields({} if value is None else value, f"{self._where}: {name}", self._raised, self._advice)
 
-    def objects(self, name: str) -> list[dict[str, Any]]:
-        value: list[dict[str, Any]] = self.take(name, list[dict[str, Any]])
-        return value
-
     def refusal(self, words: str) -> RefusedError:
         """Return the error with the position of the object and `words`."""
         return self._raised(f"{self._where}: {words}{f'; {self._advice}' * bool(self._advice)}")

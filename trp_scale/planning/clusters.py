@@ -6,7 +6,7 @@ InfiniBand adapter per GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trp_scale.errors import RefusedError, nearest
 
@@ -47,60 +47,39 @@ class Gpu:
 A100_SOURCE = "NVIDIA A100 data sheet (SXM4); DGX A100 data sheet: 8 adapters of 200 Gb/s, 128 cores, 1 or 2 TB"
 HOPPER_SOURCE = "NVIDIA {0} data sheet (SXM5), dense; DGX {0} data sheet: 8 adapters of 400 Gb/s, 112 cores, 2 TB"
 
-GPUS: dict[str, Gpu] = {
-    "a100-40": Gpu(
-        name="a100-40",
-        peak=312e12,
-        tf32=156e12,
-        fp32=19.5e12,
-        memory=40 * GIB,
-        memory_rate=1.555e12,
-        nvlink=300e9,
-        network=25e9,
-        cores=16,
-        host_memory=128 * GIB,
-        source=A100_SOURCE,
-    ),
-    "a100-80": Gpu(
-        name="a100-80",
-        peak=312e12,
-        tf32=156e12,
-        fp32=19.5e12,
-        memory=80 * GIB,
-        memory_rate=2.039e12,
-        nvlink=300e9,
-        network=25e9,
-        cores=16,
-        host_memory=256 * GIB,
-        source=A100_SOURCE,
-    ),
-    "h100": Gpu(
-        name="h100",
-        peak=989e12,
-        tf32=494e12,
-        fp32=67e12,
-        memory=80 * GIB,
-        memory_rate=3.35e12,
-        nvlink=450e9,
-        network=50e9,
-        cores=14,
-        host_memory=256 * GIB,
-        source=HOPPER_SOURCE.format("H100"),
-    ),
-    "h200": Gpu(
-        name="h200",
-        peak=989e12,
-        tf32=494e12,
-        fp32=67e12,
-        memory=141 * 10**9,
-        memory_rate=4.8e12,
-        nvlink=450e9,
-        network=50e9,
-        cores=14,
-        host_memory=256 * GIB,
-        source=HOPPER_SOURCE.format("H200"),
-    ),
-}
+_A100 = Gpu(
+    name="a100-40",
+    peak=312e12,
+    tf32=156e12,
+    fp32=19.5e12,
+    memory=40 * GIB,
+    memory_rate=1.555e12,
+    nvlink=300e9,
+    network=25e9,
+    cores=16,
+    host_memory=128 * GIB,
+    source=A100_SOURCE,
+)
+_H100 = Gpu(
+    name="h100",
+    peak=989e12,
+    tf32=494e12,
+    fp32=67e12,
+    memory=80 * GIB,
+    memory_rate=3.35e12,
+    nvlink=450e9,
+    network=50e9,
+    cores=14,
+    host_memory=256 * GIB,
+    source=HOPPER_SOURCE.format("H100"),
+)
+_KINDS = (
+    _A100,
+    replace(_A100, name="a100-80", memory=80 * GIB, memory_rate=2.039e12, host_memory=256 * GIB),
+    _H100,
+    replace(_H100, name="h200", memory=141 * 10**9, memory_rate=4.8e12, source=HOPPER_SOURCE.format("H200")),
+)
+GPUS = {gpu.name: gpu for gpu in _KINDS}
 
 SHARE_OF_LINKS = 0.75
 """Share of the slowest link's rate that a large collective achieves."""

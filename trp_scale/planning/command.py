@@ -31,8 +31,8 @@ def print_plan(arguments: PlanArguments) -> int:
     cluster = Cluster(gpu=find_gpu(arguments.gpu), gpus=arguments.gpus)
     for line in report(counted, cluster, choices, recipe=arguments.recipe, best=arguments.best):
         print(line, flush=True)
-    for line in predict_curve(counted, cluster.gpu, arguments.worlds(), choices):
-        print(line, flush=True)
+    if worlds := arguments.worlds():
+        print("", *tables.curve(best_on(counted, cluster.gpu, worlds, choices)), sep="\n", flush=True)
     print("\nassumed:")
     print("\n".join(f"- {line}" for line in [whence, *tables.assumption_lines(cluster.gpu)]))
     return 0
@@ -74,14 +74,6 @@ def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe:
     yield from tables.time_lines(plans_that_fit[0])
     yield ""
     yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
-
-
-def predict_curve(counted: Counted, gpu: Gpu, worlds: Sequence[int], choices: LayoutChoice) -> Iterator[str]:
-    """Yield the scaling curve; nothing without `worlds`."""
-    if not worlds:
-        return
-    yield ""
-    yield from tables.curve(best_on(counted, gpu, worlds, choices))
 
 
 def best_on(

@@ -129,11 +129,6 @@ def make_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice | None 
         plans.append(plan)
     if refused and not plans:
         raise refused
-    return in_order(plans)
-
-
-def in_order(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
-    """Sort plans: those that fit by speed, then the others by missing memory."""
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
 
 

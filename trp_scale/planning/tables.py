@@ -22,21 +22,22 @@ RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "
 
 def ranking(plans: Sequence[ClusterPlan]) -> list[str]:
     """Return a table with a line for each plan that fits."""
-    return table(RANKING, [_rank_rows(plan) for plan in plans])
+    rows = []
+    for plan in plans:
+        assert plan.step is not None, "of a plan that fits"
+        sent = [f"{plan.bytes_sent() / 1e9:.2f}", f"{plan.collectives:,}"]
+        rows.append([*_cells(plan), f"{plan.step.flops:.0%}", *sent, plan.step.bound])
+    return table(RANKING, rows)
 
 
-def _rank_rows(plan: ClusterPlan) -> list[str]:
-    assert plan.step is not None, "of a plan that fits"
+def _cells(plan: ClusterPlan) -> list[str]:
+    """Return the columns that the ranking and the curve share."""
     return [
         plan.layout.name,
         f"{plan.micro} x {plan.accumulation}",
         f"{plan.memory.device / GIB:.1f}",
         f"{plan.seconds * 1e3:,.0f}",
         f"{plan.rows_a_second:,.0f}",
-        f"{plan.step.flops:.0%}",
-        f"{plan.bytes_sent() / 1e9:.2f}",
-        f"{plan.collectives:,}",
-        plan.step.bound,
     ]
 
 
@@ -86,30 +87,13 @@ def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
     rows = []
     for gpus, plan in plan_of_world.items():
         if isinstance(plan, RefusedError):
-            rows.append([str(gpus), _short(plan), *[""] * (len(CURVE) - 2)])
+            rows.append([str(gpus), str(plan).partition(":")[0], *[""] * (len(CURVE) - 2)])
             continue
         assert plan.step is not None, "of a plan that fits"
         rate, first = (item.rows_a_second / item.cluster.gpus for item in (plan, plans[0]))
-        rows.append(
-            [
-                str(gpus),
-                plan.layout.name,
-                f"{plan.micro} x {plan.accumulation}",
-                f"{plan.memory.device / GIB:.1f}",
-                f"{plan.seconds * 1e3:,.0f}",
-                f"{plan.rows_a_second:,.0f}",
-                f"{rate / first:.0%}",
-                f"{plan.step.flops:.0%}",
-                f"{plan.days:,.2f}",
-                f"{plan.gpu_hours:,.0f}",
-            ]
-        )
+        shares = [f"{rate / first:.0%}", f"{plan.step.flops:.0%}"]
+        rows.append([str(gpus), *_cells(plan), *shares, f"{plan.days:,.2f}", f"{plan.gpu_hours:,.0f}"])
     return table(CURVE, rows)
-
-
-def _short(error: RefusedError) -> str:
-    """Return the first words of a refusal."""
-    return str(error).partition(":")[0]
 
 
 def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
