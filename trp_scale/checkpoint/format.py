@@ -207,14 +207,14 @@ class StoredPieces:
         self._stack = ExitStack()
         for file, header in headers.items():
             for key, (dtype, shape) in header.items():
-                state, piece = self._understood(file, key, dtype, shape)
+                state, piece = self._parse_piece(file, key, dtype, shape)
                 self._pieces.setdefault((state, piece.name), []).append(piece)
         for name, tensor in document.tensors.items():
             for state in tensor.states:
                 of_state = self._pieces.get((state, name), [])
                 check_covered_once(f"{directory}: {state} of {name}", tensor.shape, of_state)
 
-    def _understood(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, StoredPiece]:
+    def _parse_piece(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, StoredPiece]:
         where, parsed = f"{self.directory / file}: {shorten(key)}", parse_key(key)
         if parsed is None:
             raise CheckpointError(f"{where}: not a piece; expected state:name@start:stop or state:name#[a:b,c:d]")

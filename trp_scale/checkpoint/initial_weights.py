@@ -44,7 +44,7 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
     directory = Path(named)
     with naming_tensors(settings):
         if (directory / "checkpoints").is_dir() or (directory / DOCUMENT_NAME).is_file():
-            take_checkpoint(model, find_checkpoint(directory), state, settings.heads)
+            load_checkpoint_weights(model, find_checkpoint(directory), state, settings.heads)
         else:
             load_given_weights(model, path, load, settings.heads)
 
@@ -65,7 +65,7 @@ def naming_tensors(settings: ModelConfig) -> Iterator[None]:
         raise RefusedError(f"{error}; --model.weights_names names every tensor") from cause
 
 
-def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) -> None:
+def load_checkpoint_weights(model: nn.Module, checkpoint: Path, state: str, heads: int) -> None:
     """Load a checkpoint's weights into a model by name; each tensor is read when it is needed.
 
     Args:
@@ -130,7 +130,7 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
         )
     with reading_tensors(file):
         state = load_file(file)
-    kind, theirs = _said_beside(file)
+    kind, theirs = _read_config_beside(file)
     outline, here = (
         ModelOutline.from_shapes({name: tuple(tensor.shape) for name, tensor in tensors}, head_count)
         for tensors, head_count in ((state.items(), theirs), (model.named_parameters(), heads))
@@ -150,7 +150,7 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
         raise RefusedError(f"--model.weights {file}: {why}")
 
 
-def _said_beside(file: Path) -> tuple[str, int]:
+def _read_config_beside(file: Path) -> tuple[str, int]:
     """Return the model type and heads in transformers' config.json next to the weights; "" and 0 if unknown."""
     beside = file.with_name("config.json")
     if not beside.is_file():

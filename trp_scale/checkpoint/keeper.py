@@ -126,7 +126,7 @@ class Keeper:
             self._thread.join()
         if self._mirror is not None:
             began = time.monotonic()
-            self._mirror.finish(beat, lambda: _end_of_patience(began))
+            self._mirror.finish(beat, lambda: _upload_deadline(began))
 
     def abandon(self) -> None:
         """Start no more work, since the run fails."""
@@ -137,7 +137,7 @@ class Keeper:
             self._thread.join(timeout=30.0)
 
 
-def _end_of_patience(began: float) -> float:
+def _upload_deadline(began: float) -> float:
     """Return the deadline of the upload, by time.monotonic(). A signal may arrive meanwhile and shorten it."""
     signalled = first_signal_time()
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)

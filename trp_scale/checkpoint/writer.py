@@ -147,7 +147,7 @@ class AbandonedError(Exception):
 
 
 @dataclass(kw_only=True)
-class _UnderWay:
+class _PendingCheckpoint:
     """One checkpoint that is being written: data common to all ranks, and this rank's part.
 
     Attributes:
@@ -237,7 +237,7 @@ class CheckpointWriter:
     problem: str = ""
     newest: int = -1
     _copy: HostCopy = field(default_factory=HostCopy, init=False)
-    _under_way: _UnderWay | None = field(default=None, init=False)
+    _pending: _PendingCheckpoint | None = field(default=None, init=False)
     _keeper: Keeper | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ class CheckpointWriter:
         self.settle()
         wait = wait or not self.settings.asynchronous or bool(self.no_copy)
         try:
-            behind = self._begin(content, wait=wait, before=before, best=best)
+            behind = self._start(content, wait=wait, before=before, best=best)
         except StorageError as error:
             self._note_failure(content.step, error)
             return
@@ -278,37 +278,37 @@ class CheckpointWriter:
 
     def has_written(self) -> bool:
         """Return whether this rank's part of a pending checkpoint is over; called once per step."""
-        self._speak()
-        return self._under_way is not None and self._under_way.over
+        self._log_messages()
+        return self._pending is not None and self._pending.over
 
     def settle(self) -> None:
         """Finish the pending checkpoint, if there is one; wait for its parts. Raises RankError: on every rank: an error
         other than a storage failure on any rank."""
-        under_way = self._under_way
-        if under_way is None:
+        pending = self._pending
+        if pending is None:
             return
-        under_way.wait(self.beat)
-        self._under_way = None
+        pending.wait(self.beat)
+        self._pending = None
 
         def name() -> None:
-            finish(under_way.temporary, parts, under_way.hooks, under_way.facts)
-            publish(under_way.temporary, under_way.final)
+            finish(pending.temporary, parts, pending.hooks, pending.facts)
+            publish(pending.temporary, pending.final)
 
         try:
-            parts = run_on_all_ranks(self.group, f"writing the checkpoint {under_way.final}", under_way.part)
-            on_rank_zero(self.group, f"finishing the checkpoint {under_way.final}", name)
+            parts = run_on_all_ranks(self.group, f"writing the checkpoint {pending.final}", pending.part)
+            on_rank_zero(self.group, f"finishing the checkpoint {pending.final}", name)
         except StorageError as error:
-            self._remove(under_way.temporary)
-            self._note_failure(under_way.step, error)
+            self._remove(pending.temporary)
+            self._note_failure(pending.step, error)
             return
         except (CheckpointError, RankError) as error:
-            self._remove(under_way.temporary)
+            self._remove(pending.temporary)
             raise RankError(str(error)) from error
-        self.failures, self.problem, self.newest = 0, "", under_way.step
+        self.failures, self.problem, self.newest = 0, "", pending.step
         if self.group.rank == 0:
             self._keeper = self._keeper or Keeper(self.run_dir, self.settings.mirror)
-            self._keeper.note_written(under_way.final, under_way.kept)
-        self.whole(under_way.final)
+            self._keeper.note_written(pending.final, pending.kept)
+        self.whole(pending.final)
 
     def given_up(self) -> str | None:
         """Return why the run stops after repeated storage errors, or `None`."""
@@ -335,25 +335,25 @@ class CheckpointWriter:
         self.settle()
         if self._keeper is not None:
             self._keeper.finish(self.beat)
-        self._speak()
+        self._log_messages()
         self._copy.release()
 
     def abandon(self) -> None:
         """End after an error, when other ranks may have exited: a pending checkpoint stays half-written until the next
         start removes it; with one rank it is finished."""
-        if self._under_way is not None and self.group.size > 1:
-            self._under_way.abandoned = True
-            if self._under_way.thread is not None:
-                self._under_way.thread.join(timeout=30.0)
-        elif self._under_way is not None:
+        if self._pending is not None and self.group.size > 1:
+            self._pending.abandoned = True
+            if self._pending.thread is not None:
+                self._pending.thread.join(timeout=30.0)
+        elif self._pending is not None:
             self.whole = lambda path: None  # hooks have ended
             with contextlib.suppress(RankError):  # the original error is more important
                 self.settle()
         if self._keeper is not None:
             self._keeper.abandon()
-        self._speak()
+        self._log_messages()
 
-    def _begin(self, content: Content, *, wait: bool, before: int, best: int) -> bool:
+    def _start(self, content: Content, *, wait: bool, before: int, best: int) -> bool:
         """List the pieces of all ranks, check the free space on rank 0, and start writing in the background or write
         now.
 
@@ -379,7 +379,7 @@ class CheckpointWriter:
         needed += sum(tensor.nbytes for tensor in tensors.values()) + BESIDE_TENSORS
         on_rank_zero(self.group, f"preparing the checkpoint {final}", lambda: make_room(temporary, needed))
         behind = not wait and not self._too_large([(host, lacking, free) for _, host, lacking, free in ranks])
-        under_way = _UnderWay(
+        pending = _PendingCheckpoint(
             step=content.step,
             final=final,
             temporary=temporary,
@@ -389,23 +389,23 @@ class CheckpointWriter:
             facts=content.facts(self.group),
             hooks=hooks,
         )
-        self._under_way = under_way
+        self._pending = pending
         self.beat()
         if behind:
-            self._write_behind(under_way, content.engine, tensors)
+            self._write_behind(pending, content.engine, tensors)
         else:
-            under_way.write(self.group.rank, lambda: owned_pieces(content.engine), tensors)
+            pending.write(self.group.rank, lambda: owned_pieces(content.engine), tensors)
         return behind
 
-    def _write_behind(self, under_way: _UnderWay, engine: Stores, tensors: dict[str, Tensor]) -> None:
+    def _write_behind(self, pending: _PendingCheckpoint, engine: Stores, tensors: dict[str, Tensor]) -> None:
         try:
             copied = self._copy.take(owned_pieces(engine))
         except (RuntimeError, MemoryError) as error:  # other processes may have allocated the memory
-            self.tell(f"step {under_way.step}: the checkpoint is written synchronously: {error}")
-            under_way.write(self.group.rank, lambda: owned_pieces(engine), tensors)
+            self.tell(f"step {pending.step}: the checkpoint is written synchronously: {error}")
+            pending.write(self.group.rank, lambda: owned_pieces(engine), tensors)
             return
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        under_way.write_behind(self.group.rank, lambda: copied, tensors)
+        pending.write_behind(self.group.rank, lambda: copied, tensors)
 
     def _too_large(self, ranks: list[tuple[str, int, int]]) -> bool:
         """Return whether a host lacks memory for its ranks' copies; then later checkpoints are written without a
@@ -435,7 +435,7 @@ class CheckpointWriter:
         if self.group.rank == 0:  # the next start removes what cannot be removed now
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _speak(self) -> None:
+    def _log_messages(self) -> None:
         for message in self._keeper.messages() if self._keeper is not None else ():
             self.tell(message)
 

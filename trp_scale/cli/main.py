@@ -102,29 +102,29 @@ def run(command: Callable[[], int]) -> int:
         if isinstance(error.__context__, BrokenPipeError):  # rich converts it
             return ExitStatus.DONE
         if error.code:
-            _let_rank_0_speak_first()
+            _wait_for_rank_0()
         raise
     except BrokenPipeError:  # `trp-scale recipes NAME | head` has closed the pipe
-        if _is_read():
+        if _has_reader():
             raise
         return ExitStatus.DONE
     except BaseException as error:
         status, line = exit_status_and_message(error)
         if not line:
             raise
-        _let_rank_0_speak_first()
+        _wait_for_rank_0()
         print(f"error: {line}", file=sys.stderr, flush=True)
         return status
 
 
-def _is_read() -> bool:
+def _has_reader() -> bool:
     """Return whether standard output still has a reader."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # poll always reports a pipe without a reader
     return not output.poll(0)
 
 
-def _let_rank_0_speak_first() -> None:
+def _wait_for_rank_0() -> None:
     """Wait for rank 0: all ranks read the same command line, and after rank 0 stops with the same error the launcher
     ends this rank."""
     if not is_rank_zero_env():

@@ -161,20 +161,20 @@ def run(argv: Sequence[str]) -> int:
         print(f"then run: trp-scale study report {shlex.quote(str(graph.directory))}")
         return 0
     cores = len(os.sched_getaffinity(0))
-    executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), tell=_say)
+    executor = Executor(graph, jobs=arguments.jobs or (1 if scale.gpus else cores), tell=_print_line)
     only = None if arguments.only is None else list(graph.nodes)[arguments.only]
     ended = executor.run(only)
     failed = [name for name, state in ended.items() if not has_finished(state)]
-    _say(f"{len(ended) - len(failed)} of {len(ended)} finished in {graph.directory}")
+    _print_line(f"{len(ended) - len(failed)} of {len(ended)} finished in {graph.directory}")
     if failed:
-        _say(
+        _print_line(
             f"not finished: {', '.join(failed[:5])}{f' and {len(failed) - 5} more' * (len(failed) > 5)}; the same "
             "command retries them"
         )
     return 1 if failed else 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
@@ -203,16 +203,16 @@ def report(argv: Sequence[str]) -> int:
     from trp_scale.studies.report import write_report
     from trp_scale.studies.study import load_study
 
-    begun = read_claim(arguments.directory)
-    study = load_study(begun.study)
+    study_claim = read_claim(arguments.directory)
+    study = load_study(study_claim.study)
     named = study.baseline
     if arguments.baseline:
-        study = study.against(arguments.baseline, begun.scale)
-    graph = Graph(study, study.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
+        study = study.against(arguments.baseline, study_claim.scale)
+    graph = Graph(study, study.scale(study_claim.scale), arguments.directory.resolve(), study_claim.inputs)
     against = f"_against_{arguments.baseline}" if arguments.baseline else ""
     output = arguments.output or arguments.directory / f"report{against}"
     inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
-    command = f"trp-scale study run {begun.study} --scale {begun.scale} --run_dir DIR{inputs}"
+    command = f"trp-scale study run {study_claim.study} --scale {study_claim.scale} --run_dir DIR{inputs}"
     if study.baseline != named:
         command += f"; differences: trp-scale study report DIR --baseline {study.baseline} (the study's: {named})"
     print(write_report(graph, output, command), end="")

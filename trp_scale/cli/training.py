@@ -76,7 +76,7 @@ def pretrain(argv: Sequence[str]) -> int:
     from trp_scale.pretraining.base import find_upstream
     from trp_scale.training.pretrain import pretrain as train
 
-    return _in_its_place(arguments, lambda: train(arguments).status, lambda: find_upstream(arguments.config))
+    return _train_with_restarts(arguments, lambda: train(arguments).status, lambda: find_upstream(arguments.config))
 
 
 def finetune(argv: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.finetuning.finetune import finetune as train
     from trp_scale.finetuning.task import task_class
 
-    return _in_its_place(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
+    return _train_with_restarts(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
 
 
 def _print_config(arguments: Arguments) -> int:
@@ -103,7 +103,7 @@ def _print_config(arguments: Arguments) -> int:
     return 0
 
 
-def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
+def _train_with_restarts(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
     """Train, and restart in place after a fault, at most --reliability.restarts times.
 
     Args:

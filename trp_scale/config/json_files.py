@@ -117,7 +117,7 @@ def parse_json(
     raised: type[RefusedError] = RefusedError,
     *,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-    looked_through: bool = True,
+    check_limits: bool = True,
 ) -> Any:
     """Return the value of JSON text.
 
@@ -125,7 +125,7 @@ def parse_json(
         content: UTF-8 bytes, or text.
         source: origin, for messages.
         pairs: converts the fields of an object; may raise ValueError.
-        looked_through: also apply `check_document`. False for long lists of samples whose reader checks the fields that
+        check_limits: also apply `check_document`. False for long lists of samples whose reader checks the fields that
             it uses: checking everything takes a tenth of the parsing time.
 
     Raises:
@@ -138,7 +138,7 @@ def parse_json(
         raise raised(f"{source}: not JSON ({_TOO_DEEP})") from error
     except ValueError as error:  # JSON's, UTF-8's, a number of more than 4,300 digits, or that of `pairs`
         raise raised(f"{source}: not JSON ({error_text(error)})") from error
-    return check_document(document, source, raised) if looked_through else document
+    return check_document(document, source, raised) if check_limits else document
 
 
 def check_document(document: Any, source: str, raised: type[RefusedError]) -> Any:

@@ -128,7 +128,7 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
         kind,
         argv,
         prog=prog,
-        default=kind(config=config, recipe=_word(chosen, "recipe"), module=first_words(argv, "module")),
+        default=kind(config=config, recipe=_first_value(chosen, "recipe"), module=first_words(argv, "module")),
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
     )
@@ -174,7 +174,7 @@ def starting_settings(
     Raises:
         RefusedError: no such recipe or component, or a run directory with other modules.
     """
-    recipe = _word(chosen, "recipe")
+    recipe = _first_value(chosen, "recipe")
     empty: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
     config = load_recipe(recipe) if recipe else from_dict(empty)
     if not isinstance(config, settings):
@@ -184,18 +184,18 @@ def starting_settings(
             f"{', '.join(known_recipes(settings))}, or a path to a .yaml file of that kind"
         )
     config.modules = modules
-    require_modules(_word(chosen, "run_dir"), modules)
+    require_modules(_first_value(chosen, "run_dir"), modules)
     return _change_components(_change_run(config, chosen), chosen)
 
 
-def _word(chosen: Mapping[str, list[str]], flag: str) -> str:
+def _first_value(chosen: Mapping[str, list[str]], flag: str) -> str:
     return (chosen.get(flag) or [""])[0]
 
 
 def _change_run(config: Config, chosen: Mapping[str, list[str]]) -> Config:
     """Switch to the upstream or task of the flags: start from its defaults, and keep the settings that both runs
     inherit from one class."""
-    upstream, task = _word(chosen, "upstream"), _word(chosen, "downstream.kind")
+    upstream, task = _first_value(chosen, "upstream"), _first_value(chosen, "downstream.kind")
     if upstream and isinstance(config, PretrainConfig):
         new: type[Config] = upstream_settings(upstream, "--upstream")
     elif task and isinstance(config, FinetuneConfig) and task != config.downstream.kind:
@@ -221,7 +221,7 @@ def _change_components(config: Config, chosen: Mapping[str, list[str]]) -> Confi
     inherit from one class; a new list of hooks or modalities keeps the sections of the remaining ones."""
     run = type(config)
     roles = {field.name: field.metadata["role"] for field in dataclasses.fields(run) if "role" in field.metadata}
-    kinds = {section: kind for section in roles if (kind := _word(chosen, f"{section}.kind"))}
+    kinds = {section: kind for section in roles if (kind := _first_value(chosen, f"{section}.kind"))}
     lists = [name for name in run.lists if name in chosen]
     if not lists and all(kind == getattr(config, section).kind for section, kind in kinds.items()):
         return config

@@ -81,7 +81,7 @@ FileName = Annotated[str, PlainName()]
 
 Kind = TypeVar("Kind")
 
-_NEEDED: Any = object()
+_REQUIRED: Any = object()
 
 
 class Problem(NamedTuple):
@@ -143,7 +143,7 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self.document
 
-    def take(self, name: str, kind: Any, default: Any = _NEEDED) -> Any:
+    def take(self, name: str, kind: Any, default: Any = _REQUIRED) -> Any:
         """Return the field `name`.
 
         Args:
@@ -155,7 +155,7 @@ class Fields:
             raised: the field is absent, or of another type.
         """
         if name not in self.document:
-            if default is _NEEDED:
+            if default is _REQUIRED:
                 raise self.refusal(f"no field {name!r}")
             return default
         try:
@@ -163,16 +163,16 @@ class Fields:
         except WrongValueError as error:
             raise self.refusal("; ".join(map(str, error.below(name)))) from None
 
-    def whole(self, name: str, *, least: int = 0, default: int = _NEEDED) -> int:
+    def whole(self, name: str, *, least: int = 0, default: int = _REQUIRED) -> int:
         """Return an integer of at least `least`."""
         value: int = self.take(name, Annotated[int, Range(at_least=least)], default)
         return value
 
-    def text(self, name: str, default: str = _NEEDED) -> str:
+    def text(self, name: str, default: str = _REQUIRED) -> str:
         value: str = self.take(name, str, default)
         return value
 
-    def texts(self, name: str, default: list[str] = _NEEDED) -> list[str]:
+    def texts(self, name: str, default: list[str] = _REQUIRED) -> list[str]:
         value: list[str] = self.take(name, list[str], default)
         return value
 
@@ -391,8 +391,8 @@ def _record_reader(kind: Any, as_setting: bool) -> Read:
         for key, field in fields.items()
     }
     attributes = {key: field.name for key, field in fields.items()}
-    passes_over, allowed = issubclass(kind, PartOf), f"fields {', '.join(fields)}"
-    needed = {
+    ignores_unknown, allowed = issubclass(kind, PartOf), f"fields {', '.join(fields)}"
+    required = {
         key
         for key, field in fields.items()
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -401,8 +401,8 @@ def _record_reader(kind: Any, as_setting: bool) -> Read:
     def read(value: Any) -> Any:
         if type(value) is not dict and not isinstance(value, Mapping):
             raise WrongValueError(Problem(value, allowed))
-        problems = [] if needed <= value.keys() else [Problem(value, f"an object with {', '.join(sorted(needed))}")]
-        if not passes_over and not value.keys() <= readers.keys():
+        problems = [] if required <= value.keys() else [Problem(value, f"an object with {', '.join(sorted(required))}")]
+        if not ignores_unknown and not value.keys() <= readers.keys():
             problems += [Problem(key, allowed, owner=kind) for key in value if key not in readers]
         known = {attributes[key]: (key, readers[key], item) for key, item in value.items() if key in readers}
         try:

@@ -171,7 +171,7 @@ def read_index_document(shard: Path) -> IndexDocument:
     """
     path = index_path(shard)
     content = read_content(path, DataError, largest=LARGEST_INDEX)
-    fields = Fields(parse_json(content, str(path), DataError, looked_through=False), str(path), DataError)
+    fields = Fields(parse_json(content, str(path), DataError, check_limits=False), str(path), DataError)
     if (stored_format := fields.document.get("format")) != INDEX_FORMAT:
         raise DataError(f"{path}: format {quote(stored_format)} found, {INDEX_FORMAT} expected; shard the data again")
     blocks = fields.take("blocks", list)

@@ -87,25 +87,25 @@ def best_on(
         except RefusedError as error:
             plan_of_world[gpus] = error
             continue
-        that_fit = fitting(plans)
-        plan_of_world[gpus] = that_fit[0] if that_fit else RefusedError("no layout fits")
+        plans_that_fit = fitting(plans)
+        plan_of_world[gpus] = plans_that_fit[0] if plans_that_fit else RefusedError("no layout fits")
     return plan_of_world
 
 
 def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     """Yield the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data. Raises RefusedError:
     it does not fit."""
-    gpu, why = this_gpu()
+    gpu, assumed = this_gpu()
     config = arguments.config
     counted = Counted(config, find_upstream(config).facts(config))
     choices = replace(fixed_layout(arguments), engine=arguments.choose_engine(world))
     yield from tables.describe_plan(counted, Cluster(gpu=gpu, gpus=world))
-    yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), choices)
+    yield from report_stated_layout(counted, Cluster(gpu=gpu, gpus=world), choices)
     yield "\nassumed:"
-    yield from (f"- {line}" for line in [*why, *tables.assumption_lines(gpu)])
+    yield from (f"- {line}" for line in [*assumed, *tables.assumption_lines(gpu)])
 
 
-def report_of_one(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
+def report_stated_layout(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
     """Yield the plan of the command's layout. Raises RefusedError: it does not fit."""
     plans = [plan for plan in make_plans(counted, cluster, choices) if plan.layout.is_stated(counted.config)]
     plans_that_fit = fitting(plans)

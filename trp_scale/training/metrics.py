@@ -291,7 +291,7 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     for number, text in json_lines(path):
         if not text.endswith(b"\n"):
             return
-        line = parse_json(text, f"{path}: line {number}", looked_through=False)
+        line = parse_json(text, f"{path}: line {number}", check_limits=False)
         record(_Line, line, f"{path}: line {number}", RefusedError)
         yield line
 

@@ -280,9 +280,9 @@ def test_a_run_that_breaks_leaves_nothing_that_writes_on(tmp_path: Path, gate: t
         writer.save(content(3, of_rank(group)))
         group.gather_objects(None)
         threading.Timer(0.1, gate.set).start()
-        under_way = writer._under_way
+        pending = writer._pending
         writer.abandon()
-        assert under_way is not None and under_way.over
+        assert pending is not None and pending.over
 
     assert on_ranks(1, on_rank) == [None]
     assert steps(tmp_path / "1") == [3]

@@ -282,7 +282,7 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     content = read_content(path, DataError, largest=LARGEST_INDEX)
-    document = parse_json(content, str(path), DataError, looked_through=False)
+    document = parse_json(content, str(path), DataError, check_limits=False)
     for name in ("images", "annotations", "categories"):
         entries = document.get(name) if isinstance(document, dict) else None
         if not isinstance(entries, list) or any(not isinstance(entry, dict) for entry in entries):

@@ -272,7 +272,7 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
     if len(line) > settings.max_line_bytes:
         return Skipped("long_line", lines.location(start))
     try:
-        record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # only one field is used
+        record = parse_json(line.decode("utf-8"), "a line", check_limits=False)  # only one field is used
     except UnicodeDecodeError:
         return Skipped("invalid_utf8", lines.location(start))
     except RefusedError:
