@@ -101,11 +101,8 @@ class Table:
         return table
 
     def to_markdown(self, *, padded: bool = False) -> str:
-        """Render with the title as a heading of level two.
-
-        Args:
-            padded: for a terminal: align the columns and do not escape texts.
-        """
+        """Render with the title as a heading of level two. `padded`: for a terminal: align the columns and do not
+        escape texts."""
         lines = [[cell.text if padded else _markdown_cell(cell) for cell in row] for row in self.cells()]
         widths = [max(len(line[column]) for line in lines) if padded else 0 for column in range(len(self.head))]
         rule = ["-" * max(3, width) if column < self.words else "---:" for column, width in enumerate(widths)]

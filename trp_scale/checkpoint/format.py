@@ -99,11 +99,8 @@ def without_values(piece: Piece) -> StoredPiece:
 
 
 def write_pieces(path: Path, pieces: Callable[[], Iterable[Piece]]) -> tuple[FileEntry, list[StoredPiece]]:
-    """Write one rank's file; one tensor at a time is copied to the CPU.
-
-    Args:
-        pieces: returns the rank's pieces; called twice, since the header comes first and needs all sizes.
-    """
+    """Write one rank's file; one tensor at a time is copied to the CPU. `pieces`: returns the rank's pieces; called
+    twice, since the header comes first and needs all sizes."""
     stored = [without_values(piece) for piece in pieces()]
     header: Header = {}
     for piece_stored in stored:

@@ -71,11 +71,7 @@ def forget_cached(path: Path) -> None:
 
 
 class Keeper:
-    """Background work on one run's checkpoints, on rank 0.
-
-    Args:
-        mirror: URL to upload to; empty = none.
-    """
+    """Background work on one run's checkpoints, on rank 0. `mirror`: URL to upload to; empty = none."""
 
     def __init__(self, run_dir: Path, mirror: str = "") -> None:
         self._run_dir = run_dir

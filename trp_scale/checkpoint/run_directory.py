@@ -58,11 +58,8 @@ def temporary_path(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path, every: int = 1) -> list[tuple[int, Path]]:
-    """Return (step, directory) of the checkpoints under their final names, complete or not, oldest first.
-
-    Args:
-        every: only multiples of this step; other steps are from stops or best metrics.
-    """
+    """Return (step, directory) of the checkpoints under their final names, complete or not, oldest first. `every`: only
+    multiples of this step; other steps are from stops or best metrics."""
     return [(step, path) for step, path in _of_steps(run_dir / CHECKPOINTS) if step % every == 0]
 
 
@@ -403,11 +400,8 @@ data.path may change if the data are the same."""
 
 
 def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
-    """Set, in place, the behaviour of earlier versions for settings that their files do not contain.
-
-    Args:
-        stored: nested settings of a checkpoint or result.
-    """
+    """Set, in place, the behaviour of earlier versions for settings that their files do not contain. `stored`: nested
+    settings of a checkpoint or result."""
     if "decay_end" not in stored.get("optimizer", {}):
         config.optimizer.decay_end = "last_step"
     balancer: Any = getattr(config, "balancer", None)

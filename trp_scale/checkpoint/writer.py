@@ -148,11 +148,8 @@ class AbandonedError(Exception):
 
 @dataclass(kw_only=True)
 class _PendingCheckpoint:
-    """One checkpoint that is being written: data common to all ranks, and this rank's part.
-
-    Attributes:
-        result, error: of this rank's part, after it is written or has failed.
-    """
+    """One checkpoint that is being written: data common to all ranks, and this rank's part. `result`, `error`: of this
+    rank's part, after it is written or has failed."""
 
     step: int
     final: Path
@@ -317,11 +314,8 @@ class CheckpointWriter:
         return f"{self.failures} checkpoints in a row could not be written: {self.problem}"
 
     def finish(self, again: Callable[[], None]) -> None:
-        """Finish the last checkpoint at the end of the run, remove older ones, and upload it.
-
-        Args:
-            again: writes the checkpoint of this last step again, after a storage failure.
-        """
+        """Finish the last checkpoint at the end of the run, remove older ones, and upload it. `again`: writes the
+        checkpoint of this last step again, after a storage failure."""
         self.settle()
         while self.failures and self.given_up() is None:
             self.beat()

@@ -104,11 +104,8 @@ def _print_config(arguments: Arguments) -> int:
 
 
 def _train_with_restarts(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
-    """Train, and restart in place after a fault, at most --reliability.restarts times.
-
-    Args:
-        load: imports the upstream or the task.
-    """
+    """Train, and restart in place after a fault, at most --reliability.restarts times. `load`: imports the upstream or
+    the task."""
     restarts, run_dir = arguments.config.reliability.restarts, arguments.run_dir
     if restarts == 0:
         return train()

@@ -31,11 +31,8 @@ def general_problems(config: Config) -> Iterator[str]:
 
 
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
-    """Return warnings about allowed but rarely intended settings, for the log.
-
-    Args:
-        steps_per_epoch: number of global batches in the training rows; 0 = not known yet.
-    """
+    """Return warnings about allowed but rarely intended settings, for the log. `steps_per_epoch`: number of global
+    batches in the training rows; 0 = not known yet."""
     lines: list[str] = []
     for section in sections(config).values():
         if isinstance(section, Section):

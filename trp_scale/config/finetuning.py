@@ -103,11 +103,8 @@ class ImageDownstreamConfig(DownstreamConfig):
 
 @dataclass(kw_only=True)
 class ImageTaskConfig(FinetuneConfig):
-    """Settings of one fine-tuning run on images; `vision` describes the encoder, like `model`.
-
-    Attributes:
-        cuts_crops: the task crops its training images by `crops`; otherwise it uses only `crops.size`.
-    """
+    """Settings of one fine-tuning run on images; `vision` describes the encoder, like `model`. `cuts_crops`: the task
+    crops its training images by `crops`; otherwise it uses only `crops.size`."""
 
     cuts_crops: ClassVar[bool] = False
 

@@ -39,11 +39,8 @@ CommandT = TypeVar("CommandT", bound="TakesModalities")
 
 @dataclasses.dataclass(kw_only=True)
 class TakesModalities(TakesModules):
-    """Base of commands in which each modality may have a section of its name.
-
-    Attributes:
-        part: purpose of the sections (config/registry.py: `preparation_sections`).
-    """
+    """Base of commands in which each modality may have a section of its name. `part`: purpose of the sections
+    (config/registry.py: `preparation_sections`)."""
 
     part: ClassVar[Literal["files", "labels"]]
 
@@ -209,11 +206,8 @@ def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
 
 
 def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a dataclass with the first sentence of their docstrings.
-
-    Args:
-        default: an instance whose sections may have other types than the annotations; `None` if none exists.
-    """
+    """Yield the sections of a dataclass with the first sentence of their docstrings. `default`: an instance whose
+    sections may have other types than the annotations; `None` if none exists."""
     kind = kind if default is None else type(default)
     for name, type_ in get_type_hints(kind, include_extras=True).items():
         current = getattr(default, name, None)

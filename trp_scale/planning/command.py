@@ -57,23 +57,23 @@ def fixed_layout(arguments: Arguments) -> LayoutChoice:
     return LayoutChoice(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
 
 
-def report(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str, best: int) -> Iterator[str]:
-    """Yield the best layouts with their commands, memory and time. Raises RefusedError: nothing fits; names the nearest
-    plan that does."""
+def report(
+    counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str = "", best: int = 0
+) -> Iterator[str]:
+    """Yield the `best` fastest layouts with memory, time and commands; 0 = only the layout that the settings state.
+    Raises RefusedError: nothing fits; names the nearest plan that does."""
     yield from tables.describe_plan(counted, cluster)
-    plans = make_plans(counted, cluster, choices)
+    plans = [plan for plan in make_plans(counted, cluster, choices) if best or plan.layout.is_stated(counted.config)]
     plans_that_fit = fitting(plans)
     if not plans_that_fit:
         raise refusal(counted, plans, choices)
-    yield ""
-    yield from tables.ranking(plans_that_fit[:best])
-    yield ""
-    yield from tables.memory_lines(plans)
-    yield ""
-    yield f"best: {plans_that_fit[0].layout.name}"
+    yield from ["", *tables.ranking(plans_that_fit[: best or None]), "", *tables.memory_lines(plans), ""]
+    if best:
+        yield f"best: {plans_that_fit[0].layout.name}"
     yield from tables.time_lines(plans_that_fit[0])
-    yield ""
-    yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
+    if best:
+        yield ""
+        yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
 
 
 def best_on(
@@ -99,24 +99,9 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     config = arguments.config
     counted = Counted(config, find_upstream(config).facts(config))
     choices = replace(fixed_layout(arguments), engine=arguments.choose_engine(world))
-    yield from tables.describe_plan(counted, Cluster(gpu=gpu, gpus=world))
-    yield from report_stated_layout(counted, Cluster(gpu=gpu, gpus=world), choices)
+    yield from report(counted, Cluster(gpu=gpu, gpus=world), choices)
     yield "\nassumed:"
     yield from (f"- {line}" for line in [*assumed, *tables.assumption_lines(gpu)])
-
-
-def report_stated_layout(counted: Counted, cluster: Cluster, choices: LayoutChoice) -> Iterator[str]:
-    """Yield the plan of the command's layout. Raises RefusedError: it does not fit."""
-    plans = [plan for plan in make_plans(counted, cluster, choices) if plan.layout.is_stated(counted.config)]
-    plans_that_fit = fitting(plans)
-    if not plans_that_fit:
-        raise refusal(counted, plans, choices)
-    yield ""
-    yield from tables.ranking(plans_that_fit)
-    yield ""
-    yield from tables.memory_lines(plans_that_fit)
-    yield ""
-    yield from tables.time_lines(plans_that_fit[0])
 
 
 def this_gpu() -> tuple[Gpu, list[str]]:

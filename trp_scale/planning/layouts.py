@@ -188,11 +188,8 @@ class Layout:
         return 5 * MASTER * numbers / self.sharers(ranks)
 
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
-        """Return the fields of Memory that do not depend on the number of rows.
-
-        Args:
-            several: whether a step has several micro-batches.
-        """
+        """Return the fields of Memory that do not depend on the number of rows. `several`: whether a step has several
+        micro-batches."""
         every = counted.parameters
         copy = self.read * every if self.rounded else 0
         return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": 2 * MASTER * every}

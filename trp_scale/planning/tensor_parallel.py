@@ -38,11 +38,8 @@ class TensorSum:
 
 @dataclass(kw_only=True)
 class CountsSums(Cut):
-    """Records the sums over ranks of a partitioned model.
-
-    Attributes:
-        noted: sums of a forward pass and its backward pass, in forward order.
-    """
+    """Records the sums over ranks of a partitioned model. `noted`: sums of a forward pass and its backward pass, in
+    forward order."""
 
     noted: list[TensorSum] = field(default_factory=list)
     together: bool = False
@@ -141,11 +138,8 @@ def declared_plan(model: nn.Module) -> TensorPlan:
 
 
 def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable[[], nn.Module]:
-    """Return a function that makes one rank's part of a model, without values.
-
-    Args:
-        split: whether the ranks split tokens.
-    """
+    """Return a function that makes one rank's part of a model, without values. `split`: whether the ranks split
+    tokens."""
 
     def made() -> nn.Module:
         model = make()

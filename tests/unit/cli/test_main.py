@@ -80,8 +80,6 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
             5,
             "error: /a: Permission denied; give another",
         ),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/a"), 5, "error: /a: Read-only file system; give another"),
-        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), "/a"), 5, "error: /a: Not a directory; give another"),
     ],
 )
 def test_how_an_error_ends_a_command(

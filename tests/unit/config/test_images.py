@@ -33,11 +33,9 @@ def settings(**changes: dict[str, Any]) -> Config:
         ({"crops": {"size": 514}, "vision": {"patch_size": 2}}, "has 66049 patches"),
         ({"masking": {"ratio": 0.0}}, "leaves 196 of 196"),
         ({"masking": {"ratio": 0.999}}, "leaves 0 of 196"),
-        ({"crops": {"count": 0}}, "--crops.count"),
         ({"crops": {"min_scale": 0.0}}, "--crops.min_scale is 0"),
         ({"crops": {"min_scale": 0.9, "max_scale": 0.5}}, "--crops.min_scale"),
         ({"crops": {"max_scale": 1.5}}, "--crops.max_scale 1.5"),
-        ({"crops": {"flip": 1.5}}, "--crops.flip"),
         ({"crops": {"from": "view", "view_size": 112}}, "--crops.view_size is 112"),
     ],
 )

@@ -43,22 +43,6 @@ def test_the_defaults_pass_and_give_no_caution(kind: str) -> None:
     assert cautions(made) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("multilevel__unroll", 0),
-        ("multilevel__gamma", -0.1),
-        ("multilevel__proximity", float("inf")),
-        ("multilevel__weight_decay", float("nan")),
-        ("multilevel__validation_share", 1.0),
-        ("objective__uniformity", -0.01),
-    ],
-)
-def test_a_number_outside_its_range_is_refused(name: str, value: float) -> None:
-    kind = {"multilevel__gamma": "joint", "multilevel__proximity": "fine_tuning"}.get(name, "head")
-    assert f"--{name.replace('__', '.')} is {value}" in problem(**{name: value}, multilevel__kind=kind)
-
-
 def test_every_number_has_a_range() -> None:
     """But for a ratio, which is compared with that at the start."""
     for kind in KINDS:

@@ -36,11 +36,9 @@ def test_a_plan_is_printed_with_its_curve_and_assumptions(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpu", "v100"], "--gpu v100: not known"),
         (["--gpus", "0"], "--gpus is 0"),
         (["--predict", "8,many"], "--predict 8,many: allowed: numbers of GPUs"),
         (["--engine", "plain"], "--engine plain is for one process, this run has 8"),
-        (["--gpus", "7"], "does not divide over 7 ranks"),
         (["--length", "100000"], "--length is 100000, allowed: up to --model.max_positions"),
     ],
 )
