@@ -71,13 +71,8 @@ def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
     examined = [_examine_checkpoint(number, path, quick=quick) for number, path in _list_candidates(run_dir)]
     stored = [checkpoint for checkpoint in examined if checkpoint.path.exists()]  # a live run removes older ones
     sizes = [checkpoint.size for checkpoint in stored if checkpoint.problem is None]
-    reached = max(
-        [
-            step,
-            record["step"] if isinstance(record.get("step"), int) else 0,
-            *(checkpoint.step for checkpoint in stored),
-        ]
-    )
+    recorded = record["step"] if isinstance(record.get("step"), int) else 0
+    reached = max([step, recorded, *(checkpoint.step for checkpoint in stored)])
     return [
         _describe_run(run_dir),
         _check_end(run_dir, record, is_alive=is_alive, was_killed=bool(holder), has_begun=bool(stored or step)),
@@ -167,9 +162,8 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
         return judge("lease", False, f"{name}, is gone", takeover), False
     if age > GONE_AFTER:
         change = "check whether it is stopped (kill -CONT), and whether the storage responds"
-        return judge(
-            "lease", False, f"{name}, is alive but has not renewed the lease for {_format_time(age)}", change
-        ), True
+        result = f"{name}, is alive but has not renewed the lease for {_format_time(age)}"
+        return judge("lease", False, result, change), True
     return judge("lease", True, f"{name}, trains into the directory", ""), True
 
 

@@ -455,7 +455,7 @@ def traffic(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumul
 def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> Memory:
     """Return the memory of one rank; arguments as of `traffic`."""
     part = layout.part(counted)
-    # Learned masks: copy of the weights and direction (benchmarks/mlo_memory.py); weight_average: the average.
+    # Learned masks: copy of the weights and direction; weight_average: the average.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
     return Memory(
         activations=part.saved(layout.checkpointing, layout.rounded).step_bytes(micro),
