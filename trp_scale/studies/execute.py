@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from trp_scale.config.json_files import read_object
 from trp_scale.config.schema import record
-from trp_scale.distributed.stop import NOTICES, handle_signals
+from trp_scale.distributed.stop import NOTICES, signal_handlers
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.sharding.job.clusters import submit_job
@@ -141,19 +141,11 @@ class Executor:
         for part in ("state", "logs"):
             (self.graph.directory / part).mkdir(parents=True, exist_ok=True)
         names = list(self.graph.nodes) if only is None else [only]
-        ended: dict[str, NodeState | None] = {name: self._read_finished(name) for name in self.graph.nodes}
-        ended = {name: state for name, state in ended.items() if state is not None}
+        states = {name: self._read_finished(name) for name in self.graph.nodes}
+        ended = {name: state for name, state in states.items() if state is not None}
         waiting = [name for name in names if name not in ended]
-        before = handle_signals(NOTICES, lambda *_: self.stop())
-        try:
-            with ThreadPoolExecutor(self.jobs) as pool:
-                self._schedule(pool, waiting, ended)
-        except KeyboardInterrupt:
-            self.stop()
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with signal_handlers(NOTICES, lambda *_: self.stop()), ThreadPoolExecutor(self.jobs) as pool:
+            self._schedule(pool, waiting, ended)
         return {name: ended.get(name) for name in names}
 
     def stop(self) -> None:
@@ -162,12 +154,13 @@ class Executor:
         for process in list(self._running.values()):
             _ask_to_stop(process.pid)
 
-    def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, NodeState | None]) -> None:
+    def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, NodeState]) -> None:
         under_way: dict[Future[NodeState], str] = {}
         try:
             while True:
-                for name in list(self._ready(waiting, ended)):
-                    if len(under_way) < self.jobs and not self.stopping.is_set():
+                for name in list(waiting):
+                    ready = all(has_finished(ended.get(need)) for need in self.graph.nodes[name].needs)
+                    if ready and len(under_way) < self.jobs and not self.stopping.is_set():
                         waiting.remove(name)
                         under_way[pool.submit(self._execute, name)] = name
                 if not under_way:
@@ -175,19 +168,12 @@ class Executor:
                 for done in wait(under_way, return_when=FIRST_COMPLETED).done:
                     state = done.result()
                     ended[under_way.pop(done)] = state
-                    self._tell(state, len(waiting) + len(under_way))
+                    reason = f": {state.reason}" if state.reason else ""
+                    left = len(waiting) + len(under_way)
+                    self.tell(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
         except BaseException:
             self.stop()
             raise
-
-    def _ready(self, waiting: list[str], ended: Mapping[str, NodeState | None]) -> Iterator[str]:
-        for name in waiting:
-            if all(has_finished(ended.get(need)) for need in self.graph.nodes[name].needs):
-                yield name
-
-    def _tell(self, state: NodeState, left: int) -> None:
-        reason = f": {state.reason}" if state.reason else ""
-        self.tell(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
 
     def _read_finished(self, name: str) -> NodeState | None:
         """Return the state of a finished node; refuse it if its command has changed."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.config import Config
@@ -26,14 +26,6 @@ EFFICIENCY = 0.35
 """Share of a core's matrix product speed that a step of a small model reaches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Attributes: steps: of a run; seconds: per step."""
-
-    steps: int
-    seconds: float
-
-
 def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     """Yield the lines of the plan. Raises RefusedError for invalid settings, or if no layout fits.
 
@@ -47,20 +39,18 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     total = 0.0
     runs = {name: sum(node.startswith(f"runs/{name}/") for node in graph.nodes) for name in graph.variants}
     costs = {name: run_cost(graph, name, speed) for name in graph.trained_variants()}
-    for name, cost in costs.items():
-        hours = runs[name] * cost.steps * cost.seconds / 3600
+    for name, (steps, seconds) in costs.items():
+        hours = runs[name] * steps * seconds / 3600
         total += hours
-        yield f"  {name}: {runs[name]} runs of {cost.steps:,} steps, {cost.seconds:.4g} s a step: {hours:.2f} hours"
+        yield f"  {name}: {runs[name]} runs of {steps:,} steps, {seconds:.4g} s a step: {hours:.2f} hours"
         if "time" in scale.budgets and name != study.baseline:
-            base = costs[study.baseline]
-            hours = runs[name] * base.steps * base.seconds / 3600
+            hours = runs[name] * math.prod(costs[study.baseline]) / 3600
             total += hours
             yield f"  {name}, equal time: as long as the baseline's: {hours:.2f} hours"
     if scale.tuning is not None:
         tries = len(scale.tuning.values)
         for name in graph.trained_variants():
-            cost = run_cost(graph, name, speed, scale.tuning.flags)
-            total += tries * cost.steps * cost.seconds / 3600
+            total += tries * math.prod(run_cost(graph, name, speed, scale.tuning.flags)) / 3600
         yield f"  included: {tries} values of {scale.tuning.setting} for each variant"
     commands = 0.0 if scale.gpus else len(graph.nodes) * START_SECONDS / 3600
     unit = f"hours of {scale.gpus} GPUs" if scale.gpus else "core hours"
@@ -94,8 +84,8 @@ def hours_left(graph: Graph) -> Iterator[str]:
     yield f"left: {total:.2f} hours of commands; divide by --jobs"
 
 
-def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = None) -> Cost:
-    """Estimate the cost of one run of a variant.
+def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = None) -> tuple[int, float]:
+    """Estimate the steps of one run of a variant, and the seconds per step.
 
     Args:
         speed: FLOP/s of a core; used if the scale has no GPUs.
@@ -110,13 +100,13 @@ def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = N
         plans = make_plans(counted, cluster, layout)
         if not (plans_that_fit := fitting(plans)):
             raise refusal(counted, plans, layout)
-        return Cost(steps=config.training.steps, seconds=plans_that_fit[0].seconds)
+        return config.training.steps, plans_that_fit[0].seconds
     micro = config.batch.micro_rows
     accumulation = max(1, config.batch.global_size // micro)
     forward, backward = (part.total_flops(micro) for part in counted.passes("none", False, False).values())
     times = extra_passes(counted, accumulation, 1)
     flops = accumulation * (times * (forward + backward) + prepass(config, accumulation) * forward)
-    return Cost(steps=config.training.steps, seconds=flops / (EFFICIENCY * speed))
+    return config.training.steps, flops / (EFFICIENCY * speed)
 
 
 def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:

@@ -21,8 +21,6 @@ from trp_scale.studies.outcome import ALL, JudgeRow, Outcome, describe_outcome, 
 from trp_scale.studies.study import Tuning
 from trp_scale.training.metrics import RunHistory, read_history
 
-MARKS = {"better": "better", "worse": "worse", "no difference seen": "no difference", "": "-"}
-
 
 def write_report(graph: Graph, output: Path, command: str) -> str:
     """Write README.md, report.tex, report.html, figures.json and outcome.png. Return the Markdown."""
@@ -127,7 +125,9 @@ def _differences_table(graph: Graph, outcome: Outcome) -> Table:
         if difference is None or difference.half is None or difference.test is None:
             continue
         low, high = difference.value - difference.half, difference.value + difference.half
-        seen = MARKS[verdict(cell, outcome.metrics[key])] if name != graph.study.ground else "the untrained encoder"
+        seen = verdict(cell, outcome.metrics[key]).removesuffix(" seen") or "-"
+        if name == graph.study.ground:
+            seen = "the untrained encoder"
         rows.append(
             [
                 graph.title(name),

@@ -165,15 +165,6 @@ def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
         claim(tmp_path / "full", Claim(study="one", scale="cpu", inputs={}))
 
 
-def test_evaluate_by_itself_gives_the_losses_of_the_run(tmp_path: Path) -> None:
-    given = document()
-    given["scales"]["cpu"]["judges"]["held_out"] = {"command": "evaluate", "flags": {"rows": 100}}
-    graph = graph_of(tmp_path, given)
-    words = graph.words("judged/held_out/runs/plain/seed_0")
-    assert words[:3] == ["evaluate", "--finetuned", str(graph.path("runs/plain/seed_0"))]
-    assert words[-2:] == ["--rows", "100"]
-
-
 def test_switches_and_lists_become_words_of_every_command() -> None:
     flags = {"embedded": True, "logging.progress": False, "inputs": ["a", "b"], "modality": ["depth=a", "semseg=b"]}
     words = ["--embedded", "--logging.progress", "false", "--inputs", "a", "b"]

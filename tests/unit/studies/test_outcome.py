@@ -129,11 +129,6 @@ def test_equal_figures_make_no_difference(judged: Graph) -> None:
     assert "slow: no difference to plain seen" in said
 
 
-def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
-    graph = graph_of(tmp_path)
-    assert describe_outcome(graph, read_outcome(graph)) == ["No result yet: no run has been judged."]
-
-
 def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
     program = write_program(tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow"]}))

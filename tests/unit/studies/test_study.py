@@ -125,7 +125,7 @@ def test_every_command_is_one_that_is_there(name: str, tmp_path: Path) -> None:
 
 def test_a_rate_that_is_chosen_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(["adpe_mae_plus"])
-    assert "the best optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
+    assert "optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", seldom(NAMES, ()))
