@@ -53,10 +53,8 @@ class TextEncoder(Encoder):
         assert source.tokenizer is not None
         self.settings, self.tokenizer = config, open_given(source.tokenizer, flag="--run")
         weights = source.read()
-        rows, pieces = weights["embeddings.word_embeddings.weight"], len(self.tokenizer)
-        if len(rows) < pieces:
-            raise RefusedError(f"{source.path}: {len(rows)} embeddings, but the tokenizer has {pieces} tokens")
-        weights["embeddings.word_embeddings.weight"] = rows[:pieces]  # the rest is padding for efficient kernels
+        name, pieces = "embeddings.word_embeddings.weight", len(self.tokenizer)
+        weights[name] = weights[name][:pieces]  # the rest is padding for efficient kernels
         pooled = any(name.startswith("pooler.") for name in weights)
         self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
         load_weights(self.backbone, weights, f"--from {source.path}")

@@ -217,10 +217,10 @@ def names(runs: Sequence[Path]) -> list[str]:
     raise AssertionError("different paths have different parts")
 
 
-def print_results(results: Results, baseline: Results | None = None, console: Console | None = None) -> None:
+def print_results(results: Results, baseline: Results | None = None) -> None:
     """Print the table of one run, or its comparison with a baseline."""
     named = {THIS_RUN: results} if baseline is None else {BASELINE: baseline, THIS_RUN: results}
-    print_comparison(compare_results(named), console)
+    print_comparison(compare_results(named))
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:

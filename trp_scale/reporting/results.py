@@ -171,10 +171,6 @@ def read_seed(path: Path) -> SeedResult | None:
 def read_results(run_dir: Path) -> Results:
     """Read results.json of a directory. Raises RefusedError if it is missing, invalid, or has non-finite figures."""
     path = run_dir / RESULTS_FILE
-    if not path.is_file() and (run_dir / RESULT_FILE).is_file():
-        raise RefusedError(
-            f"{path} is missing; {RESULT_FILE} is the result of one seed: give the parent of the task's directory"
-        )
     advice = "it is not written by trp-scale finetune, evaluate or probe"
     results = record(Results, _read(path), str(path), RefusedError, advice)
     for task in results.tasks:

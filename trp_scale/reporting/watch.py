@@ -46,10 +46,6 @@ class RunningPage:
         self._lock = threading.Lock()
         self._version, self._text, self._until = "", "", 0.0
 
-    def version(self) -> str:
-        """Version of the newest page."""
-        return self.newest()[0]
-
     def newest(self) -> tuple[str, str]:
         """Return (version, HTML)."""
         with self._lock:
@@ -72,11 +68,8 @@ class RunningPage:
         try:
             return run_page(read_run(self.run_dir))
         except RefusedError as error:
-            if not (self.run_dir / METRICS_FILE).exists():
-                return Page(
-                    kind="Pre-training report", title=self.run_dir.resolve().name, lead=["No step has been logged."]
-                )
-            return Page(kind="Pre-training report", title=self.run_dir.resolve().name, lead=[str(error)])
+            lead = str(error) if (self.run_dir / METRICS_FILE).exists() else "No step has been logged."
+            return Page(kind="Pre-training report", title=self.run_dir.resolve().name, lead=[lead])
 
 
 def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
@@ -96,7 +89,7 @@ def make_server(page: RunningPage, port: int) -> ThreadingHTTPServer:
             if path in ("/", "/report.html"):
                 self._answer(page.newest()[1].encode(), "text/html; charset=utf-8", "no-store")
             elif path == "/version":
-                self._answer(page.version().encode(), "text/plain; charset=utf-8", "no-store")
+                self._answer(page.newest()[0].encode(), "text/plain; charset=utf-8", "no-store")
             elif path == f"/{PLOTLY}":
                 self._answer(plotly, "text/javascript; charset=utf-8", "max-age=86400")
             else:

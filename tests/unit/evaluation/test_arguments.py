@@ -22,7 +22,6 @@ def test_sets_are_named_as_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["b={path}"], "ImageNet-B"),
         (["d={path}"], "d={path}"),
         (["{path}"], "{path}"),
         (["a={path}", "a={path}"], "ImageNet-A"),

@@ -158,28 +158,10 @@ def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "2 tasks (classification, second)" in capsys.readouterr().err
 
 
-PUBLISHED = {
-    "gaussian_noise": 88.6,
-    "shot_noise": 89.4,
-    "impulse_noise": 92.3,
-    "defocus_blur": 82.0,
-    "glass_blur": 82.6,
-    "motion_blur": 78.6,
-    "zoom_blur": 79.8,
-    "snow": 86.7,
-    "frost": 82.7,
-    "fog": 81.9,
-    "brightness": 56.5,
-    "contrast": 85.3,
-    "elastic_transform": 64.6,
-    "pixelate": 71.8,
-    "jpeg_compression": 60.7,
-}
-"""AlexNet's row of Table 1 (Hendrycks and Dietterich 2019), in percent."""
-
-
-def test_alexnet_s_errors_are_the_published_ones() -> None:
-    assert {name: 100 * value for name, value in ALEXNET_ERRORS.items()} == pytest.approx(PUBLISHED, abs=0.051)
+def test_alexnet_errors_are_the_published_ones() -> None:
+    """AlexNet's row of Table 1 (Hendrycks and Dietterich 2019), in percent, in the order of its columns."""
+    published = [88.6, 89.4, 92.3, 82.0, 82.6, 78.6, 79.8, 86.7, 82.7, 81.9, 56.5, 85.3, 64.6, 71.8, 60.7]
+    assert [100 * value for value in ALEXNET_ERRORS.values()] == pytest.approx(published, abs=0.051)
 
 
 def test_by_hand() -> None:

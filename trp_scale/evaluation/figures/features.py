@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import read_json
-from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quote
@@ -35,7 +33,6 @@ from trp_scale.finetuning.measurement import all_blocks
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.positions import RelativeInputs
 from trp_scale.models.vit import TransformerBlock
-from trp_scale.pretraining.base import find_upstream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,15 +85,6 @@ def measured_images(config: ClassificationTaskConfig, choice: ImageChoice) -> It
     config = copy.deepcopy(config)
     config.downstream.classes = max(1, len(choice.classes))
     return planned_batches(MeasuredImages(config, [choice.dataset], choice.dataset.meta), choice)
-
-
-def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
-    """Yield batches of the images with crops, masks and modalities of a pre-training run. Raises RefusedError if
-    the data lacks a modality."""
-    rows = find_upstream(config).open_rows(
-        config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
-    )
-    return planned_batches(rows.builder, choice)
 
 
 def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
@@ -237,12 +225,6 @@ PlaneKind = Literal["pca", "tsne"]
 
 PERPLEXITY = 30.0
 """Perplexity of t-SNE; lower for few images."""
-
-
-def check_library() -> None:
-    """Raise RefusedError if scikit-learn is not installed."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise RefusedError("representations in a plane need scikit-learn; run: pip install 'trp-scale[evaluation]'")
 
 
 def project_to_plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDArray[np.floating], str]:

@@ -135,14 +135,10 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", ima
 def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
     """Draw the pictures of a run for a batch in the run's format."""
     output.mkdir(parents=True, exist_ok=True)
-    if isinstance(trained, TrainedImages):
-        return _draw_images(trained, batch, output)
-    return _draw_modalities(trained, batch, output)
-
-
-def _draw_images(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
-    strips, loss, mean_patch = reconstructions(trained, batch)
     path = output / "reconstructions.png"
+    if isinstance(trained, TrainedModalities):
+        return [_draw_modalities(trained, batch, path)]
+    strips, loss, mean_patch = reconstructions(trained, batch)
     axes, figure = small_axes(len(strips), batch.rows)
     _show_strips(axes, strips)
     figure.savefig(path, dpi=DPI)
@@ -158,14 +154,13 @@ def _draw_images(trained: TrainedImages, batch: Batch, output: Path) -> list[Pic
     return pictures
 
 
-def _draw_modalities(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+def _draw_modalities(trained: TrainedModalities, batch: Batch, path: Path) -> Picture:
     """Draw images and maps, as in TRP Figure 3."""
-    path = output / "reconstructions.png"
     draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
     measured = task_losses(trained, batch)
     losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in measured.items())
     note = f"; of rgb {TRUE_COLOURS}" if "rgb" in measured else ""
-    return [Picture(path, f"{losses}; {batch.rows} images{note}")]
+    return Picture(path, f"{losses}; {batch.rows} images{note}")
 
 
 @torch.no_grad()
@@ -239,16 +234,11 @@ def _draw_shifted_grid(axes: Axes, grid: int, shift: Tensor) -> None:
     row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
     axes.scatter(column, row, color="0.6", label="before")
     axes.scatter(column + float(shift[1]), row + float(shift[0]), color="tab:red", label="after, where masked")
-    axes.quiver(
-        column, row, *_constant(column, shift), angles="xy", scale_units="xy", scale=1, width=0.003, color="tab:red"
-    )
+    arrows = [torch.full(column.shape, float(shift[axis])).numpy() for axis in (1, 0)]
+    axes.quiver(column, row, *arrows, angles="xy", scale_units="xy", scale=1, width=0.003, color="tab:red")
     axes.set(xlabel="column in patches", ylabel="row in patches", aspect="equal")
     axes.invert_yaxis()
     axes.legend(loc="upper right")
-
-
-def _constant(like: Tensor, shift: Tensor) -> tuple[Any, Any]:
-    return torch.full(like.shape, float(shift[1])).numpy(), torch.full(like.shape, float(shift[0])).numpy()
 
 
 def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:

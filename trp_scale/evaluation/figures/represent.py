@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,9 @@ from trp_scale.checkpoint.format import named_weights
 from trp_scale.config import AVERAGE, RefusedError
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.registry import names as registered_names
+from trp_scale.config.settings import check_settings
 from trp_scale.console import Table
+from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.arguments import RepresentArguments
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
@@ -26,7 +29,6 @@ from trp_scale.evaluation.figures.features import (
     PlaneKind,
     Position,
     ShownImages,
-    check_library,
     choose_images,
     class_similarity,
     default_positions,
@@ -35,11 +37,12 @@ from trp_scale.evaluation.figures.features import (
     draw_plane,
     encode_images,
     mean_distance,
+    planned_batches,
     project_to_plane,
-    trained_images,
 )
 from trp_scale.evaluation.figures.pictures import draw_trained
 from trp_scale.evaluation.figures.trained_images import load_trained, upstream_name
+from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import is_run
@@ -188,8 +191,10 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
     if not is_run(Path(named_weights(source)[0])) or not upstream_name(source):
         return []
     trained = load_trained(source, str(choice.dataset.directory))
-    config = find_upstream(trained.config).inference_config(trained.config)
-    return draw_trained(trained, next(trained_images(config, choice)), output)
+    upstream = find_upstream(trained.config)
+    path = MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)
+    rows = upstream.open_rows(upstream.inference_config(trained.config), [path])
+    return draw_trained(trained, next(planned_batches(rows.builder, choice)), output)
 
 
 def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, ReadRun]:
@@ -274,15 +279,13 @@ def represent(arguments: RepresentArguments) -> int:
 def _check(arguments: RepresentArguments) -> None:
     """Check libraries and flags before anything is read."""
     figure_class()
-    check_library()
+    require_scikit_learn()
     if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
         raise RefusedError(
             f"--recipe {arguments.recipe or 'is missing'}: --from {SCRATCH} needs one, for the encoder's sizes, and "
             "others have their own"
         )
-    for name, value, least in (("images", arguments.images, 0), ("shown", arguments.shown, 1)):
-        if value < least:
-            raise RefusedError(f"--{name} is {value}, allowed: {least} or more")
+    check_settings(arguments)
 
 
 def read_block(number: int, blocks: int) -> int:

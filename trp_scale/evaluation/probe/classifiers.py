@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,7 +125,7 @@ def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Itera
 def require_scikit_learn() -> None:
     """Raise RefusedError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
-        raise RefusedError("a logistic probe needs scikit-learn: pip install 'trp-scale[evaluation]'")
+        raise RefusedError("scikit-learn is not installed; run: pip install 'trp-scale[evaluation]'")
 
 
 def logistic_regression(train: LabelledFeatures, features: Features, settings: LogisticSettings) -> Integers:
@@ -166,23 +166,16 @@ def nearest_neighbours(train: LabelledFeatures, features: Features, settings: Kn
     return predicted
 
 
-Classify = Callable[[LabelledFeatures, Features, ProbeArguments, int], Integers]
-"""Fit on labelled features with a seed; return the classes [m] of `features` [m, D]."""
-
-CLASSIFIERS: dict[str, Classify] = {
-    "logistic": lambda train, features, arguments, seed: logistic_regression(train, features, arguments.logistic),
-    "linear": lambda train, features, arguments, seed: fit_linear(train, features, arguments.linear, seed=seed),
-    "knn": lambda train, features, arguments, seed: nearest_neighbours(train, features, arguments.knn),
-}
-"""Classifiers by --method."""
-
-
 def classify(train: LabelledFeatures, features: Features, arguments: ProbeArguments, seed: int) -> Integers:
     """Return the classes [m] of `features` [m, D] by --method. Raises RefusedError if the training images have one
     class."""
     if len(np.unique(train.labels)) < 2:
         raise RefusedError(f"{arguments.data}: all training images have the same class; a probe needs two classes")
-    return CLASSIFIERS[arguments.method](train, features, arguments, seed)
+    if arguments.method == "logistic":
+        return logistic_regression(train, features, arguments.logistic)
+    if arguments.method == "knn":
+        return nearest_neighbours(train, features, arguments.knn)
+    return fit_linear(train, features, arguments.linear, seed=seed)
 
 
 def accuracy(predicted: Integers, labels: Integers) -> float:
@@ -228,7 +221,7 @@ def fit_fresh(
     steps = max(1, round(settings.epochs * rows / size))
     probe = LinearProbe(
         encoder.width,
-        len(images.classes),
+        len(images.opened.classes),
         steps=steps,
         warmup_steps=round(settings.warmup_epochs * rows / size),
         lr=settings.base_lr * size / LR_ROWS,

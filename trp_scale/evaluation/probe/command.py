@@ -131,7 +131,7 @@ class ImageProbe:
                 seed,
                 accuracy(answers, test.labels),
                 detail={
-                    "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.classes),
+                    "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.opened.classes),
                     "images": len(test.labels),
                     "features_from_cache": cached,
                 },

@@ -42,11 +42,6 @@ class ProbedImages:
         """Digest of all images and classes."""
         return " ".join(dataset.digest() for dataset in self.opened.datasets)
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names or numbers of the classes."""
-        return self.opened.classes
-
     def held_out(self, fraction: float) -> npt.NDArray[np.bool_]:
         """Return [n] which images are held out for this data.validation_fraction, in stored order."""
         blocks = (dataset.blocks for dataset in self.opened.datasets)
@@ -61,10 +56,6 @@ class ProbedImages:
             for dataset in self.opened.datasets
         ]
 
-    def all_blocks(self) -> BlockMasks:
-        """Select all blocks of each data set."""
-        return all_blocks([dataset.blocks for dataset in self.opened.datasets])
-
     def labels(self, chosen: BlockMasks) -> npt.NDArray[np.int64]:
         """Return the classes [n] of the images in these blocks, in stored order."""
         pairs = zip(self.opened.datasets, chosen, strict=True)
@@ -73,12 +64,12 @@ class ProbedImages:
     def batches(self, group: Group) -> Iterator[Batch]:
         """Return this rank's micro-batches of all images, each once and in stored order; padding rows have
         row_weights 0."""
-        return self.once(self.all_blocks(), group)
+        return self.once(all_blocks([dataset.blocks for dataset in self.opened.datasets]), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
         """Return the batches of the chosen blocks, like `batches`."""
         config = copy.deepcopy(self.config)
-        config.downstream.classes = len(self.classes)
+        config.downstream.classes = len(self.opened.classes)
         rows = self.opened.rows(MeasuredImages(config, self.opened.datasets, self.opened.meta))
         plan = HeldOutPlan(members=rows.members(self.opened.paths, chosen))
         return read_once(rows, plan, self.config, group)
@@ -95,7 +86,7 @@ class ProbedImages:
         config = copy.deepcopy(self.config)
         config.crops.min_scale, config.crops.max_scale, config.crops.flip = smallest, 1.0, 0.5
         config.batch.global_size, config.training.seed = batch, seed
-        config.downstream.classes = len(self.classes)
+        config.downstream.classes = len(self.opened.classes)
         builder = TrainingImages(config, self.opened.datasets, self.opened.meta)
         chosen = [~mask for mask in self.held_blocks(fraction)]
         plan = TrainPlan(

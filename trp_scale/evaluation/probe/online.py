@@ -44,6 +44,7 @@ from trp_scale.finetuning.encoders import encoder_from_run
 from trp_scale.finetuning.glue.folders import Examples, read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import require_libraries
+from trp_scale.finetuning.measurement import all_blocks
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.probe.images import BlockMasks, ProbedImages
@@ -208,7 +209,7 @@ class ImageRows:
         if settings.test:
             check_test(config, Path(settings.test))
             self.test = open_probed(config, settings.test)
-            measured = self.test.all_blocks()
+            measured = all_blocks([dataset.blocks for dataset in self.test.opened.datasets])
         else:
             fraction = fraction or SHARE_MEASURED
             measured = self.train.held_blocks(fraction)

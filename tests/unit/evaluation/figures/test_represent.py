@@ -19,20 +19,15 @@ from timm.models import save_for_hf
 
 from tests.fixtures import small_image_dataset
 from tests.runs import image_flags, pretrain_here
-from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import read_full_state
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
-from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.figures.features import (
     choose_images,
     class_similarity,
     encode_images,
-    project_to_plane,
 )
 from trp_scale.evaluation.figures.represent import read_block, read_positions
-from trp_scale.evaluation.figures.trained_images import load_trained_images
 
 
 @pytest.fixture(scope="module")
@@ -71,28 +66,6 @@ def represent(*arguments: object) -> int:
 def document(output: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((output / "representation.json").read_text(encoding="utf-8"))
     return found
-
-
-@pytest.mark.exhaustive
-def test_the_average_of_the_weights_is_looked_at(image_dataset: Path, tmp_path: Path) -> None:
-    run, alone = tmp_path / "run", tmp_path / "alone"
-    averaging = ["--hooks", "weight_average", "--weight_average.decay", "0.5"]
-    flags = image_flags("adpe_tiny", image_dataset, run, training__steps=3, optimizer__lr=0.01)
-    assert pretrain_here([*flags, *averaging]) == 0
-    average = read_full_state(find_checkpoint(run), WEIGHT_AVERAGE)
-    seen = load_trained_images(f"{run}@average").model
-    assert all(torch.equal(parameter, average[name]) for name, parameter in seen.named_parameters())
-    flags = image_flags("adpe_tiny", image_dataset, alone, training__steps=1, optimizer__lr=1e-12)
-    assert pretrain_here([*flags, "--model.weights", f"{run}@average"]) == 0
-    found = {}
-    for source, weights in ((run, "average"), (run, "last"), (alone, "last")):
-        output, named = tmp_path / "out" / source.name / weights, ("--from", source, "--weights", weights)
-        assert represent(*named, "--data", image_dataset, "--output", output, "--images", 20, "--shown", 3) == 0
-        found[source, weights] = document(output)
-    assert found[run, "average"]["encoder"] == f"{run}@average"
-    expected, last = (found[key]["class_similarity"] for key in ((alone, "last"), (run, "last")))
-    assert found[run, "average"]["class_similarity"] == pytest.approx(expected, rel=1e-4)
-    assert found[run, "average"]["class_similarity"] != pytest.approx(last, rel=1e-4)
 
 
 def test_everything_of_one_encoder_on_one_page(
@@ -208,6 +181,9 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
     output.touch()
     assert represent("--from", run, "--data", image_dataset, "--output", output) == 2
     assert f"--output {output} cannot be created: File exists" in capsys.readouterr().err
+    flags = ("--from", run, "--weights", "average", "--data", image_dataset, "--output", tmp_path / "average")
+    assert represent(*flags) == 2
+    assert "weight_average" in capsys.readouterr().err
 
 
 def test_a_classifier_of_other_classes_is_refused(
@@ -237,14 +213,6 @@ def test_positions_and_blocks_are_read() -> None:
         with pytest.raises(RefusedError, match="ROW,COLUMN"):
             read_positions([wrong], 4)
     assert (read_block(-1, 12), read_block(0, 12)) == (11, 0)
-
-
-def test_principal_components_are_those_of_the_covariance() -> None:
-    features = np.random.default_rng(0).normal(size=(50, 4)) @ np.diag([5.0, 3.0, 1.0, 0.1])
-    places, sentence = project_to_plane(features, "pca")
-    values = np.sort(np.linalg.eigvalsh(np.cov(features.T)))[::-1]
-    assert np.cov(places.T) == pytest.approx(np.diag(values[:2]), abs=1e-9)
-    assert f"{values[:2].sum() / values.sum():.1%} of the variance" in sentence
 
 
 def test_averages_are_over_all_images_of_all_batches(run: Path, image_dataset: Path) -> None:

@@ -127,20 +127,7 @@ def test_files_that_are_no_images_are_named_and_images_go_with_pictures(
         with pytest.raises(RefusedError, match=rf"--images.*.*{file.name}"):
             draw_pictures(run, tmp_path / "pictures", images=[file])
     assert cli.main(["report", "--run", str(run), "--images", str(tmp_path / "text.png")]) != 0
-    assert "give --pictures DIR" in capsys.readouterr().err
-
-
-def test_learned_masks_of_an_image_of_one_s_own(scenes: Path, tmp_path: Path) -> None:
-    command = ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(tmp_path / "run")]
-    assert pretrain_here([*command, *FLAGS, "--masking.ratio", "0.5"]) == 0
-    lines = draw_pictures(tmp_path / "run", tmp_path / "pictures", images=[photograph(tmp_path / "one.png")])
-    assert "masks.png" in lines[-1] and "1 images" in lines[-1]
-
-
-def test_no_positions_are_drawn_without_an_adversary(scenes: Path, tmp_path: Path) -> None:
-    run = train(scenes, tmp_path / "run", "--adversary.kind", "none")
-    assert len(draw_pictures(run, tmp_path / "pictures", rows=2)) == 1
-    assert not (tmp_path / "pictures" / "positions.png").exists()
+    assert "--pictures DIR" in capsys.readouterr().err
 
 
 def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images of two classes that probes learn from and are measured on."""
+"""Small image data sets for probes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.evaluation.small_encoder import striped_images
+from tests.unit.data.images.stored import sample, write_images
+from tests.unit.evaluation.small_encoder import small_config, striped_images
+from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,15 @@ def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return striped_images(tmp_path_factory.mktemp("stripes") / "others", 43, 1)
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 images of three classes in two shards; the last batch is incomplete."""
+    samples = [sample(number, 20, 16) for number in range(37)]
+    return write_images(tmp_path_factory.mktemp("stored") / "data", [samples[:25], samples[25:]])
+
+
+@pytest.fixture
+def images(stored: Path) -> ProbedImages:
+    return open_probed(small_config(), str(stored))

@@ -91,20 +91,8 @@ def test_random_features_over_seeds(stripes: Path, others: Path, learned: Path, 
 
 def test_fresh_crops_change_what_is_learned(stripes: Path, others: Path, learned: Path, tmp_path: Path) -> None:
     """And the encoder runs over random crops alone: training features are not asked for."""
-    flags = (
-        "--test",
-        others,
-        "--method",
-        "linear",
-        "--linear.epochs",
-        3,
-        "--linear.warmup_epochs",
-        1,
-        "--linear.batch_size",
-        32,
-        "--pooling",
-        "class",  # as the run's own head, whose figure is measured beside it
-    )
+    flags = ["--test", others, "--method", "linear", "--linear.epochs", 3, "--linear.warmup_epochs", 1]
+    flags += ["--linear.batch_size", 32, "--pooling", "class"]  # pooling as of the run's head, which is measured too
     fresh = probe(tmp_path, learned, stripes, *flags, "--linear.crops", "fresh", "--batch_size", 16, "--workers", 0)
     assert "fresh crops" in read_results(fresh).recipe
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1, "of the test images alone"
@@ -185,16 +173,9 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
         (["--from", "scratch", "--data", "x"], "--from scratch needs --recipe"),
         (["--from", "x", "--data", "x", "--recipe", "mae_vit_b"], "--recipe mae_vit_b is for --from scratch"),
         (["--from", "x", "--data", "x", "--seeds", "3"], "--seeds 3: --method logistic"),
-        (["--from", "x", "--data", "x", "--seeds", "0"], "--seeds is 0"),
         (["--from", "x", "--data", "x", "--validation_fraction", "0"], "--validation_fraction is 0.0"),
-        (["--from", "x", "--data", "x", "--linear.batch_size", "1"], "--linear.batch_size is 1"),
-        (["--from", "x", "--data", "x", "--knn.temperature", "0"], "--knn.temperature is 0.0"),
-        (["--from", "x", "--data", "x", "--linear.base_lr", "inf"], "--linear.base_lr is inf"),
         (["--from", "x", "--data", "x", "--linear.epochs", "10"], "--linear.warmup_epochs is 10"),
-        (["--from", "x", "--data", "x", "--linear.warmup_epochs", "-1"], "--linear.warmup_epochs is -1"),
-        (["--from", "x", "--data", "x", "--seed", "-1"], "--seed is -1, allowed: 0 or more"),
-        (["--from", "x", "--data", "x", "--workers", "-1"], "--workers is -1, allowed: 0 or more"),
-        (["--from", "x", "--data", "x", "--centre_share", "0"], "--centre_share is 0.0, allowed: more than 0"),
+        (["--from", "x", "--data", "x", "--workers", "-1"], "--workers is -1"),
     ],
 )
 def test_flags_that_cannot_be(flags: list[str], message: str) -> None:

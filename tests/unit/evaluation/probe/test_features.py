@@ -19,18 +19,6 @@ from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.models.patches import Pixels
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """37 images of three classes in two shards: no whole number of batches."""
-    samples = [sample(number, 20, 16) for number in range(37)]
-    return write_images(tmp_path_factory.mktemp("stored") / "data", [samples[:25], samples[25:]])
-
-
-@pytest.fixture
-def images(stored: Path) -> ProbedImages:
-    return open_probed(small_config(), str(stored))
-
-
 def test_every_image_once_in_stored_order_on_any_number_of_ranks(images: ProbedImages) -> None:
     encoder = FrozenEncoder(small_config(), pooling="mean")
     read = extract(encoder, images.batches(ALONE))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -15,14 +14,6 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.probe.features import extract
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> ProbedImages:
-    """37 images of three classes in two shards: no whole number of batches."""
-    samples = [sample(number, 20, 16) for number in range(37)]
-    path = write_images(tmp_path_factory.mktemp("stored") / "data", [samples[:25], samples[25:]])
-    return open_probed(small_config(), str(path))
 
 
 def test_what_is_held_out_is_what_a_run_holds_out(images: ProbedImages) -> None:
