@@ -18,7 +18,6 @@ from tests.unit.reporting.small_runs import (
     FAILED,
     FINISHED,
     HOSTILE,
-    curve_traces,
     image_lines,
     mask_lines,
     text_lines,
@@ -205,24 +204,6 @@ def test_plotly_takes_the_figure(settings: dict[str, object]) -> None:
     figure = plot_of("a", "b", points=BAND, worst="a", **settings).figure()
     made = graph_objects.Figure(figure)  # refuses a property that plotly has not
     assert len(made.data) == 4
-
-
-def test_each_line_has_a_trace_and_an_averaged_one_its_band() -> None:
-    assert len(plot_of("a", "b").figure()["data"]) == 2
-    figure = plot_of("a", "b", points=BAND).figure()
-    band = next(trace for trace in figure["data"] if trace.get("fill"))
-    assert max(band["y"]) == 0.9 and min(band["y"]) == 0.1
-    assert [trace["name"] for trace in curve_traces(figure)] == ["a", "b"]
-
-
-def test_the_worst_is_thick_and_on_top() -> None:
-    traces = plot_of("a", "b", "c", worst="a").figure()["data"]
-    assert traces[-1]["name"] == "a"
-    assert traces[-1]["line"]["width"] > 2 * traces[0]["line"]["width"]
-
-
-def test_names_are_no_markup_to_plotly() -> None:
-    assert plot_of("<b>x</b> & y").figure()["data"][0]["name"] == "&lt;b&gt;x&lt;/b&gt; &amp; y"
 
 
 def test_as_many_lines_as_can_be_told_apart() -> None:

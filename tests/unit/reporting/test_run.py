@@ -129,15 +129,6 @@ def test_the_command_takes_a_model_where_it_fits(recipe: str, to: str) -> None:
     assert export_format(load_recipe(recipe)) == to
 
 
-def test_a_line_that_does_not_move_stays_beside_one_that_does(tmp_path: Path) -> None:
-    lines = [
-        line | {"probes": {"step": line["step"], "knn": 0.5, "linear": 0.1 * line["step"]}} for line in image_lines()
-    ]
-    text = page_of(write(tmp_path / "images", iter(lines), recipe="adpe_tiny", stop=FINISHED))
-    accuracy = figures_of(text)[titles_of(text).index("Accuracy")]
-    assert {trace["name"] for trace in curve_traces(accuracy)} == {"knn", "linear"}
-
-
 def test_of_many_steps_some_are_shown_whole_the_first_and_the_last_among_them(tmp_path: Path) -> None:
     run = write(tmp_path / "masks", mask_lines())
     for step in range(100, 1300, 100):
@@ -289,12 +280,6 @@ def test_without_plotly_the_text_is_printed_and_what_to_install(
     said = capsys.readouterr().out
     assert "noun" in said and said.splitlines()[-1].endswith("pip install 'trp-scale[pictures]'")
     assert not (text_run / "report.html").exists()
-
-
-def test_a_directory_that_takes_no_files_is_no_error(text_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (text_run / "report.html").mkdir()
-    assert cli.main(["report", "--run", str(text_run)]) == 0
-    assert "report.html: not written (Is a directory)" in capsys.readouterr().out
 
 
 def test_a_plot_shows_figures_that_measure_the_same(tmp_path: Path) -> None:
