@@ -115,22 +115,14 @@ def update(
     path: Path = "both",
     dtype: torch.dtype = torch.float32,
     cycles: int = 2,
-    lr_factor: float = 1.0,
-    head_lr_factor: float = 1.0,
 ) -> Update:
-    """The last update of a run of some cycles; call on all ranks.
-
-    Args:
-        lr_factor, head_lr_factor: of the learning rates in the last step alone.
-    """
+    """Return the last update of a run of some cycles; collective over all ranks."""
     run = masks_run(layout, mask_config(layout, **changes), dtype=dtype)
     assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
     level, config, watched = run.hook.outer.level, run.trainer.config, Watched(run)
     for _ in range(cycles * config.multilevel.unroll - 1):
         run.trainer.train_step()
     leave_one(level, path)
-    config.optimizer.lr *= lr_factor
-    config.multilevel.head_lr *= head_lr_factor
     before, head_before = (state(run.engine, "weight"), state(run.engine, "exp_avg")), level.head.state_dict()
     run.trainer.train_step()
     head_after = level.head.state_dict()

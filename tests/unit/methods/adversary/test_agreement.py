@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -11,11 +10,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from tests.ranks import Ranks
-from tests.synthetic import data_group
 from tests.unit.methods.adversary.toy import Setting, toy_hook, toy_trainer
 from trp_scale.core.hooks import StepContext
-from trp_scale.methods.adversary.positions import AgreementCheck, fingerprint
+from trp_scale.methods.adversary.positions import fingerprint
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}
 
@@ -41,45 +38,6 @@ def test_the_sign_of_zero_the_order_and_each_tensor_count() -> None:
         fingerprint([vector]),
     ]
     assert len({int(each) for each in prints}) == len(prints)
-
-
-@dataclass
-class Place:
-    """What the check asks of a step."""
-
-    step: int
-    data_group: Any
-
-
-def disagreeing(every: int, changed_at: int, elements: int) -> list[str]:
-    """What each of ten steps says when rank 1 holds something else from step `changed_at` on."""
-    check, group = AgreementCheck(every), data_group()
-    vector = torch.linspace(-1.0, 1.0, elements)
-    said = []
-    for step in range(10):
-        ctx: Any = Place(step, group)
-        if step == changed_at and group.rank == 1:
-            vector[-1] = torch.nextafter(vector[-1], torch.tensor(9.0))
-        check.start(ctx, [vector])
-        try:
-            check.finish(ctx)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_difference_in_the_last_bit_is_said_on_all_ranks_at_the_next_check(two_ranks: Ranks) -> None:
-    first, second = two_ranks(disagreeing, 3, 4, 1000)
-    assert first == second
-    assert [step for step, text in enumerate(first) if text] == [5, 8]
-    assert "step 6: the ranks hold different adversaries" in first[5] and "rank 1: " in first[5]
-    assert "--resume auto" in first[5]
-
-
-def test_ranks_that_agree_are_left_alone(two_ranks: Ranks) -> None:
-    assert two_ranks(disagreeing, 1, 99, 7) == [[""] * 10] * 2
-    assert two_ranks(disagreeing, 0, 2, 7) == [[""] * 10] * 2, "0 = never"
 
 
 class Scripted:

@@ -127,13 +127,6 @@ def test_one_vector_for_all_buckets_has_no_effect_and_is_seen_to_have_none(ascen
     assert int(hook.effect.idle) == idle
 
 
-def test_the_count_goes_on_after_a_resume() -> None:
-    hook = run(Setting(adversary=SGD), 60, factor=0.0)
-    resumed = toy_hook(Setting(adversary=SGD))
-    resumed.load_state_dict(hook.state_dict())
-    assert int(resumed.effect.idle) == 60
-
-
 @pytest.mark.parametrize("ascent", ["sgd", "adamw", "sign"])
 def test_one_that_stands_at_the_edge_of_its_ball_is_at_work(ascent: str, caplog: pytest.LogCaptureFixture) -> None:
     adversary = {"ascent": ascent, "lr": 0.0 if ascent == "adamw" else 5.0, "eps": 0.01}

@@ -61,13 +61,6 @@ def test_what_is_lost_is_what_no_gradient_comes_back_to() -> None:
     assert saturation().lost(torch.tensor(VECTOR)).tolist() == LOST == (shifts.grad == 0).flatten().tolist()
 
 
-def test_on_a_large_grid_some_pairs_are_clamped_without_any_shift() -> None:
-    balls = Balls(PerturbationShape(kind="relative_coordinate", encoder=(1, 2)), "linf", 20.0)  # type: ignore[arg-type]
-    offsets = torch.tensor([one - other for one in range(14) for other in range(14)])
-    expected = float((offsets.abs() > 6.33).double().mean())
-    assert float(Saturation(balls, 14, CPU).share(torch.zeros(2))) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(("on_saturation", "kept"), [("keep", True), ("reset", False)])
 def test_a_lost_axis_starts_again_from_zero_with_its_moments(on_saturation: str, kept: bool) -> None:
     setting = Setting(adversary={"ascent": "adamw", "eps": 20.0, "on_saturation": on_saturation}, shape=SHAPE)
@@ -84,8 +77,3 @@ def test_a_lost_axis_starts_again_from_zero_with_its_moments(on_saturation: str,
     trainer.train_step()
     assert (hook.vector.detach()[lost].abs() < 1).all() is not kept
     assert hook.vector.isfinite().all() and math.isfinite(hook.metrics()["saturated"])
-
-
-def test_other_kinds_have_no_saturation() -> None:
-    hook = toy_hook(Setting(adversary={"kind": "absolute_coordinate"}))
-    assert hook.saturation is None and "saturated" not in hook.metrics()

@@ -116,10 +116,3 @@ def test_proposition_5_3_gradient_descent_stays_within_its_radius(share: float) 
     for mixture in mixtures(6):
         start = 2 * torch.randn(SIZE, dtype=torch.float64)
         assert farthest(parabolas, mixture, start, share) <= 1.0
-
-
-def test_proposition_5_3_fails_beyond_its_step_size() -> None:
-    parabolas = Parabolas(3)
-    torch.manual_seed(0)
-    start = 2 * torch.randn(SIZE, dtype=torch.float64)
-    assert farthest(parabolas, mixtures(1)[0], start, 2.2) > 1.0

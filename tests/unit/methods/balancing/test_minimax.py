@@ -60,23 +60,10 @@ def test_an_absent_task_is_left_out_and_is_not_a_loss_of_zero() -> None:
     assert step.weights != pytest.approx(softmax({0: 1.5, 1: 0.0, 2: 4.0}, 3), abs=1e-3)
 
 
-def test_every_absent_task_may_come_back() -> None:
-    weigher = balancer(THREE)
-    for number, present in enumerate([{0: [1.0]}, {1: [2.0], 2: [1.0]}, {0: [0.5], 1: [2.0], 2: [3.0]}]):
-        step = take_step(weigher, THREE, given, [batch(present)], step=number)
-        assert step.weights == exactly(softmax({t: values[0] for t, values in present.items()}, 3))
-
-
 def test_the_hard_maximum_takes_the_worst_mean_not_the_worst_sum() -> None:
     weigher = balancer(THREE, alpha_schedule="hard")
     step = take_step(weigher, THREE, given, [batch({0: [2.0] * 9, 1: [3.0], 2: [1.0]})])
     assert step.weights == [0.0, 1.0, 0.0]
-
-
-def test_the_weights_of_balanced_tasks_sum_to_one_beside_the_outside_ones() -> None:
-    objective = ToyObjective(tasks=("a", "b", "far"), outside={2: 0.7})
-    step = take_step(balancer(objective), objective, given, [batch({0: [1.0], 1: [2.0], 2: [50.0]})])
-    assert step.weights == exactly([*softmax({0: 1.0, 1: 2.0}, 2), 0.7])
 
 
 def test_a_task_below_min_count_takes_no_part() -> None:
@@ -172,15 +159,6 @@ def test_the_schedules_of_alpha() -> None:
         assert hard.alpha(step) == math.inf
         # T counts the tasks of the maximum, so not the one outside it.
         assert theorem.alpha(step) == theorem_alpha(step, tasks=3, radius=2.0, lipschitz=0.5, bound=3.0)
-
-
-def test_the_step_decides_alpha() -> None:
-    weigher = balancer(THREE, alpha_schedule="theorem", radius=20.0, lipschitz=1.0, bound=10.0)
-    for step in (0, 24):
-        alpha = theorem_alpha(step, tasks=3, radius=20.0, lipschitz=1.0, bound=10.0)
-        taken = take_step(weigher, THREE, given, [batch({0: [0.3], 1: [0.1], 2: [0.2]})], step=step)
-        assert taken.weights == exactly(softmax({0: alpha * 0.3, 1: alpha * 0.1, 2: alpha * 0.2}, 3))
-        assert weigher.metrics()["alpha"] == alpha
 
 
 def test_by_spread_the_unit_of_the_losses_means_nothing() -> None:

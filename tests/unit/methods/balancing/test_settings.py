@@ -8,7 +8,6 @@ import pytest
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import from_dict
 from trp_scale.config.registry import make_settings
 from trp_scale.config.run_flags import parse
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -96,24 +95,6 @@ def test_a_smoothing_that_the_estimate_micro_never_reads_is_cautioned_against() 
     assert "--balancer.loss_ema 0.9 has no effect with --balancer.estimate micro" in caution
     assert smoothed(estimate="exact") == smoothed(estimate="lagged") == []
     assert smoothed(kind="group_dro", estimate="micro") == []  # its shares still move by smoothed losses
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value", "having"),
-    [
-        ("uniform", "estimate", "lagged", "minimax, group_dro"),
-        ("minimax", "total", "paper", "uniform, gradnorm, dwa"),
-        ("uniform", "alpha", 4.0, "minimax, gradnorm"),
-    ],
-)
-def test_a_setting_of_another_kind_is_refused_with_the_kinds_that_have_it(
-    kind: str, name: str, value: Any, having: str
-) -> None:
-    words = f"a setting of kind {having}; this run's balancer.kind is {kind}"
-    with pytest.raises(RefusedError, match=rf"balancer\.{name}: {words}"):
-        from_dict({"balancer": {"kind": kind, name: value}})
-    with pytest.raises(RefusedError, match=rf"--balancer\.{name}: {words}"):
-        parse(["--recipe", "pos_bert_tiny", "--balancer.kind", kind, f"--balancer.{name}", str(value)])
 
 
 def test_another_kind_keeps_what_both_have_from_one_class_and_starts_from_its_own_defaults() -> None:

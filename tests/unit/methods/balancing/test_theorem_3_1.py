@@ -35,15 +35,6 @@ def test_the_alpha_of_the_theorem_keeps_its_bound() -> None:
     assert found == pytest.approx(0.009, abs=0.001)
 
 
-def test_alpha_one_breaks_the_bound() -> None:
-    """It settles where e^(1-x) = 4 e^(1+x), at x = -ln(4)/2, and not at 0."""
-    assert gap(1.0, alpha=1.0) == pytest.approx(0.64, abs=0.01) and PROMISED < 0.045
-
-
-def test_uniform_weights_break_the_bound() -> None:
-    assert gap(1.0, "uniform") == pytest.approx(0.92, abs=0.01)
-
-
 def test_the_alpha_of_the_theorem_comes_as_near_the_maximum_as_its_proof_needs() -> None:
     """Supplement B.1.1: sum_t w_t f_t >= max_t f_t - R0 L' / (2 sqrt(k + 1)) for any losses within [0, B]."""
     generator = torch.Generator().manual_seed(0)

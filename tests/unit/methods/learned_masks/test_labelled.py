@@ -239,9 +239,6 @@ def test_what_cannot_be_learned_from_is_refused(images: Path, tmp_path: Path) ->
     few = write_images(tmp_path / "few", [[sample(number, 8, 8) for number in range(9)]], rows_per_block=9)
     with pytest.raises(RefusedError, match=r"all 1 training blocks D_val.* smaller --rows_per_block"):
         opened(learned(few))
-    for share in (0.0, 1.0):
-        with pytest.raises(RefusedError, match=r"validation_share.*[01]\.0.*than 0.*below 1"):
-            opened(learned(images, multilevel={"validation_share": share}))
     with pytest.raises(RefusedError, match=r"6.*divide.*--multilevel\.batch_size.*--multilevel\.micro_size"):
         opened(learned(images, multilevel={"batch_size": 6, "micro_size": 4}))
     with pytest.raises(RefusedError, match="over 4 ranks x micro-batch 3"):

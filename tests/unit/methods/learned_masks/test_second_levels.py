@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.synthetic_hypergradients import held_adamw, state
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled
 from tests.unit.methods.learned_masks import exact_second_levels
 from tests.unit.methods.learned_masks.exact_hypergradient import Rule, Weights
 from tests.unit.methods.learned_masks.exact_second_levels import Found
-from tests.unit.methods.learned_masks.test_hypergradient import Recorder, copies, held_adamw, moments, relative, start
+from tests.unit.methods.learned_masks.test_hypergradient import Recorder, copies, relative, start
 from trp_scale.core.batch import Batch
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
 from trp_scale.methods.learned_masks.second_levels import FineTunedValidationLoss
@@ -66,21 +67,17 @@ def watched(settings: dict[str, Any], *, second_level: str, micro_size: int) -> 
     recorder, head, size = Recorder(run), outer.level.head, config.batch.global_size
     tuned = run.networks[1] if second_level == "fine_tuning" else run.model
     second: Any = outer.tuned if isinstance(outer, FineTunedValidationLoss) else run.engine
-    encoder: Any = run.engine
 
-    def state(key: str) -> list[Weights]:
-        return [
-            moments(encoder.optimizer, list(run.model.named_parameters()), key),
-            moments(second.optimizer, list(tuned.named_parameters()), key),
-            moments(head.optimizer, head._names(), key),
-        ]
+    def states(key: str) -> list[Weights]:
+        of_head = {name: values[key] for name, values in head.state_dict().items()}
+        return [state(run.engine, key), state(second, key), of_head]
 
     for _ in range(CYCLES * UNROLL - 1):
         run.trainer.train_step()
     weights = [copies(run.model), copies(tuned), {name: value.detach().clone() for name, value in head._names()}]
-    means = state("exp_avg")
+    means = states("exp_avg")
     run.trainer.train_step()
-    squares = state("exp_avg_sq")
+    squares = states("exp_avg_sq")
     lr = run.trainer.history[-1].lr  # type: ignore[attr-defined]
     head_lr = config.multilevel.head_lr * lr / config.optimizer.lr
     decay = {name: config.optimizer.weight_decay if value.ndim > 1 else 0.0 for name, value in weights[0].items()}
@@ -89,7 +86,7 @@ def watched(settings: dict[str, Any], *, second_level: str, micro_size: int) -> 
     head_steps = CYCLES * (UNROLL if every_step else 1)
     steps, rates = [CYCLES * UNROLL, CYCLES, head_steps], [lr, lr, head_lr]
     rules = [
-        held_adamw({n: {"exp_avg": mean[n], "held": square[n]} for n in mean}, step, rate, config, own)
+        held_adamw(mean, square, step, rate, config, own)
         for mean, square, step, rate, own in zip(means, squares, steps, rates, [decay, decay, head_decay], strict=True)
     ]
     train, validation = D_TR + (head_steps - 1) * size, D_VAL + (CYCLES - 1) * size

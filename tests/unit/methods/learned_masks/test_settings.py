@@ -75,12 +75,3 @@ def test_the_flags_that_a_recipe_names_are_settings(name: str) -> None:
         section, field = flag.removeprefix("--").split(".")
         config = given(name, *([flag, value] if field != "final_ratio" else ["--masking.ratio", "0.5", flag, value]))
         assert str(getattr(getattr(config, section), field)) == value
-
-
-def test_tiny_is_cifar_s_method_on_small_scenes() -> None:
-    tiny, cifar = load_recipe("mlo_mae_tiny"), load_recipe("mlo_mae_cifar")
-    assert tiny.data.validation_fraction > 0
-    for section, own in (("masking", set()), ("multilevel", {"hidden_size", "head_norm", "head_lr", "lr"})):
-        ours, theirs = getattr(tiny, section), getattr(cifar, section)
-        differ = {name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)}
-        assert differ == own, section
