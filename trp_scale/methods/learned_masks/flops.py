@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatch
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from trp_scale.methods.learned_masks.settings import (
     FineTuningSettings,
     HeadSettings,
     JointSettings,
-    LabelledSettings,
     LearnedMasksSettings,
     ReconstructionSettings,
 )
@@ -26,24 +24,14 @@ class Passes(NamedTuple):
     """FLOPs of forward passes over a global batch.
 
     Attributes:
-        masked: F, encoder and decoder on the masked images.
         whole: W, the encoder on the whole images of D_tr, or of D_val; 0 without labels.
         choice: T, the masking network and the patch embedding that it reads.
         outer: the masking network forward and backward, without the gradient of its input; then twice forward, learned
             and untrained, to compare their masks.
     """
 
-    masked: float
     whole: float
     choice: float
-    outer: float
-
-
-class Cycle(NamedTuple):
-    """FLOPs of one inner, one head and one outer step."""
-
-    inner: float
-    head: float
     outer: float
 
 
@@ -52,7 +40,7 @@ def masks_step_flops(
 ) -> float:
     """Return the model FLOPs of one inner step, averaged over the inner steps between two outer steps.
 
-    With F, W and T as in `Passes`:
+    With F = encoder and decoder on the masked images, W and T as in `Passes`:
         inner step: 3 F, and T for its masks;
         head step after multilevel.unroll inner steps: W;
         outer step after multilevel.every head steps: 3 W on D_tr, which includes the head step, 3 W on D_val (both give
@@ -74,67 +62,35 @@ def masks_step_flops(
         ranks: number of ranks that split the batches.
     """
     settings: LearnedMasksSettings = config.multilevel
-    cycle = _cycle(settings, config, _count_passes(config, make_model, masked), ranks)
-    return cycle.inner + (cycle.head + cycle.outer / settings.every) / settings.unroll
+    passes = _count_passes(config, make_model)
+    inner = TRAINING_OVER_FORWARD * masked + passes.choice
+    derivative = masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)  # dL_rec / d masks
+    difference = 2 * derivative + passes.outer
+    train = TRAINING_OVER_FORWARD * passes.whole
+    head, outer = 0.0, train + difference
+    match settings:
+        case ReconstructionSettings():
+            outer = derivative + passes.outer
+        case JointSettings():
+            inner += train
+        case FineTuningSettings():
+            head = train
+        case HeadSettings():
+            head = passes.whole
+            images, micro = settings.batches(config, ranks)
+            outer += train + (0.0 if images == ranks * micro else passes.whole)
+            if settings.mode == "committed":
+                outer -= head  # the outer step includes this head step
+            else:
+                outer += settings.unroll * inner
+                if settings.derivative == "full":
+                    outer += (settings.unroll - 1) * (2 * TRAINING_OVER_FORWARD * masked + difference)
+        case _:
+            raise NotImplementedError(f"the FLOPs of multilevel.kind {settings.kind} are not known")
+    return inner + (head + outer / settings.every) / settings.unroll
 
 
-@singledispatch
-def _cycle(settings: LearnedMasksSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    raise NotImplementedError(f"multilevel.kind {settings.kind} must register its FLOPs with _cycle")
-
-
-@_cycle.register
-def _(settings: ReconstructionSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    return Cycle(inner=_inner(passes), head=0.0, outer=_mask_derivative(settings, passes) + passes.outer)
-
-
-@_cycle.register
-def _(settings: JointSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    whole = TRAINING_OVER_FORWARD * passes.whole
-    return Cycle(inner=_inner(passes) + whole, head=0.0, outer=whole + _by_difference(settings, passes))
-
-
-@_cycle.register
-def _(settings: FineTuningSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    whole = TRAINING_OVER_FORWARD * passes.whole
-    return Cycle(inner=_inner(passes), head=whole, outer=whole + _by_difference(settings, passes))
-
-
-@_cycle.register
-def _(settings: HeadSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    images, micro = settings.batches(config, ranks)
-    first = 0.0 if images == ranks * micro else passes.whole
-    outer = first + 2 * TRAINING_OVER_FORWARD * passes.whole + _by_difference(settings, passes)
-    if settings.mode == "look_ahead":
-        outer += _unrolled_flops(settings, passes)
-    else:
-        outer -= passes.whole  # the outer step includes this head step
-    return Cycle(inner=_inner(passes), head=passes.whole, outer=outer)
-
-
-def _inner(passes: Passes) -> float:
-    return TRAINING_OVER_FORWARD * passes.masked + passes.choice
-
-
-def _unrolled_flops(settings: HeadSettings, passes: Passes) -> float:
-    """Return the FLOPs that unrolled steps add to an outer step."""
-    flops = settings.unroll * _inner(passes)
-    if settings.derivative == "full":
-        gradients = 2 * TRAINING_OVER_FORWARD * passes.masked
-        flops += (settings.unroll - 1) * (gradients + _by_difference(settings, passes))
-    return flops
-
-
-def _by_difference(settings: LabelledSettings, passes: Passes) -> float:
-    return 2 * _mask_derivative(settings, passes) + passes.outer
-
-
-def _mask_derivative(settings: LearnedMasksSettings, passes: Passes) -> float:
-    """Return the FLOPs of dL_rec / d masks at one set of weights."""
-    return passes.masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)
-
-
-def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module], masked: float) -> Passes:
+def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> Passes:
     settings, crops, patch = config.multilevel, config.crops, config.vision.patch_size
     patches = (crops.size // patch) ** 2
     meta = torch.device("meta")
@@ -157,7 +113,6 @@ def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.M
         encode = count_flops(make_model, lambda model: model(image, order, order[:, :0], output="features"))
         whole = images * crops.count * encode
     return Passes(
-        masked=masked,
         whole=whole,
         choice=rows * (embed + choose),
         outer=rows * (count_flops(make_network, learn) + 2 * choose),

@@ -167,13 +167,9 @@ def random_masks(settings: RandomMasksSettings, run: RunContext) -> None:
     """Return no hook."""
 
 
-MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
-"""By multilevel.mode."""
-
-
 def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
     """Return the hook of kind head; the factories of the other kinds are below."""
-    return LearnedMasks(settings, run, MODES[settings.mode])
+    return LearnedMasks(settings, run, ValidationLoss if settings.mode == "committed" else UnrolledValidationLoss)
 
 
 masks_from_a_joint_step = partial(LearnedMasks, outer=JointValidationLoss)

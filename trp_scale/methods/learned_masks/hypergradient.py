@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import Downstream
+from trp_scale.data.train_source import TrainSource
 from trp_scale.methods.learned_masks.finite_difference import (
     SMALLEST,
     ExactComparison,
@@ -286,12 +287,6 @@ def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:
     return [micro.to(ctx.engine.device) for micro in window]
 
 
-class Peekable(Protocol):
-    """A source whose next windows can be read in advance."""
-
-    def peek(self, count: int) -> list[list[Batch]]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class InnerStep:
     """An unrolled step. Attributes: ctx: its context for hooks; window: its masks; place: offset of its weights from
@@ -309,8 +304,6 @@ class UnrolledValidationLoss(ValidationLoss):
     makes one step from there. The outer step descends on the loss on D_val at these weights. Then the weights are
     restored, and the real steps of the cycle use the new masks.
 
-    Attributes:
-        upcoming: D_u, which provides the next windows.
     """
 
     of_last_step = False
@@ -318,7 +311,7 @@ class UnrolledValidationLoss(ValidationLoss):
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
         super().__init__(run, derivative, clock)
-        self.upcoming: Peekable = run.sources.train
+        self.unlabelled: TrainSource = run.sources.train  # D_u
 
     def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
         """Do nothing: the outer step is at the start of the cycle."""
@@ -358,7 +351,7 @@ class UnrolledValidationLoss(ValidationLoss):
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
         """Return the differentiated steps, and the offset of the weights after them (eq. 6)."""
-        windows = [ctx.window, *(on_device(later, ctx) for later in self.upcoming.peek(self.settings.unroll - 1))]
+        windows = [ctx.window, *(on_device(later, ctx) for later in self.unlabelled.peek(self.settings.unroll - 1))]
         steps: list[InnerStep] = []
         offset: Shards | None = None
         for micros in windows:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
-from trp_scale.core.engine import Engine, EngineError, Stores
+from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective
-from trp_scale.core.pieces import Region, Shards, foreach_chunks
+from trp_scale.core.pieces import Shards, foreach_chunks
 from trp_scale.core.run import RunContext
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative, Weights, whole
 from trp_scale.methods.learned_masks.head import Head, HeadLevel, global_rows, global_sum, leaf
@@ -226,29 +226,15 @@ class FineTunedValidationLoss(ValidationLoss):
 
 def second_encoder(run: RunContext) -> Engine:
     """Return an engine with a copy of the run's model and weights. It includes the unused decoder, so that both engines
-    are sharded alike.
-
-    Raises:
-        EngineError: the engines are not sharded alike.
-    """
+    are sharded alike."""
     assert run.make_engine is not None and run.make_model is not None, "the run can make a second encoder"
     engine, tuned = run.engine, run.make_engine(run.make_model(), copy.deepcopy(run.config))
     tuned.create_optimizer_state()  # also of the decoder: checkpoints contain it, but no step creates it
-    if storage_layout(tuned) != storage_layout(engine):
-        raise EngineError(
-            f"the engine {engine.name} shards the second encoder of --multilevel.kind fine_tuning differently from the "
-            "first; allowed: --multilevel.kind head or joint, or another engine"
-        )
     with torch.no_grad():
         for mine, theirs in foreach_chunks(current_weights(tuned).parts, current_weights(engine).parts):
             torch._foreach_copy_(mine, theirs)
     tuned.publish_weights()
     return tuned
-
-
-def storage_layout(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
-    """Return the region of a parameter that each piece stores."""
-    return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 
 def current_weights(engine: Engine) -> Shards:
