@@ -1,4 +1,4 @@
-"""The things that travel between the parts: a batch of rows, the losses of its tasks, what a step did."""
+"""Data types between the parts of a run: a batch, the losses of its tasks, the statistics of a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 Extra = NewType("Extra", str)
-"""Key of what a hook adds to batches. Who adds it and who reads it import the same key; a bare string is none."""
+"""Key of a tensor that a hook adds to batches. Writer and reader import the same key."""
 
 KEYS = "keys"
 """Name of a batch's keys among its tensors."""
 
 
 class FieldLayout(NamedTuple):
-    """Where a tensor lies in a buffer. Attributes: dtype: it has; wire: in the buffer; first: byte."""
+    """Position of a tensor in a buffer. `dtype`: its type; `wire`: its type in the buffer; `first`: first byte."""
 
     name: str
     dtype: torch.dtype
@@ -29,12 +29,12 @@ class FieldLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """All tensors of a batch in one buffer: what a loader's worker hands over, and what a GPU gets, in one piece.
+    """All tensors of a batch in one buffer, for the transfer from a loader worker and to a GPU.
 
     Attributes:
         buffer: [bytes] uint8.
-        layout: of the tensors, each aligned to ALIGNMENT; the last one is the keys.
-        fields: the batch's, read out of the buffer on the host.
+        layout: positions of the tensors, aligned to ALIGNMENT; the keys are last.
+        fields: the batch's fields, read from the buffer on the host.
     """
 
     buffer: Tensor
@@ -42,7 +42,7 @@ class Wire:
     fields: dict[str, Tensor] | None = None
 
     def read(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors, with the types that they had: views of a buffer like this one's, but for narrowed integers."""
+        """Return the tensors with their original types: views of `buffer`, or copies of narrowed integers."""
         tensors = {}
         for name, dtype, wire, shape, first in self.layout:
             flat = buffer[first : first + wire.itemsize * prod(shape)]
@@ -51,12 +51,12 @@ class Wire:
 
 
 ALIGNMENT = 16
-"""Bytes; kernels that read wide ask for it."""
+"""Bytes; vectorised kernels need it."""
 PADDING = torch.zeros(ALIGNMENT, dtype=torch.uint8)
 
 
 def narrowest(tensor: Tensor) -> torch.dtype:
-    """The smallest type that holds the values of int64; other tensors keep theirs."""
+    """Return the smallest integer type for the values of an int64 tensor; the type of other tensors."""
     if tensor.dtype != torch.int64 or tensor.numel() == 0:
         return tensor.dtype
     low, high = (int(value) for value in tensor.aminmax())
@@ -79,7 +79,7 @@ def copy_to_device(buffer: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(stream):
         copy = buffer.to(device, non_blocking=True)
     present.wait_stream(stream)
-    copy.record_stream(present)  # its memory is of the other stream, which must not give it away while it is read here
+    copy.record_stream(present)  # the side stream must not reuse its memory while it is read here
     return copy
 
 
@@ -88,20 +88,19 @@ class Batch:
     """Rows of one micro-batch.
 
     Attributes:
-        fields: model inputs and labels by name; each tensor's first dimension is rows, [R, ...], but of text
-            whose short rows share sequences (finetuning/glue/batch.py).
-        keys: row keys, [R] int64, stable names of the rows in their data set.
+        fields: model inputs and labels by name, [R, ...], R rows; other shapes for text with packed short rows
+            (finetuning/glue/batch.py).
+        keys: row keys, [R] int64, stable ids of the rows in their data set.
         start: position of the first row in its source's global order.
         epoch: epoch of the first row.
-        corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
-        reasons: why not, by key, as far as it is known.
-        fetch_seconds: time the loader spent to make this batch, in seconds.
-        cache_use: what the loader's process has done with the cache of remote tars since its last batch, by the fields
-            of `CacheUse`; empty where it has none.
-        joined: it comes from another source than the window's own, for a task of its own; hooks that change what the
-            model sees of the window leave it as it is.
-        extras: what hooks add for the model's forward pass; not by row, such as a perturbation.
-        wire: keys and fields in one buffer, where a loader has packed them.
+        corrupt: keys of unreadable blocks; their rows have no elements (all label weights are 0).
+        reasons: reasons by key, as far as known.
+        fetch_seconds: time in seconds that the loader needed for this batch.
+        cache_use: use of the cache of remote tars by the loader's process since its last batch, by the fields of
+            `CacheUse`; empty without a cache.
+        joined: from another source, for an additional task; hooks that change the window's inputs skip it.
+        extras: tensors that hooks add for the forward pass, such as a perturbation; not by row.
+        wire: keys and fields in one buffer, if a loader has packed them.
     """
 
     fields: dict[str, Tensor]
@@ -124,7 +123,7 @@ class Batch:
         return int(self.keys.shape[0])
 
     def adding(self, extras: Mapping[Extra, Tensor]) -> Batch:
-        """Return the batch with these extras added."""
+        """Return the batch with further extras."""
         return replace(self, extras={**self.extras, **extras})
 
     def to(self, device: torch.device) -> Batch:
@@ -139,7 +138,7 @@ class Batch:
         return replace(self, fields=fields, wire=None)
 
     def pack(self) -> Batch:
-        """Return the batch with all tensors in one buffer, integers in the fewest bytes."""
+        """Return the batch with all tensors in one buffer, integers in the smallest type."""
         layout: list[FieldLayout] = []
         parts: list[Tensor] = []
         size = 0
@@ -151,17 +150,17 @@ class Batch:
             if rest := -size_of_part % ALIGNMENT:
                 parts.append(PADDING[:rest])
                 size += rest
-        # Shared here, not by the thread that feeds the queue: there an error would be lost with the batch.
+        # Shared here, not in the thread that feeds the queue: that thread would lose an error with the batch.
         buffer = torch.cat(parts).share_memory_()  # type: ignore[no-untyped-call]
         return replace(self, fields={}, keys=torch.empty(0), wire=Wire(buffer=buffer, layout=layout))
 
     def pin_memory(self) -> Batch:
-        """A packed batch where a GPU can copy it from by itself. Called by torch's DataLoader."""
+        """Return a packed batch in pinned memory. Called by torch's DataLoader."""
         assert self.wire is not None, "packed() comes first"
         return replace(self, wire=replace(self.wire, buffer=self.wire.buffer.pin_memory()))
 
     def unpack(self) -> Batch:
-        """A packed batch as it was before."""
+        """Return a packed batch with its fields and keys."""
         assert self.wire is not None, "packed() comes first"
         fields = self.wire.read(self.wire.buffer)
         return replace(self, keys=fields.pop(KEYS), fields=fields, wire=replace(self.wire, fields=fields))
@@ -169,15 +168,14 @@ class Batch:
 
 @dataclass(kw_only=True)
 class TaskLosses:
-    """Loss sums and element counts of every task: never means, so that they add over micro-batches and ranks.
+    """Loss sums and element counts of every task, not means, so that they add over micro-batches and ranks.
 
     Attributes:
-        sums: [T] float64, sum over the elements of each task; carries the graph.
+        sums: [T] float64, sum over the elements of each task, with the autograd graph.
         counts: [T] float64, number of elements.
-        shared_inputs: [rows, K] without a graph, what entered the last layer that the tasks share, in the precision
-            that the layer computes in; only where a tap asked for it (core/objective.py).
-        hits: [T] float64, number of elements whose most probable answer is right; None where that is not known, and
-            in training.
+        shared_inputs: [rows, K] detached inputs of the last layer that the tasks share, in its compute precision; only
+            with a tap (core/objective.py).
+        hits: [T] float64, number of elements with a correct prediction; None if unknown, and in training.
     """
 
     sums: Tensor
@@ -188,15 +186,15 @@ class TaskLosses:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """Result of the end of a step, as numbers on the host.
+    """Statistics of a step, as numbers on the host.
 
     Attributes:
-        applied: False when the step was skipped on all ranks because of a loss or gradient that is not finite.
-        grad_norm: norm of the gradient of the whole model before clipping.
+        applied: False if all ranks skipped the step (loss or gradient not finite, or a spike).
+        grad_norm: norm of the whole model's gradient before clipping.
         loss: total loss of the global batch.
         lr: learning rate of the step.
-        task_losses: mean loss of each task over the global batch; 0 where the task is absent.
-        task_weights: weight of each of those means in the total loss.
+        task_losses: mean loss of each task over the global batch; 0 for absent tasks.
+        task_weights: weight of each mean in the total loss.
         task_counts: elements of each task in the global batch.
     """
 
@@ -210,11 +208,11 @@ class StepStats:
 
 
 class LateStats:
-    """A step's StepStats on their way to the host. The copy is queued behind the step's work; only `read` waits.
+    """StepStats that are being copied to the host. The copy is queued after the step's work; only `read` waits.
 
     Args:
         applied, grad_norm, loss: 0-dimensional, on the device.
-        means, weights, counts: [T] of the tasks, on the device.
+        means, weights, counts: [T], on the device.
         lr: learning rate of the step.
     """
 
@@ -242,11 +240,11 @@ class LateStats:
             self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether `read` returns without a wait."""
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepStats:
-        """The numbers, once the device has made them."""
+        """Wait for the device and return the statistics."""
         if self._read is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -264,8 +262,8 @@ class LateStats:
 
 
 class WindowSource(Protocol):
-    """Where global batches come from."""
+    """Source of global batches."""
 
     def next_window(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch."""
+        """Return this rank's micro-batches of the next global batch."""
         ...

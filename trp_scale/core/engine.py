@@ -1,16 +1,16 @@
-"""The engine: who holds parameters, shards, precision and the optimizer. The loop and the hooks know only this.
+"""The engine: owner of parameters, sharding, precision and optimizer. The loop and the hooks use only this interface.
 
-What an engine does is said in three protocols, so that each part of the program asks for no more than it needs:
+It has three protocols:
 
-- `Trains`: forward, backward, step. The loop and validation need it.
-- `Stores`: its pieces and the small state beside them. Checkpoints need it.
-- `Probes`: gradients and forwards at other weights, between steps. Learned masks and the weight average need it.
+- `Trains`: forward, backward, step; for the loop and validation.
+- `Stores`: pieces and small state; for checkpoints.
+- `Probes`: gradients and forwards with other weights, between steps; for learned masks and the weight average.
 
-An engine receives losses whose gradients *add up* to the gradient of the global batch: every micro-batch's loss is
-already divided by the global counts. Whatever the library behind it divides by (ranks, accumulation steps), the engine
-multiplies back, so that the same losses give the same step on every engine.
+The gradients of the losses that an engine receives *add up* to the gradient of the global batch: each micro-batch's
+loss is already divided by the global counts. The engine undoes divisions of its library (by ranks or accumulation
+steps), so that the same losses give the same step on every engine.
 
-All ranks call every method together.
+All methods are collective.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from trp_scale.core.objective import Objective
 
 MoveTo = Callable[[float | Tensor], None]
-"""Has forwards read the weights at another scale x direction."""
+"""Sets another scale of the perturbation."""
 
 
 class EngineError(RefusedError):
-    """The engine cannot do what is asked; the message says what to change."""
+    """The engine does not support a setting; the message says what to change."""
 
 
 class CompiledGraphs(Protocol):
     """Compiled graphs of an engine's model.
 
     Attributes:
-        made: graphs that the calls so far have led to.
-        surplus: those that no mode of the run needed, in words, oldest first.
+        made: number of graphs so far.
+        surplus: descriptions of the graphs that no mode of the run needed, oldest first.
     """
 
     made: int
     surplus: list[str]
 
     def losses(self, objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        """The objective's losses of a batch, in one graph with the forward pass where engine and objective allow it.
+        """Compute the losses of a batch, in one graph with the forward pass if engine and objective allow it.
 
         Args:
             forward: the engine.
@@ -58,11 +58,11 @@ class CompiledGraphs(Protocol):
         ...
 
     def seconds(self) -> float:
-        """Spent on compiling, in this process since the engine was made."""
+        """Return the seconds of compilation in this process since the engine was built."""
         ...
 
     def found(self) -> int:
-        """Return the number of graphs found in the cache directory of an earlier start."""
+        """Return the number of graphs from the cache directory of an earlier start."""
         ...
 
 
@@ -70,9 +70,9 @@ class Trains(Protocol):
     """Operations of a training step.
 
     Attributes:
-        device: where it computes.
+        device: device of the computation.
         data_group: ranks that split the batch.
-        decides_on_host: `step` cannot leave a step out by itself: the loop waits for the decision, and calls `skip`.
+        decides_on_host: `step` ignores `applied`: the loop waits for the decision and calls `skip`.
     """
 
     device: torch.device
@@ -86,7 +86,7 @@ class Trains(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The model, as this engine wraps it; call the engine itself for a forward pass."""
+        """The wrapped model; call the engine for a forward pass."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,17 +94,18 @@ class Trains(Protocol):
         ...
 
     def train(self, mode: bool) -> None:
-        """Dropout on or off."""
+        """Set training mode (dropout)."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss` (this micro-batch's share of the global loss). `last`: the window ends here."""
+        """Add the gradient of `loss` (this micro-batch's share of the global loss). `last`: last of the window."""
         ...
 
     def check_gradients(self) -> Tensor:
-        """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks.
+        """Return the norm of the global gradient, reduced and unscaled, 0-dimensional on the device, equal on all
+        ranks.
 
-        Called after the last backward. Not finite: the step must be skipped. It stays on the device.
+        Call it after the last backward. If it is not finite, the step must be skipped.
         """
         ...
 
@@ -112,8 +113,8 @@ class Trains(Protocol):
         """Clip, update with learning rate `lr`, clear gradients.
 
         Args:
-            applied: 0-dimensional bool on the device. Where it is False, weights, moments and the number of steps stay.
-                None = True; with `decides_on_host` it is not asked.
+            applied: 0-dimensional bool on the device; False keeps weights, moments and the number of steps. None =
+                True. Ignored with `decides_on_host`.
         """
         ...
 
@@ -121,31 +122,31 @@ class Trains(Protocol):
         """Drop the gradients; weights and moments stay.
 
         Returns:
-            True when this was a loss scaler's ordinary search: the next step is tried with a lower scale.
+            True if it was part of a loss scaler's search: the next step has a lower scale.
         """
         ...
 
     def discard_gradients(self) -> None:
-        """Drop the gradients and leave everything else as it is, a loss scaler too."""
+        """Drop the gradients; all other state stays, including a loss scale."""
         ...
 
     def clear_unused_gradients(self) -> None:
-        """Clear the last gradients of parameters that take no part in the next backward pass.
+        """Clear the last gradients of parameters that the next backward pass does not use.
 
-        ZeRO-3 and offloaded optimizers keep the last gradient of an unused parameter. Call this before a window in
-        whose first micro-batch some parameters are unused. The other engines keep nothing, and do nothing here.
+        ZeRO-3 and offloaded optimizers keep the last gradient of an unused parameter. Call this before a window whose
+        first micro-batch does not use all parameters. Other engines do nothing.
         """
         ...
 
     def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
-        """The global batch's gradient of a hook's own tensor, from what backward() left in its `.grad` on each rank.
+        """Return the global batch's gradient of a hook's tensor, from its `.grad` on each rank after backward().
 
-        Summed over the data ranks; what the engine multiplied the loss by (ranks, loss scale) is divided out.
+        Summed over the data ranks and divided by the engine's factor of the loss (ranks, loss scale).
         """
         ...
 
     def close(self) -> None:
-        """Release what the library holds. Process groups are destroyed by the environment that made them."""
+        """Release the library's resources. The environment destroys process groups."""
         ...
 
 
@@ -154,111 +155,111 @@ class Stores(Protocol):
 
     Attributes:
         name: plain, ddp, fsdp, megatron or deepspeed.
-        zero_stage: ZeRO stage, None where the word does not apply.
+        zero_stage: ZeRO stage, None for other engines.
     """
 
     name: str
     zero_stage: int | None
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's part of the weights and moments, in the same order on every call."""
+        """Yield this rank's part of the weights and moments, always in the same order."""
         ...
 
     def create_optimizer_state(self) -> None:
-        """Make the optimizer's moments exist (zeros) before the first step, so that pieces() can be written into."""
+        """Create the optimizer's moments (zeros) before the first step, so that pieces() contains them."""
         ...
 
     def after_load(self, optimizer_steps: int) -> None:
-        """Call after writing into pieces(): carry master weights into what the forward reads, set the steps done."""
+        """Publish weights written into pieces() to the forward pass, and set the number of steps."""
         ...
 
     def optimizer_steps(self) -> int:
-        """Updates applied so far (skipped steps do not count)."""
+        """Return the number of applied updates."""
         ...
 
     def extra_state(self) -> Mapping[str, float]:
-        """Small state of the engine's own, such as a loss scale; may be empty."""
+        """Return small state such as a loss scale; may be empty."""
         ...
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
-        """Take back what extra_state gave, of this engine or of another kind."""
+        """Restore `extra_state()` of this engine or of another kind."""
         ...
 
 
 class Probes(Protocol):
-    """Operations on an engine between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
+    """Operations between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
 
-    None of it leaves a trace in weights, moments or gradients, `publish_weights` left out.
+    Except `publish_weights`, they leave weights, moments and gradients unchanged.
 
     Attributes:
-        shard_group: ranks that hold the parameters together.
+        shard_group: ranks that together have all parameters.
     """
 
     @property
     def shard_group(self) -> Group: ...
 
     def compute_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
-        """Gradient of a sum of losses, summed over ranks.
+        """Return the gradient of a sum of losses, summed over ranks.
 
         Args:
-            losses: one function for each micro-batch of this rank, which runs its forward pass; as many on every rank.
-                Each gives this micro-batch's share of the global loss, as for `backward`.
+            losses: a function for each micro-batch of this rank, equally many on every rank. It runs the forward pass
+                and returns the micro-batch's share of the global loss, as for `backward`.
         """
         ...
 
     def weights(self) -> Shards:
-        """A copy of the weights."""
+        """Return a copy of the weights."""
         ...
 
     def perturb_weights(
         self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
     ) -> AbstractContextManager[MoveTo]:
-        """Forwards read weights (or base) + scale x direction; what the context gives moves on to another scale.
-        Restored bit for bit."""
+        """Context in which forwards read weights (or base) + scale x direction; yields a function that sets another
+        scale. The weights are restored bit for bit."""
         ...
 
     def exchange_weights(self, other: Shards) -> AbstractContextManager[None]:
-        """Forwards read `other`, which holds the weights for that time; both come back bit for bit."""
+        """Context that swaps the weights with `other`; both are restored bit for bit."""
         ...
 
     def watch_micro_batches(self) -> None:
-        """Record the norm of each micro-batch's own gradient in later backward passes; these raise EngineError if the
+        """Record the norm of each micro-batch's gradient in later backward passes, which raise EngineError if the
         library does not expose it."""
         ...
 
     def micro_batch_squares(self) -> Tensor:
-        """Sum over the window's micro-batches on all ranks of the squared norm of the gradient of each one's loss, as
-        given to `backward`; 0-dimensional float64. Asked for after the last backward and before the step."""
+        """Return the sum of the squared gradient norms of the window's micro-batches on all ranks, of the losses given
+        to `backward`; 0-dimensional float64. Call it after the last backward and before the step."""
         ...
 
     def step_response(self, direction: Shards, *, lr: float, grad_norm: float) -> Shards:
-        """direction times d(-step) / d(gradient) of the last step, element by element: a step of gradient descent gives
-        lr, AdamW lr (1 - beta1) / (1 - beta1^t) / (sqrt(v_hat) + eps) with its second moment held; both times the
-        factor that clipping gave.
+        """Return direction times d(-step) / d(gradient) of the last step, elementwise: lr for SGD, and for AdamW
+        lr (1 - beta1) / (1 - beta1^t) / (sqrt(v_hat) + eps) with a constant second moment; both times the clipping
+        factor.
 
         Args:
-            lr: of that step.
-            grad_norm: of its gradient, before clipping.
+            lr: learning rate of the step.
+            grad_norm: norm of its gradient before clipping.
         """
         ...
 
     def exact_forwards(self) -> AbstractContextManager[None]:
-        """Forwards in the precision of the parameters: autocast is off."""
+        """Context in which forwards compute in the precision of the parameters, without autocast."""
         ...
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether forwards read the weights rounded to half precision, so that a small perturbation is lost."""
+        """Whether forwards read half-precision weights, which lose a small perturbation."""
         ...
 
     def publish_weights(self) -> None:
-        """Carry what was written into pieces() between steps over to the weights that the next forward reads."""
+        """Copy weights written into pieces() between steps to the weights of the next forward."""
         ...
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For comparison, not for speed."""
+        """Return all weights whole, on the CPU in fp32, on rank 0 (empty elsewhere). Slow, for comparisons."""
         ...
 
 
 class Engine(Trains, Stores, Probes, Protocol):
-    """The three together: the engine of a run."""
+    """Engine of a run: the three protocols."""

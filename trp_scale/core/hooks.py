@@ -1,14 +1,14 @@
-"""The hook: a method plugged into the loop. The loop calls these points, in this order, and knows no method by name.
+"""Hooks: methods plugged into the loop. The loop calls these points in this order, and contains no method by name.
 
-- hooks.before_step(ctx): counts of the global batch are known; nothing has run yet
+- hooks.before_step(ctx): the counts of the global batch are known; no forward pass has run
 - for each micro-batch of the window:
-  batch = hooks.batch(ctx, micro): a hook may change what the model sees;
+  batch = hooks.batch(ctx, micro): a hook may change the model's inputs;
   losses = objective(engine, batch);
   engine.backward(hooks.total(ctx, losses))
 - hooks.gradients(ctx): reduced, unscaled, unclipped; hooks only read
 - ctx.decide(norm): whether the step is applied, on the device
 - engine.step: the update, or none
-- hooks.after_step(ctx): hooks commit here, by ctx.commit, only if ctx.applied
+- hooks.after_step(ctx): hooks commit state with ctx.commit, only if ctx.applied
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from trp_scale.errors import RefusedError
 
 @dataclass(kw_only=True)
 class StepContext:
-    """State of one step. A context may outlive its step in a hook, for metrics; its batches do not: see `release`.
+    """State of a step. A hook may keep a context for metrics; its batches are released at the end of the step.
 
     Attributes:
-        run: what stays the same from step to step.
-        hooks: of the run.
+        run: constants of the run.
+        hooks: hooks of the run.
         step: number of the step, from 0.
         window: this rank's micro-batches.
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
         lr: learning rate of the weights in this step.
-        trains: these passes train the weights; False for a pass that a hook makes of its own.
-        weights: [T] float64, weight of each task's mean loss in this step; None until the balancer weighs.
-        sums: [T] float64, loss sums of the global batch; None until they are gathered.
-        applied: 0-dimensional bool, on the device, the same on all ranks: False where the step is skipped because its
-            loss or gradient is not finite. None until that is decided, which is after the last backward; so are
-        grad_norm: 0-dimensional, norm of the gradient of the whole model before clipping, and
+        trains: these passes train the weights; False for extra passes of a hook.
+        weights: [T] float64, weight of each task's mean loss in this step; None before the balancer sets them.
+        sums: [T] float64, loss sums of the global batch; None before they are gathered.
+        applied: 0-dimensional bool on the device, equal on all ranks: False if the step is skipped (loss or gradient
+            not finite, or a spike). This and the next three are None before `decide`.
+        grad_norm: 0-dimensional, norm of the whole model's gradient before clipping.
         loss: 0-dimensional float64, total loss of the global batch.
-        late: the same on their way to the host.
+        late: the step's statistics, being copied to the host.
     """
 
     run: RunContext
@@ -80,65 +80,65 @@ class StepContext:
 
     @property
     def balancer(self) -> Balancer:
-        """Turns the task losses of a micro-batch into the one loss."""
+        """The run's balancer, which combines task losses."""
         return self.hooks.balancer
 
     @property
     def own_window(self) -> list[Batch]:
-        """The window without the micro-batches that were joined to it from another source."""
+        """The window without micro-batches from other sources (`Batch.joined`)."""
         return [micro for micro in self.window if not micro.joined]
 
     def apply_hooks(self, micro: Batch) -> Batch:
-        """Return the micro-batch that the model sees, after all hooks."""
+        """Return the micro-batch after all hooks."""
         return self.hooks.batch(self, micro)
 
     def compute_losses(self, micro: Batch) -> TaskLosses:
-        """The objective's losses of one micro-batch; the same call twice gives the same losses, bit for bit, since
-        dropout is reseeded from (seed, step, position of the first row)."""
+        """Compute the losses of a micro-batch. Two calls give equal losses, bit for bit: dropout is reseeded from
+        (seed, step, position of the first row)."""
         return task_losses(self.run.objective, self.run.engine, self.prepare_batch(micro))
 
     def prepare_batch(self, micro: Batch) -> Batch:
-        """Reseed dropout for this micro-batch and return what the model sees."""
+        """Reseed dropout for this micro-batch and return the model's inputs."""
         self.run.reseed(f"dropout/{self.step}/{micro.start}")
         return self.apply_hooks(micro)
 
     def means(self, sums: Tensor) -> Tensor:
-        """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
+        """Return the mean loss of each task over the global batch, [T]; 0 for absent tasks."""
         return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))
 
     @property
     def losses(self) -> Tensor:
-        """[T] the step's loss of each task over the global batch, once the loss sums are gathered."""
+        """Mean loss of each task over the global batch, [T]; needs gathered sums."""
         assert self.sums is not None, "gathered when the last micro-batch is through"
         return self.means(self.sums)
 
     def gather_sums(self, sums: Tensor) -> Tensor:
-        """[T] loss sums of the global batch, from those of this rank; a step gathers them once, and the first to call
-        this does it."""
+        """Return the loss sums of the global batch, [T], from those of this rank. The first call of a step gathers
+        them."""
         if self.sums is None:
             self.sums = self.data_group.sum(sums)
         return self.sums
 
     def recount(self, counts: Tensor) -> None:
-        """Replace the [T] counts of the global batch: a hook has changed what is predicted."""
+        """Replace the [T] counts of the global batch after a hook has changed the targets."""
         self.counts = counts
 
     def reduced_gradient(self, leaf: Tensor) -> Tensor:
-        """The global batch's gradient of a hook's leaf, taken out of its `.grad`; zero where no loss depends on it."""
+        """Return the global batch's gradient of a hook's leaf and clear its `.grad`; zero if no loss depends on it."""
         local, leaf.grad = leaf.grad, None
         return self.engine.reduce_hook_gradient(torch.zeros_like(leaf) if local is None else local).detach()
 
     def weigh(self, weights: Tensor) -> None:
-        """Fix the [T] float64 weights of this step; only the balancer calls it."""
+        """Set the [T] float64 weights of this step; only the balancer calls it."""
         self.weights = weights
 
     def decide(self, grad_norm: Tensor, limits: Tensor | None = None) -> None:
-        """Apply the step where its loss and its gradient are finite, and skip it otherwise, on all ranks alike: both
-        are of the global batch. Only the loop calls it; the device decides and no one waits.
+        """Decide on the device whether the step is applied: loss and gradient norm of the global batch are finite and
+        within limits. Equal on all ranks; nothing waits. Only the loop calls it.
 
         Args:
-            grad_norm: 0-dimensional, of the engine.
-            limits: [2 + T] float64, the most that loss, gradient norm and the tasks' losses may be; None: no limits.
+            grad_norm: 0-dimensional, from the engine.
+            limits: [2 + T] float64, maximum of loss, gradient norm and the tasks' losses; None: no limits.
         """
         assert self.weights is not None, "the balancer sets the weights of every step"
         means = self.losses
@@ -158,22 +158,21 @@ class StepContext:
         )
 
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
-        """`new` where the step is applied, `old` where it is skipped: the device chooses, and no one waits for it."""
+        """Return `new` if the step is applied, else `old`; chosen on the device, without a wait."""
         assert self.applied is not None, "decided before the hooks' after_step"
         return torch.where(self.applied, new, old)
 
     def stats(self) -> StepStats:
-        """Statistics of the step, on the host; waits for the device. For hooks that decide on the host. It waits for
-        the device: for hooks that the host must decide in."""
+        """Return the statistics of the step on the host. Waits for the device; for hooks that decide on the host."""
         assert self.late is not None, "decided before the hooks' after_step"
         return self.late.read()
 
     def separate_context(self, window: Sequence[Batch], counts: Tensor | None = None) -> StepContext:
-        """A context of the same step for a pass of a hook's own: what the balancer writes there is not the step's.
+        """Return a context of the same step for an extra pass of a hook, with its own weights.
 
         Args:
-            window: what the pass goes over.
-            counts: [T] of it over all ranks; None = those of the step.
+            window: micro-batches of the pass.
+            counts: [T] counts over all ranks; None = those of the step.
         """
         counts = self.counts if counts is None else counts
         return replace(
@@ -181,7 +180,7 @@ class StepContext:
         )
 
     def release(self) -> None:
-        """Let go of the batches: the step is over. Those of past steps would hold open files and device memory."""
+        """Release the batches at the end of the step: they keep files open and device memory allocated."""
         self.window = ()
 
 
@@ -189,100 +188,96 @@ class Hook:
     """Base of all hooks: every point does nothing."""
 
     name: str = ""
-    """What its metrics and its state are called by; a hook that `hooks` lists has the name that it is listed by."""
+    """Name of the hook's metrics and state; for a hook in `hooks`, its name there."""
 
     figures: tuple[str, ...] = ()
-    """Names of what `measured` gives."""
+    """Names of the figures that `measured` returns."""
 
     shown: tuple[str, ...] = ()
-    """Names of those of its metrics that the display shows, numbers."""
+    """Names of the (numeric) metrics in the display."""
 
     def before_step(self, ctx: StepContext) -> None:
-        """Before any forward pass of the step."""
+        """Run before any forward pass of the step."""
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        """Return the batch that the model sees in place of `micro`; must be the same for the same call."""
+        """Return the batch that replaces `micro`; must be deterministic."""
         return micro
 
     def gradients(self, ctx: StepContext) -> None:
-        """After the last backward: gradients may be read, not changed."""
+        """Run after the last backward: gradients may be read, not changed."""
 
     def after_step(self, ctx: StepContext) -> None:
-        """After the update or the skip; commit the hook's own state only where ctx.applied: see ctx.commit."""
+        """Run after the update or the skip; commit the hook's state only if applied, with ctx.commit."""
 
     def after_checkpoint(self, path: Path) -> None:
-        """A checkpoint of this run has become whole, on all ranks alike and between two steps; it is written behind the
-        steps, so that it may be of an earlier one."""
+        """Run when a checkpoint is complete, on all ranks and between two steps. Checkpoints are written
+        asynchronously, so it may be of an earlier step."""
 
     def engines(self) -> Mapping[str, Engine]:
-        """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
+        """Return further engines that the hook trains, by name; the checkpoint contains them."""
         return {}
 
     def validation(self) -> AbstractContextManager[None]:
-        """Around a validation. The hook may change the engine inside, and must put it back afterwards."""
+        """Context of a validation. The hook may change the engine inside, and must restore it."""
         return nullcontext()
 
     def measured(self) -> Mapping[str, float]:
-        """Figures of the weights after this step, by those names, where more is better and the hook has measured them
-        now; the same on every rank. A checkpoint may be kept for the best (checkpoint.best)."""
+        """Return the figures measured after this step, by name, equal on every rank; higher is better. A checkpoint may
+        be kept for the best (checkpoint.best)."""
         return {}
 
     def metrics(self) -> Mapping[str, Any]:
-        """JSON values for this step's line in metrics.jsonl, under the hook's name. Asked for on logged steps only,
-        and on rank 0 alone: no collective in here. A sentence under `notice` is repeated by the report while the last
-        line has one."""
+        """Return JSON values for this step's line in metrics.jsonl, under the hook's name. Called on logged steps and
+        on rank 0 only, so without collectives. The report repeats a `notice` of the last line."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for the checkpoint: nested dicts of JSON values and tensors, the same on every rank."""
+        """Return the state for the checkpoint: nested dicts of JSON values and tensors, equal on every rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave."""
+        """Restore `state_dict()`."""
 
     def sharded_state(self) -> Mapping[str, Shards]:
-        """The hook's vectors over all parameters that lie as the engine's pieces do, such as an average of the weights.
+        """Return the hook's vectors over all parameters with the layout of the engine's pieces, such as an average of
+        the weights. They exist from the start of the run.
 
-        The checkpoint stores them by name in pieces, beside the weights and moments, so that any engine on any number
-        of ranks reads them back; loading writes into their parts. They exist from the start of the run.
+        The checkpoint stores them in pieces by name, like weights and moments, so that any engine on any number of
+        ranks can load them; loading writes into their parts.
         """
         return {}
 
 
 class Balancer(Hook):
-    """The hook that turns task losses into the one loss: exactly one per run.
+    """Hook that combines task losses into the total loss; exactly one per run.
 
-    Its before_step and total may be called with further contexts of the same step, when another hook runs a pass of
-    its own in before_step; each before_step starts afresh.
+    before_step and total may be called with further contexts of the same step, for extra passes of other hooks; each
+    before_step starts anew.
     """
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        """sum_t w_t * S_t / n_t of one micro-batch, n_t of the global batch."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it totals task losses")
+        """Return sum_t w_t * S_t / n_t of a micro-batch, with n_t of the global batch."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement total")
 
 
 def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
-    """The hooks of a run: those that `hooks` lists, in its order, those of the upstream, and the balancer.
-
-    Args:
-        run: whose settings are checked.
-        others: what the upstream's own methods need.
+    """Build the hooks of a run: those of the upstream (`others`), those of the setting `hooks` in order, the balancer.
 
     Raises:
-        RefusedError: a method that cannot act in this run; names the flag to change.
+        RefusedError: a method does not work in this run; names the flag to change.
     """
     listed = [_build_component(run, "hook", name, getattr(run.config, name, None)) for name in run.config.hooks]
     return Hooks(built(run, "balancer"), [*others, *listed])
 
 
 def built(run: RunContext, role: str) -> Any:
-    """Build the component that the section of a role names; `None` if the method is off."""
+    """Build the component selected in the section of a role; `None` if the method is off."""
     settings = getattr(run.config, role)
     return _build_component(run, role, settings.kind, settings)
 
 
 def _build_component(run: RunContext, role: str, name: str, settings: Settings | None) -> Any:
-    """The component of this name in this run. A hook goes by the name that it is listed by."""
+    """Build the component of this name; a hook gets its name in `hooks`."""
     component = find(role, name)
     hook = component.load()(component.settings() if settings is None else settings, run)
     base: type[Any] = {"balancer": Balancer, "hook": Hook}.get(role, object)
@@ -297,15 +292,15 @@ def _build_component(run: RunContext, role: str, name: str, settings: Settings |
 
 
 class Hooks:
-    """All hooks of a run, called in order; one of them is the balancer, the last: the losses that its weights come
-    from must see what the other hooks change."""
+    """All hooks of a run, called in order. The balancer is last: the losses for its weights need the changes of the
+    other hooks."""
 
     def __init__(self, balancer: Balancer, others: Sequence[Hook] = ()) -> None:
         self.balancer = balancer
         self.all: tuple[Hook, ...] = (*others, balancer)
         names = [hook.name for hook in self.all]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise RefusedError(f"hooks: {', '.join(twice)} is the name of two hooks of this run; give one another name")
+            raise RefusedError(f"hooks: {', '.join(twice)} is the name of two hooks of this run; rename one")
 
     def before_step(self, ctx: StepContext) -> None:
         for hook in self.all:
@@ -342,15 +337,15 @@ class Hooks:
             yield
 
     def shown(self) -> dict[str, tuple[str, ...]]:
-        """Names of each hook's metrics that the display shows."""
+        """Return the names of each hook's metrics in the display."""
         return {hook.name: hook.shown for hook in self.all if hook.shown}
 
     def figures(self) -> list[str]:
-        """Names of all that may be measured, HOOK.FIGURE."""
+        """Return the names of all figures, HOOK.FIGURE."""
         return [f"{hook.name}.{figure}" for hook in self.all for figure in hook.figures]
 
     def measured(self) -> dict[str, float]:
-        """Return the measurements after this step, by those names."""
+        """Return the figures measured after this step, by these names."""
         return {f"{hook.name}.{figure}": value for hook in self.all for figure, value in hook.measured().items()}
 
     def metrics(self) -> dict[str, Mapping[str, Any]]:
@@ -362,20 +357,20 @@ class Hooks:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {hook.name for hook in self.all}:
             names = sorted(hook.name for hook in self.all)
-            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {names}")
+            raise ValueError(f"the checkpoint has the hooks {sorted(state)}, this run has {names}")
         for hook in self.all:
             hook.load_state_dict(state[hook.name])
 
     def sharded_state(self) -> dict[str, Shards]:
-        """All hooks' vectors, by name.
+        """Return all hooks' vectors by name.
 
         Raises:
-            RefusedError: two hooks, or a hook and the engine, give the same name.
+            RefusedError: two hooks, or a hook and the engine, use the same name.
         """
         vectors: dict[str, Shards] = {}
         for hook in self.all:
             for name, vector in hook.sharded_state().items():
                 if name in vectors or name in ("weight", *STATE_NAMES):
-                    raise RefusedError(f"hook {hook.name}: its sharded state {name!r} has a name that is already taken")
+                    raise RefusedError(f"hook {hook.name}: the name of its sharded state {name!r} is in use; rename it")
                 vectors[name] = vector
         return vectors

@@ -1,4 +1,4 @@
-"""The objective: turns a batch and the model into task losses."""
+"""The objective: computes task losses from a batch with the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trp_scale.core.engine import Trains
 
 
 class Objective(Protocol):
-    """Tasks of a run and how their losses are computed.
+    """Tasks of a run and their losses.
 
     Attributes:
         tasks: names, in the order of every [T] vector.
-        balanced: positions of the tasks whose weights the balancer decides.
-        regression: positions of the tasks whose loss is a distance, not a cross-entropy.
-        in_a_graph: whether a call can be one graph with the model's forward pass (`training.compile: whole`): it asks
-            the host for no number, waits for no other rank, and its shapes stay.
+        balanced: indices of the tasks with weights from the balancer.
+        regression: indices of the tasks whose loss is a distance, not a cross-entropy.
+        in_a_graph: whether a call can be one graph with the model's forward pass (`training.compile: whole`): it reads
+            no number on the host, has no collective, and static shapes.
     """
 
     tasks: tuple[str, ...]
@@ -28,11 +28,12 @@ class Objective(Protocol):
     in_a_graph: bool
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64, elements of each task in the batch; from the labels alone, before any forward pass."""
+        """Return the elements of each task in the batch, [T] float64, from the labels alone."""
         ...
 
     def outside_weights(self, counts: Tensor) -> Tensor:
-        """[T] float64, weights of the tasks outside the balance given the global counts; 0 for balanced tasks."""
+        """Return the weights of the tasks that are not balanced, [T] float64, for the global counts; 0 for balanced
+        tasks."""
         ...
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
@@ -41,23 +42,23 @@ class Objective(Protocol):
 
 
 def task_losses(objective: Objective, engine: Trains, batch: Batch) -> TaskLosses:
-    """The objective's losses of a batch, from the engine's compiled graph where they are part of it."""
+    """Compute the losses of a batch, with the engine's compiled graph if it includes them."""
     if engine.graphs is None:
         return objective(engine, batch)
     return engine.graphs.losses(objective, engine, batch)
 
 
 TapPlace = Literal["weights", "representation"]
-"""Where tasks are told apart: at the output of the last layer whose weights they share, or at what they share."""
+"""Position of a tap: output of the last layer with shared weights, or the shared representation."""
 
 
 class Tap(NamedTuple):
-    """A tensor of zeros that the model adds where the tasks branch from what they share: after the backward pass its
-    `.grad` holds the tasks' gradients there, which no other graph or pass has to give.
+    """Tensor of zeros that the model adds where the tasks branch. After the backward pass its `.grad` has the tasks'
+    gradients there, without a further graph or pass.
 
     Attributes:
-        key: under which it goes into `Batch.extras`.
-        shape: what the model expects for this batch.
+        key: key in `Batch.extras`.
+        shape: shape for this batch.
     """
 
     key: Extra
@@ -66,42 +67,42 @@ class Tap(NamedTuple):
 
 @runtime_checkable
 class TappedObjective(Objective, Protocol):
-    """An objective whose tasks' gradients can be told apart where they branch."""
+    """Objective with separate gradients of the tasks where they branch."""
 
     def tapped_tasks(self, at: TapPlace) -> tuple[int, ...]:
-        """Positions of the tasks that pass this place."""
+        """Return the indices of the tasks that use this tap."""
         ...
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """The tap for one micro-batch; with `at` = weights the losses then hold `shared_inputs`."""
+        """Return the tap for a micro-batch; with `at` = weights the losses then have `shared_inputs`."""
         ...
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """Each tapped task's part of a tap's gradient, [rows, D], by position.
+        """Return each task's part of a tap's gradient, [rows, D], by index.
 
-        With `at` = weights its rows are those of `shared_inputs`, so that (part^T shared_inputs) [D, K] is the task's
-        gradient of the shared layer's weights.
+        With `at` = weights the rows are those of `shared_inputs`: (part^T shared_inputs) [D, K] is the task's gradient
+        of the shared layer's weights.
         """
         ...
 
 
 PATCH_WEIGHTS = Extra("patch_weights")
-"""[R, k, M] weight of each masked patch's error; 1 where it is not given."""
+"""[R, k, M] weight of each masked patch's error; 1 if absent."""
 GATE = Extra("gate")
-"""[R, k, V] factor of each visible patch's token, 1 in value: a derivative of the choice of patches goes through it."""
+"""[R, k, V] factor of each visible patch's token, with value 1: it has the derivative of the choice of patches."""
 
 
 class PatchObjective(Objective, Protocol):
-    """An objective on masked patches of images, whose masks and weights a hook may replace (MLO-MAE eq. 1)."""
+    """Objective on masked patches of images; a hook may replace masks and weights (MLO-MAE eq. 1)."""
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
-        """[B, N, P] patches of the batch's crops."""
+        """Return the patches of the batch's crops, [B, N, P]."""
         ...
 
     def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        """[R, k, M] error of each masked patch."""
+        """Return the error of each masked patch, [R, k, M]."""
         ...
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
-        """The sums for given errors, linear in them, and in PATCH_WEIGHTS of the batch."""
+        """Return the loss sums, linear in the errors and in the batch's PATCH_WEIGHTS."""
         ...

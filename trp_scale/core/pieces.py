@@ -1,6 +1,6 @@
-"""Parameters in pieces: what a rank holds of each, and vectors over all of them that lie as the pieces do.
+"""Pieces: each rank's part of the parameters, and vectors over all parameters with the same layout.
 
-Every engine splits parameters over the ranks in its own way. Hooks, checkpoints and the engines meet in these types.
+Every engine shards parameters differently. These types are common to hooks, checkpoints and engines.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from trp_scale.distributed.groups import Group
 Integers = NDArray[np.int64]
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-"""Optimizer moments that are part of a checkpoint, beside the weights."""
+"""Optimizer moments in a checkpoint."""
 
 WEIGHT_AVERAGE = "weight_average"
-"""The state of a parameter that can stand in for its weight, where a hook keeps one (methods/weight_average.py)."""
+"""Name of the averaged weights, if a hook keeps them (methods/weight_average.py)."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of equal length in a flattened tensor.
+    """Contiguous runs of equal length in a flattened tensor.
 
     Attributes:
-        starts: [R] int64, ascending, first element of each run; runs do not touch each other.
-        length: elements of one run. The piece stores run after run: run i begins at element i * length of the piece.
+        starts: [R] int64, ascending, first element of each run; with gaps between runs.
+        length: elements of a run. Run i starts at element i * length of the piece.
     """
 
     starts: Integers
@@ -61,7 +61,7 @@ class FlatRange:
         return whole.view(-1)[self.start : self.stop]
 
     def runs(self, shape: Sequence[int]) -> Runs:
-        """One run, whatever the shape."""
+        """Return one run."""
         return Runs(np.array([self.start], dtype=np.int64), self.size)
 
 
@@ -89,7 +89,7 @@ class Box:
         return whole[tuple(slice(start, stop) for start, stop in self.bounds)]
 
     def runs(self, shape: Sequence[int]) -> Runs:
-        """Trailing dimensions that are whole join the last one that is cut: a box of whole rows is one run."""
+        """Return the runs; complete trailing dimensions are joined, so a box of whole rows is one run."""
         last = len(shape) - 1
         while last > 0 and self.bounds[last] == (0, shape[last]):
             last -= 1
@@ -105,21 +105,21 @@ class Box:
 
 
 Region = FlatRange | Box
-"""Which elements of a parameter a piece holds: ZeRO cuts the flattened parameter, FSDP2 its rows (also a flat range),
-tensor parallelism its columns too (a box)."""
+"""Elements of a parameter in a piece: ZeRO splits the flattened parameter, FSDP2 its rows (also a flat range), tensor
+parallelism also its columns (a box)."""
 
 
 @dataclass(kw_only=True)
 class Piece:
-    """The part of one parameter that this rank holds. Checkpoints write and fill the same objects.
+    """This rank's part of a parameter. Checkpoints read and write its tensors.
 
     Attributes:
-        name: parameter name without any wrapper's prefix.
+        name: parameter name without a wrapper's prefix.
         shape: shape of the whole parameter.
-        region: which of its elements.
-        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the
-            engine itself uses, [region.size], in the order of the region's runs; writing into them changes the engine.
-        owner: exactly one rank owns each element; pieces that are replicas of another rank's have owner False.
+        region: elements of this part.
+        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of the engine's
+            tensors, [region.size], in the order of the region's runs; writing into them changes the engine.
+        owner: False for replicas; exactly one rank owns each element.
     """
 
     name: str
@@ -130,8 +130,8 @@ class Piece:
 
 
 def foreach_chunk_bytes(device: torch.device) -> int:
-    """Bytes of tensors to pass to one `torch._foreach` call. On a CPU intermediate results should stay in the cache:
-    lists of 16 MiB took 1.2 to 2.5 times as long. On a GPU few kernel launches matter more."""
+    """Return the bytes of tensors for one `torch._foreach` call. On a CPU intermediate results should stay in the
+    cache: lists of 16 MiB took 1.2 to 2.5 times as long. On a GPU fewer kernel launches matter more."""
     return 1 << 20 if device.type == "cpu" else 32 << 20
 
 
@@ -150,7 +150,7 @@ def foreach_chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], .
 
 
 def copy_parts(parts: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each, contiguous."""
+    """Return contiguous copies."""
     copies = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
     for to, chunk in foreach_chunks(copies, parts):
         torch._foreach_copy_(to, chunk)
@@ -158,13 +158,13 @@ def copy_parts(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def scale_parts(parts: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """factor x each part. A factor on a device is not waited for."""
+    """Return factor x each part, without a wait for a factor on a device."""
     factor = factor.to(parts[0]) if parts and isinstance(factor, Tensor) else factor
     return [part for (chunk,) in foreach_chunks(parts) for part in torch._foreach_mul(chunk, factor)]
 
 
 def shares(size: int, world: int) -> list[tuple[int, int]]:
-    """The range of `size` elements that each of `world` ranks owns; the last ones may be empty."""
+    """Return the range of `size` elements that each of `world` ranks owns; the last ranges may be empty."""
     share = -(-size // world)
     return [(min(owner * share, size), min((owner + 1) * share, size)) for owner in range(world)]
 
@@ -172,7 +172,7 @@ def shares(size: int, world: int) -> list[tuple[int, int]]:
 def owned_ranges(
     name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], *, rank: int, world: int
 ) -> Iterator[Piece]:
-    """A parameter that every rank holds whole, as one piece for each rank of `world`; this rank owns the one."""
+    """Yield a replicated parameter as a piece for each rank of `world`; this rank owns its piece."""
     flat = {key: tensor.detach().reshape(-1) for key, tensor in tensors.items()}
     for owner, (start, stop) in enumerate(shares(prod(shape), world)):
         yield Piece(
@@ -185,12 +185,12 @@ def owned_ranges(
 
 
 def whole_tensors(pieces: Iterable[Piece], parts: Iterable[Tensor], group: Group) -> dict[str, Tensor]:
-    """A vector over all parameters as one whole tensor for each, on the CPU of every rank; slow, for looking at it.
+    """Gather a vector over all parameters as whole tensors on the CPU of every rank. Slow, for inspection.
 
     Args:
-        pieces: an engine's.
-        parts: this rank's part of the vector for each of the pieces.
-        group: the ranks that hold it together.
+        pieces: pieces of an engine.
+        parts: this rank's part of the vector for each piece.
+        group: ranks that together have the vector.
     """
     mine = [
         (piece.name, piece.shape, piece.region, part.detach().cpu())
@@ -206,13 +206,12 @@ def whole_tensors(pieces: Iterable[Piece], parts: Iterable[Tensor], group: Group
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """A vector over all parameters of an engine.
+    """Vector over all parameters of an engine.
 
     Attributes:
-        parts: this rank's part, flat and in fp32 (float64 if the weights are), one for each of the engine's pieces, in
-            their order.
-        owned: whether this rank speaks for the part: the owned parts of all ranks hold every element once.
-        group: the ranks that hold it together.
+        parts: this rank's parts, flat in fp32 (or float64 like the weights), for each of the engine's pieces in order.
+        owned: whether this rank owns each part: the owned parts of all ranks have every element once.
+        group: ranks that together have the vector.
     """
 
     parts: list[Tensor]
@@ -220,7 +219,7 @@ class Shards:
     group: Group
 
     def norm(self) -> Tensor:
-        """0-dimensional float64: l2, over all ranks."""
+        """Return the l2 norm over all ranks, 0-dimensional float64."""
         ours = [part for part, owned in zip(self.parts, self.owned, strict=True) if owned]
         norms = [norm for (chunk,) in foreach_chunks(ours) for norm in torch._foreach_norm(chunk, 2, torch.float64)]
         device = self.parts[0].device if self.parts else torch.device("cpu")
@@ -228,18 +227,18 @@ class Shards:
         return self.group.sum(local).sqrt()
 
     def plus(self, other: Shards, factor: float | Tensor = 1.0) -> Shards:
-        """self + factor x other."""
+        """Return self + factor x other."""
         parts = other.times(factor).parts
         for chunk, mine in foreach_chunks(parts, self.parts):
             torch._foreach_add_(chunk, mine)
         return replace(self, parts=parts)
 
     def shift(self, by: float) -> Shards:
-        """self + by, in every element."""
+        """Return self + by, elementwise."""
         return replace(
             self, parts=[part for (chunk,) in foreach_chunks(self.parts) for part in torch._foreach_add(chunk, by)]
         )
 
     def times(self, factor: float | Tensor) -> Shards:
-        """factor x self."""
+        """Return factor x self."""
         return replace(self, parts=scale_parts(self.parts, factor))

@@ -1,4 +1,4 @@
-"""Context of a run for its parts: one object in place of long constructors."""
+"""Context of a run for balancers and other hooks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trp_scale.core.seeds import reseed, tensor_seed
 from trp_scale.distributed.groups import ALONE, Group
 
 MakeEngine = Callable[[nn.Module, Config], Engine]
-"""Wraps a module that a hook trains beside the model in an engine of the run's kind, with its own settings."""
+"""Wraps a second module, which a hook trains, in an engine of the run's kind with its own settings."""
 
 MakeModel = Callable[[], nn.Module]
-"""Makes another model like the run's, with the weights that it started from."""
+"""Builds another model like the run's, with its initial weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """A run, as balancers and other hooks see it; the same object from the first step to the last.
+    """Constants of a run.
 
     Attributes:
         config: all settings.
         objective: the tasks.
-        engine: holds the model.
+        engine: engine of the model.
         world: all ranks.
         sources: named streams of rows (data/sources.py).
-        make_engine, make_model: for what a hook trains beside the model.
-        steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
+        make_engine, make_model: for modules that a hook trains in addition.
+        steps_per_epoch: global batches of an epoch, rounded up; 0 = unknown.
     """
 
     config: Config
@@ -57,9 +57,9 @@ class RunContext:
 
     @property
     def seed(self) -> int:
-        """The only source of randomness; draw from (seed, step or row key), never from a generator's state."""
+        """Only source of randomness: derive from (seed, step or row key), never from a generator's state."""
         return self.config.training.seed
 
     def reseed(self, name: str) -> None:
-        """Start the device's generator from (seed, name)."""
+        """Seed the device's generator from (seed, name)."""
         reseed(self.device, tensor_seed(self.seed, name))

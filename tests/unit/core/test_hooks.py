@@ -84,5 +84,5 @@ def test_state_of_other_hooks_is_refused(change: dict[str, Any] | None) -> None:
     hooks, _, _ = recorded()
     state = hooks.state_dict()
     state = state | change if change else {"loud": state["loud"]}
-    with pytest.raises(ValueError, match=r"checkpoint holds the hooks .* this run has"):
+    with pytest.raises(ValueError, match=r"checkpoint has the hooks .* this run has"):
         hooks.load_state_dict(state)
