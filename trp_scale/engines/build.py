@@ -29,12 +29,12 @@ def build_engine(
     """Build the engine that is registered as `name`.
 
     Args:
-        module: the model, whole, on the CPU, the same on all ranks.
+        module: the whole model on the CPU, the same on all ranks.
         data_group: ranks that split the batch.
-        ds_document: DeepSpeed's configuration as read from the file `ds_path`; "auto"s are filled in here.
+        ds_document: DeepSpeed's configuration from the file `ds_path`; "auto" values are filled in here.
 
     Raises:
-        EngineError: the engine cannot run here; the message says what to change.
+        EngineError: the engine cannot run here.
     """
     arguments: dict[str, Any] = {"device": device, "data_group": data_group}
     if engine_rules(name).reads_ds_config:
@@ -51,20 +51,20 @@ def build_engine(
 
 
 OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")
-"""Keys of a DeepSpeed configuration that repeat what the recipe says of the run's own optimizer."""
+"""Keys of a DeepSpeed configuration that repeat the recipe's settings of the run's own optimizer."""
 
 
 def build_second_engine(name: str, module: nn.Module, config: Config, **settings: Any) -> Engine:
-    """Build an engine of the same kind beside the run's, such as a masking network's; settings as of build_engine. Its
-    forwards read fp32 weights, but for bf16 that DeepSpeed's file asks for.
+    """Build a second engine of the same kind, for example for a masking network; `settings` as for build_engine. Its
+    forwards read fp32 weights, unless DeepSpeed's file enables bf16.
 
     Args:
-        module: has the property `layers`, its units of sharding, and may consist of them alone.
-        config: the run's settings, but in `optimizer` those of this engine; `batch` says into how many micro-batches
-            DeepSpeed believes its steps to be split.
+        module: module with the property `layers`, its sharding units.
+        config: the run's settings, with `optimizer` of this engine and a `batch` that gives its number of
+            micro-batches in DeepSpeed.
     """
     config = replace(config, training=replace(config.training, weights="fp32"))
-    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group holds it whole, and all of its tokens
+    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group has the whole module and all tokens
         module.tensor_plan = TensorPlan()  # type: ignore[assignment]
         config = replace(config, megatron=replace(config.megatron, sequence_parallel=False))
     if document := settings.get("ds_document"):

@@ -1,17 +1,15 @@
-"""`training.compile`: what torch.compile makes of a model, block by block or whole, and how many graphs that took.
+"""`training.compile`: torch.compile of a model, block by block or whole, and the count of its graphs.
+`training.activation_checkpointing`: recomputation of blocks in the backward pass.
 
-Whole is the objective with the model's forward pass, from a batch's bytes to the tasks' sums, where the engine hangs
-nothing on that pass: plain and ddp. FSDP2 and DeepSpeed compile the model alone.
+`whole` compiles the objective with the model's forward pass on plain and ddp, from a batch's bytes to the tasks' sums.
+FSDP2 and DeepSpeed add work to the forward pass, so there it is the model alone.
 
-A run has few modes: with gradients or without, in training or in validation, with what a hook adds or without. Each
-needs one graph of each form of what is compiled. A graph more than that means that something changes which was meant
-to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
-counted, and named with the guard that failed.
+A run has few modes: with or without gradients, training or validation, with or without a hook's extras. Each mode needs
+one graph for each form of module. A further graph is surplus: something changes that should be constant, such as a
+shape, and each change stops the run for a compilation. Surplus graphs are counted and reported with the failed guard.
 
-Each size has a graph of its own (`dynamic` False), but for the dimensions that `varying` names. By default torch makes
-one for all sizes when a second comes. Which comes second differs in a run that is resumed, and so would its rounding.
-
-`training.activation_checkpointing`: what a block keeps for its backward pass, which makes the rest once more.
+Graphs are static (`dynamic` False), except in the dimensions that `varying` names. With torch's default the second size
+would give a dynamic graph. A resumed run can see another size second, and would then round differently.
 """
 
 from __future__ import annotations
@@ -33,40 +31,39 @@ from trp_scale.distributed.groups import Group
 Choice = tuple[Literal["none", "blocks"], str]
 
 MOST_GRAPHS = 64
-"""Of one piece of code. torch's own limit is 8; `mlo_mae_tiny` in bf16 needs 11."""
+"""Recompilation limit of a code object. torch's default is 8; `mlo_mae_tiny` in bf16 needs 11."""
 
 MOST_LENGTHS = 8
-"""Of a form in a mode. A module may have a method `sequence_length`; one length more than these is surplus."""
+"""Maximum number of lengths (`sequence_length` of the module) of a form in a mode; graphs of more are surplus."""
 
 NEEDLESS_WARNINGS = ("TensorFloat32 tensor cores", "\\s*Online softmax is disabled")
-"""How two of torch's warnings begin, as patterns. Neither asks anything of a user: training.tf32 decides the first."""
+"""Patterns of torch's warnings that need no action by the user; training.tf32 decides the first."""
 
 
 def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
-    """Resolve `training.compile: auto` for this run, equal on all ranks, which all call this; and the reason, for the
-    log.
+    """Resolve `training.compile: auto`, equally on all ranks; return it with the reason for the log. Collective.
 
-    Blocks rather than the whole model: on several ranks their gradients travel while the backward pass runs, and a
-    start takes the time of a few forms of blocks, not of all layers.
+    It compiles blocks, not the whole model: gradients are then reduced during the backward pass, and the start compiles
+    a few forms of blocks instead of all layers.
 
     Args:
-        reasons: against it, from the settings.
+        reasons: reasons against compilation, from the settings.
     """
     against = list(reasons)
     if zero_stage == 3:
-        against.insert(0, "ZeRO stage 3 gathers weights where torch's compiler cannot see it")
+        against.insert(0, "ZeRO stage 3 gathers weights outside of torch's compiler")
     if device.type != "cuda":
-        against.insert(0, f"the device is a {device.type.upper()}, for which compiling takes minutes")
+        against.insert(0, f"the device is a {device.type.upper()}, where compilation takes minutes")
     elif not has_triton():
         against.insert(0, "torch finds no Triton for this GPU")
     difference = next((first for first in group.gather_objects(against[:1]) if first), None)
     if difference is not None:
         return "none", f"not compiled: {difference[0]}"
-    return "blocks", "compiled block by block: the device is a GPU, and nothing speaks against it"
+    return "blocks", "compiled block by block: the device is a GPU"
 
 
 class PlainForward(Protocol):
-    """An engine whose forward pass is the module's, with autocast around it. Attributes: autocasts: now."""
+    """Engine whose forward pass is that of its module under autocast. `autocasts`: whether autocast is on."""
 
     module: nn.Module
 
@@ -77,12 +74,11 @@ class PlainForward(Protocol):
 
 
 class Graphs:
-    """Count of the graphs that the calls of one engine's model have led to. With `forward`, losses are compiled with
-    that engine's forward pass.
+    """Count of the graphs of an engine's model. With `forward` the losses are compiled with that engine's forward pass.
 
     Attributes:
-        made: how many.
-        surplus: those that no mode of the run needed, in words, oldest first.
+        made: number of graphs.
+        surplus: descriptions of the graphs that no mode needed, oldest first.
     """
 
     def __init__(self, forward: PlainForward | None = None) -> None:
@@ -90,7 +86,7 @@ class Graphs:
         self._losses = torch.compile(compiled_losses, dynamic=False)
         self.made = 0
         self.surplus: list[str] = []
-        # torch's numbers of the graphs, by what was called and how, then by its length
+        # torch's compile ids of the graphs, by (type, form, mode), then by length
         self._graphs_of: dict[Any, dict[int | None, set[str]]] = {}
         self._noted = 0
         self._seconds_before = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
@@ -100,8 +96,7 @@ class Graphs:
         return self  # a copy of the model adds to the same count
 
     def losses(self, objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        """The objective's losses of a batch; where they are no part of a graph the objective computes them itself, and
-        the forward pass alone may be one."""
+        """Compute the losses of a batch, compiled with the forward pass if engine and objective allow it."""
         if self._forward is None or not objective.in_a_graph:
             return objective(forward, batch)
         mark_varying(self._forward.module, **batch.fields)
@@ -109,14 +104,13 @@ class Graphs:
         losses = self._losses(objective, self._forward, batch)
         if (
             new_graphs := graphs_so_far() - self.made - before
-        ):  # without those of a forward pass that a graph broke before
+        ):  # without the graphs of a forward pass before a graph break
             module, autocasts = self._forward.module, self._forward.autocasts
             self.note(new_graphs, module, graph_key(module, type(objective), autocasts, batch.fields, batch.extras))
         return losses
 
     def note(self, number: int, module: nn.Module, mode: Any, length: int | None = None) -> None:
-        """Count `number` graphs of a call of `module` in a mode (`mode_of`); each length, by the module's
-        `sequence_length`, has a graph of its own."""
+        """Count `number` graphs of a call of `module` in a mode (`graph_key`), for a length (`sequence_length`)."""
         self.made += number
         form = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in module.named_parameters())
         graphs_of_lengths = self._graphs_of.setdefault((type(module), form, mode), {})
@@ -130,16 +124,15 @@ class Graphs:
         self._noted = max((parameter.end_time_us or 0 for parameter in records), default=0)
 
     def seconds(self) -> float:
-        """Spent on compiling, in this process since the engine was made."""
+        """Return the seconds of compilation in this process since the engine was built."""
         return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"] - self._seconds_before)
 
     def found(self) -> int:
-        """Graphs that were found in the cache directory."""
+        """Return the number of graphs from the cache directory."""
         return found_in_cache() - self._found_before
 
 
 def compiled_losses(objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-    """Compute the compiled losses."""
     return objective(forward, batch)
 
 
@@ -148,13 +141,12 @@ def graphs_so_far() -> int:
 
 
 def found_in_cache() -> int:
-    """Graphs that torch has found in its cache directory in this process, with their backward graphs."""
+    """Return the number of graphs (with their backward graphs) from torch's cache directory in this process."""
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def failed_guards(graphs: set[str]) -> list[str]:
-    """Return the last failed guard of each of these graphs, by torch's numbers. Graphs of other modes fail too, as they
-    should."""
+    """Return the last failed guard of each of these graphs; guards of other modes fail as intended."""
     last = {}
     for failures in torch._dynamo.utils.guard_failures.values():
         for failure in failures:
@@ -166,20 +158,20 @@ def failed_guards(graphs: set[str]) -> list[str]:
 def cache_directory() -> str:
     """Return torch's cache directory of graphs: TORCHINDUCTOR_CACHE_DIR, or one under the system's temporary
     directory."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # not before something is compiled
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow import, only with compilation
 
     return cache_dir()
 
 
 def graph_key(module: nn.Module, *arguments: Any) -> Any:
-    """Return the key of a call that decides which graph it gets: whether gradients are wanted, whether the module
-    trains, autocast, and the kinds of the arguments. Sizes and numbers are not part of it."""
+    """Return the mode of a call: gradients, training, autocast, and the kinds of the arguments, without sizes and
+    numbers."""
     autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (torch.is_grad_enabled(), module.training, autocast, kind(arguments))
 
 
 def kind(value: Any) -> Any:
-    """Return the kind of a value, without its size and number."""
+    """Return the kind of a value, without sizes and numbers."""
     if isinstance(value, Tensor):
         return (value.dtype, value.dim(), value.requires_grad)
     if isinstance(value, Mapping):
@@ -190,14 +182,12 @@ def kind(value: Any) -> Any:
 
 
 def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
-    """Tell torch which arguments of a module change their first dimension from call to call, where the module has a
-    method `varying` that names them. One graph then serves all lengths; else the second length would need another.
+    """Mark the first dimension of the arguments that the module's method `varying` returns as dynamic: one graph then
+    serves all lengths.
 
-    The graph is made for the length that `varying` gives beside them, and not for the one that happens to come first:
-    Inductor cuts its sums by it, so that a run that is resumed would round otherwise than one that never stopped.
-
-    The mark is an attribute of a tensor, which does not pass on to what is made of it: FSDP2 gives a block its inputs
-    as views. So it is made where the graph begins.
+    The size hint is the length that `varying` returns, not the first length seen: Inductor splits its sums by the hint,
+    so a resumed run would round differently. The mark is an attribute of a tensor and is lost on views (FSDP2 passes
+    views to a block), so it is set where the graph starts.
     """
     varying = getattr(module, "varying", None)
     tensors, length = varying(*arguments, **named) if varying is not None else ((), 0)
@@ -207,8 +197,7 @@ def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
 
 
 class Compiled:
-    """The forward pass of a module, as torch.compile makes it; it counts in `graphs` which call has led to graphs. A
-    copy of the module takes a copy of this with it."""
+    """Compiled forward pass of a module, which counts its graphs in `graphs`. A copy of the module copies it too."""
 
     def __init__(self, module: nn.Module, graphs: Graphs) -> None:
         self.module, self.graphs = module, graphs
@@ -228,15 +217,15 @@ class Compiled:
 
 
 def compile_model(module: nn.Module, how: str, forward: PlainForward | None = None) -> Graphs | None:
-    """Compile the forward pass of the module, or of each of `module.layers`, in place. What an engine hangs on a block,
-    such as gathering its weights, stays outside.
+    """Compile the forward pass of the module, or of each of `module.layers`, in place. Hooks of an engine on a block,
+    such as gathering its weights, stay outside.
 
     Args:
-        how: training.compile: none, blocks or whole; auto is for the run to decide (`choose`), and none here.
-        forward: the engine, where it hangs nothing on the forward pass: whole then has the losses in it.
+        how: training.compile: none, blocks or whole; an unresolved auto compiles nothing.
+        forward: engine that adds nothing to the forward pass: `whole` then includes the losses.
 
     Returns:
-        a count of the graphs; None where nothing is compiled.
+        Count of the graphs; None without compilation.
     """
     if how in ("none", "auto"):
         return None
@@ -250,19 +239,19 @@ def compile_model(module: nn.Module, how: str, forward: PlainForward | None = No
 
 
 KEPT = ("mm", "addmm", "bmm", "baddbmm")
-"""Operations whose results selective checkpointing keeps, with attention: they take most of a block's time."""
+"""Operations whose results selective checkpointing keeps, in addition to attention: most of a block's time."""
 
 
 def keeps(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Whether the result of an operation is kept for the backward pass, or made again there."""
+    """Return whether the result of an operation is kept for the backward pass or recomputed."""
     name = operation._opname
     kept = name in KEPT or "attention" in name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Checkpointed:
-    """The forward pass of a block, computed again in the backward pass with the same dropout. `selective` keeps what is
-    expensive to compute, not the block's inputs alone."""
+    """Forward pass of a block that the backward pass recomputes with the same dropout. `selective` also keeps expensive
+    results."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
         self.forward = forward
@@ -277,7 +266,7 @@ class Checkpointed:
 
 
 def checkpoint_blocks(module: nn.Module, how: str) -> None:
-    """Apply training.activation_checkpointing to each of `module.layers`, in place; after compile_model, so that the
-    compiled blocks are the ones computed again."""
+    """Apply training.activation_checkpointing to each of `module.layers`, in place, after compile_model: compiled
+    blocks are recomputed."""
     for block in module.layers if how != "none" else ():  # type: ignore[union-attr]
         block.forward = Checkpointed(block.forward, selective=how == "selective")

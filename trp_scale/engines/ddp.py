@@ -18,29 +18,29 @@ from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import fill_module
 
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed by one collective: large enough for a network's full rate, small enough that the first
-is under way early in the backward pass."""
+"""Bytes of gradients in a collective: large enough for the full network bandwidth, small enough that the first starts
+early in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedParameter:
-    """A parameter as backward passes leave its gradient (`read`), and as the optimizer looks for it (`own`): one, or a
-    rounded copy and its master."""
+    """Parameter of the backward pass (`read`) and of the optimizer (`own`): the same, or a rounded copy and its
+    master."""
 
     read: nn.Parameter
     own: nn.Parameter
 
 
 class Bucket:
-    """Gradients that are summed together.
+    """Gradients that are summed in one collective.
 
     Args:
-        members: on one device, their `own` of one type.
-        dtype: in which they are sent; None: that of `own`.
+        members: on one device, with `own` of one type.
+        dtype: type of the collective; None: that of `own`.
     Attributes:
-        flat: [elements] their gradients, one after the other.
-        views: the part of `flat` of each member, in its shape.
-        missing: members whose gradient this backward pass has not made yet.
+        flat: [elements] concatenated gradients.
+        views: view of `flat` for each member, in its shape.
+        missing: members without a gradient so far in this backward pass.
     """
 
     def __init__(self, members: list[ReducedParameter], dtype: torch.dtype | None = None) -> None:
@@ -55,13 +55,13 @@ class Bucket:
         return [part.view_as(member.own) for part, member in zip(parts, self.members, strict=True)]
 
     def places(self, number: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of `flat`, and what of a member's gradient goes there."""
+        """Yield parts of `flat`, and the parts of a member's gradient to copy there."""
         yield self.views[number], gradient
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the gradients into `flat`, zeros where a member took no part in the window, and let go of them while the
-        backward pass runs."""
+        """Copy the gradients into `flat`, zeros for members that the window did not use, and release them during the
+        backward pass."""
         take_gradients((m.read, m.own) for m in self.members if m.read is not m.own and m.own.grad is not None)
         present: list[Tensor] = []
         places: list[Tensor] = []
@@ -81,11 +81,11 @@ class Bucket:
             torch._foreach_copy_(places, present)
 
     def send(self, group: Group) -> Any:
-        """Begin the sum over the ranks; returns what `wait` ends."""
+        """Start the sum over the ranks; return the work to wait for."""
         return dist.all_reduce(self.flat, group=group.handle, async_op=True)
 
     def hand_out(self) -> None:
-        """After the sum: the optimizer finds its gradients in the type of its parameters."""
+        """Set the optimizer's gradients after the sum, in the type of its parameters."""
         dtype = self.members[0].own.dtype
         views = self.views if self.flat.dtype == dtype else self._split(self.flat.to(dtype))
         for member, view in zip(self.members, views, strict=True):
@@ -98,8 +98,8 @@ def cut_into_buckets(
     dtype: torch.dtype | None = None,
     kind: Callable[[list[Any], torch.dtype | None], Bucket] = Bucket,
 ) -> list[Bucket]:
-    """The members from last to first, as a backward pass makes their gradients: each bucket has at most `limit` bytes,
-    or one member."""
+    """Split the members into buckets of at most `limit` bytes (or one member), from last to first, in the order of the
+    backward pass."""
     buckets: list[list[ReducedParameter]] = []
     size = 0
     for member in reversed(members):
@@ -113,18 +113,18 @@ def cut_into_buckets(
 
 
 class GradientReduction:
-    """Sums the gradients of a window over the ranks during its last backward pass: a bucket as soon as all its
-    gradients are there. Buckets go in one order on all ranks, whatever order their gradients come in.
+    """Sum of a window's gradients over the ranks, during its last backward pass: a bucket is sent when all its
+    gradients exist, in the same order on all ranks.
 
-    Written here since torch's DistributedDataParallel must know in the forward pass whether the backward pass will be
-    the window's last, which the loop says later; and since it gives the ranks' mean, where losses add up to a sum.
+    Not torch's DistributedDataParallel: it must know in the forward pass whether the backward pass is the window's
+    last, and it computes a mean over ranks, but losses here add up to a sum.
 
     Args:
-        members: the model's, in its order.
-        group: the ranks that split the batch.
+        members: parameters in the model's order.
+        group: ranks that split the batch.
         limit: bytes of a bucket.
-        dtype: in which gradients are sent; None: that of the optimizer's parameters.
-        kind: of buckets.
+        dtype: type of the collective; None: that of the optimizer's parameters.
+        kind: class of the buckets.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class GradientReduction:
         self.group = group
         self.buckets = cut_into_buckets(members, limit, dtype, kind)
         self._bucket_of = {id(member.read): bucket for bucket in self.buckets for member in bucket.members}
-        self._next: int | None = None  # the bucket that goes next; None outside a window's last backward pass
+        self._next: int | None = None  # next bucket to send; None outside a window's last backward pass
         self._under_way: list[Any] = []
         for member in members:
             member.read.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """The window's last backward pass begins."""
+        """Start the window's last backward pass."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         self._next = 0
@@ -163,8 +163,7 @@ class GradientReduction:
         self._under_way.append(bucket.send(self.group))
 
     def finish(self) -> None:
-        """After the backward pass: send what is left, such as the bucket of a parameter that it did not reach, and
-        wait. On a GPU its stream waits, not the host."""
+        """Send the remaining buckets (with unused parameters) and wait; on a GPU the stream waits, not the host."""
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
         for bucket, work in zip(self.buckets, self._under_way, strict=True):
@@ -173,14 +172,14 @@ class GradientReduction:
         self.drop()
 
     def drop(self) -> None:
-        """The pass is over, or has failed."""
+        """End the pass, also after an error."""
         self._next = None
         self._under_way.clear()
 
 
 class DdpEngine(PlainEngine):
-    """Weights and moments are whole on every rank; gradients are summed once a window. Every rank owns an equal range
-    of each parameter, so that all write checkpoints."""
+    """Whole weights and moments on every rank; gradients are summed once per window. Every rank owns an equal range of
+    each parameter, so that all ranks write checkpoints."""
 
     name = "ddp"
 

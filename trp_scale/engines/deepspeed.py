@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0-3 behind the engine protocol. Each surprise of DeepSpeed is described where it is undone."""
+"""DeepSpeed ZeRO 0-3 behind the engine protocol. Comments explain each workaround for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from trp_scale.engines.zero_layout import (
 )
 from trp_scale.models.initialise import fill_module, initialisers
 
-# Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
+# Without a GPU the first start would compile it for a minute; only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed_logger.setLevel(logging.WARNING)  # it prints some 60 lines a rank at start
+deepspeed_logger.setLevel(logging.WARNING)  # it prints about 60 lines on each rank at the start
 LINEAR = nn.functional.linear
-"""Stage 3 replaces it for the whole process and for good; with it what runs later would round differently."""
+"""Original function. Stage 3 replaces it for the whole process, and later code would round differently."""
 
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic loss scaler remembers."""
+"""State of a dynamic loss scaler."""
 
 LAYOUTS: dict[tuple[str, bool], type[ZeroLayout]] = {
     ("AdamW", False): WholeLayout,
@@ -53,18 +53,21 @@ LAYOUTS: dict[tuple[str, bool], type[ZeroLayout]] = {
     ("DeepSpeedZeroOptimizer_Stage3", False): PartitionedLayout,
     ("DeepSpeedZeroOptimizer_Stage3", True): PartitionedOffloadLayout,
 }
-"""By the class that DeepSpeed chose for `engine.optimizer` (torch's own where it wraps nothing), and whether the
+"""Layout by the class of `engine.optimizer` (DeepSpeed's wrapper, or torch's class without one), and whether the
 optimizer's state is in host memory."""
 
 
 class DeepSpeedEngine(ShardOperations):
-    """DeepSpeed with our optimizer, our finite check and our checkpoints. `data_group` has all ranks of DeepSpeed's
-    process group; `document` is DeepSpeed's configuration, resolved."""
+    """DeepSpeed with our optimizer, finite check and checkpoints.
+
+    Args:
+        data_group: all ranks of DeepSpeed's process group.
+        document: resolved DeepSpeed configuration."""
 
     name = "deepspeed"
     decides_on_host = True
     fp16_devices: tuple[str, ...] = ("cuda",)
-    """Kinds of device that fp16 is meant for; on others it runs without any gain."""
+    """Device types that fp16 is allowed on; others have no gain."""
     _stage_3: ClassVar[WeakSet[DeepSpeedEngine]] = WeakSet()
 
     def __init__(
@@ -78,7 +81,7 @@ class DeepSpeedEngine(ShardOperations):
         if config.training.activation_checkpointing == "selective" and stage_3:
             raise EngineError(
                 "--training.activation_checkpointing selective gives wrong gradients with ZeRO stage 3, which gathers "
-                "weights again while operations are left out; allowed: full, none, or another stage"
+                "weights again during the recomputation; allowed: full, none, or another stage"
             )
         self.config = config
         self.device = device
@@ -86,7 +89,7 @@ class DeepSpeedEngine(ShardOperations):
         self.graphs = compile_model(module, config.training.compile)
         checkpoint_blocks(module, config.training.activation_checkpointing)
         if stage_3:
-            # A block is gathered whole: not matrix by matrix, each with a collective of its own.
+            # Gather a block with one collective, not one for each matrix.
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
             deepspeed.init_distributed(dist_init_required=False)
@@ -105,22 +108,22 @@ class DeepSpeedEngine(ShardOperations):
         self._steps = 0
 
     def _cut(self, module: nn.Module, document: dict[str, Any]) -> None:
-        """Fill a model without content for stage 3, block by block. Each block is cut into the ranks' pieces before the
-        next is made, in the type that forwards read: DeepSpeed rounds no parameter that is cut."""
+        """Fill a model without content for stage 3. Each block is partitioned before the next is filled, in the type
+        that forwards read: DeepSpeed does not round a partitioned parameter."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         read = next((half[name] for name in half if document.get(name, {}).get("enabled")), torch.float32)
         for unit in (*module.layers, module):  # type: ignore[misc]
             for parameter in fill_module(unit, self.device).parameters():
-                if not hasattr(parameter, "ds_id"):  # it is not cut yet
+                if not hasattr(parameter, "ds_id"):  # not partitioned yet
                     parameter.data = parameter.data.to(read)
             intra = groups._get_zero_param_intra_parallel_group()
             deepspeed.zero.Init(module=unit, config_dict_or_path=document, zero_param_parallel_group=intra)
 
     def _build_optimizer(self, module: nn.Module, document: dict[str, Any]) -> torch.optim.Optimizer:
-        """Torch's, or DeepSpeed's C++ Adam where the file asks for it.
+        """Build torch's optimizer, or DeepSpeed's C++ Adam if the file selects it.
 
         Raises:
-            EngineError: it cannot be compiled here.
+            EngineError: the C++ Adam cannot be compiled here.
         """
         settings = self.config.optimizer
         ours = build_optimizer(module, settings)
@@ -138,15 +141,15 @@ class DeepSpeedEngine(ShardOperations):
         return adam
 
     def _group_for_backward(self, document: dict[str, Any]) -> None:
-        """hpZ: the ranks among which weights are gathered again. DeepSpeed keeps one such group for a process, gives it
-        to engines that ask for none, and would not make a second one."""
+        """Create the hpZ group in which the backward pass gathers weights. DeepSpeed keeps one group for the process,
+        also for engines without hpZ, and never creates a second one."""
         size = int(document["zero_optimization"].get("zero_hpz_partition_size", 1))
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         if size > 1:
             groups._create_zero_param_parallel_group(size)
 
     def _layout(self) -> ZeroLayout:
-        """Return the layout of the states, by the optimizer class that DeepSpeed chose for stage and precision."""
+        """Build the layout for the optimizer class that DeepSpeed chose for stage and precision."""
         chosen, optimizer = type(self.engine.optimizer).__name__, self.engine.optimizer
         offloads = any(bool(getattr(optimizer, name, False)) for name in ("cpu_offload", "offload_optimizer"))
         if (chosen, offloads) not in LAYOUTS or (self.zero_stage == 0 and self.engine.bfloat16_enabled()):
@@ -175,7 +178,7 @@ class DeepSpeedEngine(ShardOperations):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.watch_backward()
         self.engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks ("sum" is refused on stage 3) and would divide by the accumulation steps.
+        # DeepSpeed averages over ranks (stage 3 has no "sum"); scale_wrt_gas would divide by the accumulation steps.
         loss = loss * (self.data_group.size * self.layout.loss_factor())
         with self.layout.last_backward() if last else nullcontext():
             self.engine.backward(loss, scale_wrt_gas=False)
@@ -207,8 +210,8 @@ class DeepSpeedEngine(ShardOperations):
     def skip(self) -> bool:
         before = self._loss_scale()
         if self.engine.fp16_enabled():
-            # Not engine.step(): DeepSpeed would look for itself, and apply the step where it finds nothing.
-            # At the lowest scale it would raise, on all ranks, in the place of the loop, which counts what it skips.
+            # Not engine.step(): DeepSpeed would check again, and apply the step if it finds no overflow.
+            # At the lowest scale it would raise, but the loop counts skipped steps.
             self.layout.loss_scaler.raise_error_at_min_scale = False
             self.engine.optimizer._update_scale(True)
         self.discard_gradients()
@@ -237,7 +240,7 @@ class DeepSpeedEngine(ShardOperations):
 
     @contextmanager
     def exact_forwards(self) -> Iterator[None]:
-        settings = self.engine._config  # DeepSpeed asks it in every forward; torch.autocast around that has no say
+        settings = self.engine._config  # DeepSpeed reads it in every forward and overrides an outer torch.autocast
         settings.torch_autocast_enabled, before = False, settings.torch_autocast_enabled
         try:
             yield
@@ -266,11 +269,11 @@ class DeepSpeedEngine(ShardOperations):
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
         for name in self.extra_state():
-            if name in state:  # a checkpoint of another stage's scaler may lack one
+            if name in state:  # scalers of other stages have fewer fields
                 setattr(self.layout.loss_scaler, name, state[name] if name == "cur_scale" else int(state[name]))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Assembled from all ranks' master pieces."""
+        """Return the weights from the master pieces of all ranks."""
         weights = (piece.tensors["weight"].float() for piece in self.pieces())
         tensors = whole_tensors(self.pieces(), weights, self.data_group)
         return tensors if self.data_group.rank == 0 else {}

@@ -1,10 +1,10 @@
-"""Fills in a DeepSpeed configuration from the recipe and refuses what contradicts it.
+"""Complete a DeepSpeed configuration from the recipe, and refuse contradictions.
 
-Batch sizes, clipping, precision, optimizer and schedule are stated once, in the recipe. DeepSpeed's file says how the
-states are sharded; whatever else it repeats must agree. What is not listed here is refused: keys that DeepSpeed has
-removed, keys that would take over what the recipe or the loop decides (data_efficiency, tensor_parallel, pipeline,
-hybrid_engine, autotuning, expert_parallel, zenflow), and misspelt ones, which DeepSpeed ignores without a word at the
-top level. Pure functions on the parsed JSON; DeepSpeed is not imported.
+The recipe decides batch sizes, clipping, precision, optimizer and schedule. DeepSpeed's file decides the sharding;
+other keys must agree with the recipe. Unlisted keys are refused: keys that DeepSpeed has removed, keys for decisions of
+the recipe or the loop (data_efficiency, tensor_parallel, pipeline, hybrid_engine, autotuning, expert_parallel,
+zenflow), and misspelt keys, which DeepSpeed ignores at the top level. Functions on the parsed JSON; DeepSpeed is not
+imported.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ TOP_LEVEL = frozenset(
         "wandb",
     }
 )
-"""Keys that mean the same here as in DeepSpeed (0.19)."""
+"""Keys with their meaning in DeepSpeed (0.19)."""
 
 WITHOUT_EFFECT = {
     "activation_checkpointing": "--training.activation_checkpointing does it, with torch's own, on every engine",
     "checkpoint": "checkpoints are written by the run itself (--checkpoint.every)",
     "compile": "--training.compile compiles with torch's own compiler, without DeepCompile",
 }
-"""Blocks that DeepSpeed knows and that would do nothing here, each with the reason."""
+"""DeepSpeed blocks without effect here, and the reason."""
 
 ZERO = frozenset(
     {
@@ -111,17 +111,17 @@ ZERO = frozenset(
         "zero_quantized_weights",
     }
 )
-"""The same for the block zero_optimization."""
+"""Keys of the block zero_optimization."""
 
 FORMER_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
-"""Keys of zero_optimization that older files have, and the blocks that took their places."""
+"""Old keys of zero_optimization, and the blocks that replace them."""
 
 DEEPSPEED_AUTO = frozenset({"data_types.keep_in_fp32_modules"})
-"""Paths at which DeepSpeed itself knows the word "auto"."""
+"""Paths with a value "auto" in DeepSpeed itself."""
 
 
 LONGEST_PROBLEM = 600
-"""Characters of what is said of one key: names and values are the file's."""
+"""Maximum characters of a problem: names and values come from the file."""
 
 
 def read(path: Path) -> Document:
@@ -214,8 +214,8 @@ def _wrong_shape(document: Document) -> Iterator[str]:
 
 
 def _blocks(document: Document, config: Config) -> Iterator[str]:
-    """The optimizer and the schedule are ours. DeepSpeed would ignore an optimizer block beside an optimizer object
-    without a word, so a block is compared, and then removed."""
+    """Compare and remove the optimizer and scheduler blocks: the optimizer is ours, and DeepSpeed would silently ignore
+    the block."""
     if "optimizer" in document:
         yield from optimizer_differences(document.pop("optimizer"), config)
     if "scheduler" in document:
@@ -224,8 +224,8 @@ def _blocks(document: Document, config: Config) -> Iterator[str]:
 
 
 def _is_template(block: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a scheduler block leaves its values to whoever reads it, as the files of transformers do for any run: its
-    type then is a habit, not a wish."""
+    """Whether a scheduler block has "auto" values, as in the standard files of transformers; its type is then
+    ignored."""
     params = block.get("params") if isinstance(block, Mapping) else None
     return isinstance(params, Mapping) and AUTO in params.values()
 
@@ -243,28 +243,28 @@ def _stated_once(document: Document, config: Config, world: int, accumulation: i
         "train_batch_size": (batch.global_size, "--batch.global_size"),
         "train_micro_batch_size_per_gpu": (batch.micro_rows, "--batch.micro_size"),
         "gradient_accumulation_steps": (accumulation, derived),
-        # Written even when it is off: DeepSpeed clips at 1.0 when the file says nothing.
+        # Always written: DeepSpeed's default clips at 1.0.
         "gradient_clipping": (config.optimizer.clipping, "--optimizer.clipping"),
     }
     for name, (value, flag) in stated.items():
         yield from _agree(document, name, value, name, f"the recipe says {value!r} ({flag})")
-    # The loop's losses are shares of the global loss; the engine undoes a mean over ranks and nothing else.
+    # The loop's losses are shares of the global loss; the engine undoes only a mean over ranks.
     for name, value in (
         ("gradient_allreduce_op", "mean"),
         ("prescale_gradients", False),
         ("gradient_predivide_factor", 1.0),
     ):
         if name in document:
-            yield from _agree(document, name, value, name, f"only {value!r} is allowed: the engine counts on it")
-    document["zero_allow_untested_optimizer"] = True  # torch's AdamW; DeepSpeed's list knows only its own
+            yield from _agree(document, name, value, name, f"only {value!r} is allowed: the engine depends on it")
+    document["zero_allow_untested_optimizer"] = True  # torch's AdamW is not in DeepSpeed's list
     if document.get("steps_per_print") == AUTO:
-        del document["steps_per_print"]  # metrics.jsonl has every figure that DeepSpeed would print
+        del document["steps_per_print"]  # metrics.jsonl has these figures
 
 
 def _precision(document: Document, config: Config) -> Iterator[str]:
-    """One of fp32, torch_autocast, bf16 and fp16 is on; the others are written out as off."""
+    """Enable one of fp32, torch_autocast, bf16 and fp16, and write the others as disabled."""
     precision, stage = config.training.precision, document.get("zero_optimization", {}).get("stage", 0)
-    # At stage 0 DeepSpeed's bf16 keeps no fp32 master weights, and with fp32 accumulation it stops: autocast instead.
+    # At stage 0 DeepSpeed's bf16 has no fp32 master weights and fails with fp32 accumulation: use autocast.
     autocast = precision == "bf16" and (
         document.get("torch_autocast", {}).get("enabled") in (AUTO, True)
         or (stage == 0 and document.get("bf16", {}).get("enabled", AUTO) == AUTO)
@@ -282,21 +282,22 @@ def _precision(document: Document, config: Config) -> Iterator[str]:
         yield from _agree(
             block, "dtype", "bfloat16", "torch_autocast.dtype", "the recipe says bf16 (--training.precision)"
         )
-        # DeepSpeed's silent default reduces the gradients of linear layers in bf16; the other engines reduce in fp32.
+        # DeepSpeed's default reduces the gradients of linear layers in bf16; the other engines reduce in fp32.
         block.setdefault("lower_precision_safe_modules", [])
     elif document.get("torch_autocast", {}).get("dtype") == AUTO:
         del document["torch_autocast"]["dtype"]
     if enabled["bf16"] and stage == 0:
         yield (
-            "bf16.enabled is true at zero_optimization.stage 0, where DeepSpeed keeps no fp32 master weights; allowed: "
-            '"auto" (autocast is used), or stage 1, 2 or 3'
+            "bf16.enabled is true at zero_optimization.stage 0, where DeepSpeed has no fp32 master weights; allowed: "
+            '"auto" (uses autocast), or stage 1, 2 or 3'
         )
     for block_name in ("bf16", "fp16"):
         name = f"{block_name}_master_weights_and_grads"
         if document.get(block_name, {}).get(name):
             yield f"{block_name}.{name} is true; allowed: false (master weights are fp32, see --training.precision)"
     if document.get("data_types", {}).get("grad_accum_dtype") == AUTO:
-        # fp32 sums over micro-batches; stage 1 with bf16 weights would switch to another optimizer class for it.
+        # fp32 sums over micro-batches, except at stage 1 with bf16 weights, where another optimizer class would be
+        # used.
         low = {"bf16": "bf16", "fp16": "fp16"}[precision] if enabled["bf16"] or enabled["fp16"] else "fp32"
         document["data_types"]["grad_accum_dtype"] = low if stage < 2 else "fp32"
 
@@ -306,14 +307,14 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
     zero.setdefault("stage", 0)
     block_weights = 12 * config.model.hidden_size**2  # the weights of one transformer block
     sizes = {
-        # One block at a time: large enough for the network, and no more memory than a layer in flight.
+        # One block at a time: large enough for the network, and the memory of one layer.
         "reduce_bucket_size": block_weights,
         "allgather_bucket_size": block_weights,
         "stage3_prefetch_bucket_size": block_weights,
-        # Gathered weights are let go unless the very next block needs them; DeepSpeed's 1e9 keeps all of an encoder.
+        # Free gathered weights unless the next block needs them; DeepSpeed's 1e9 keeps a whole encoder.
         "stage3_max_reuse_distance": block_weights,
         "stage3_max_live_parameters": 4 * block_weights,
-        # Biases and norms stay on every rank: they are many, and nothing in size.
+        # Keep biases and norms on every rank: they are many and small.
         "stage3_param_persistence_threshold": 10 * config.model.hidden_size,
     }
     for name, value in sizes.items():
@@ -322,10 +323,10 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     weights_in_fp32 = not any(document.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     if zero["stage"] in (1, 2) and config.optimizer.clipping == 0.0 and weights_in_fp32 and not offloads:
-        # The engine takes the norm itself, before the step; DeepSpeed's second one would wait for the device.
+        # The engine computes the norm before the step; DeepSpeed's second norm would wait for the device.
         zero.setdefault("compute_grad_norm", False)
     if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
-        zero["stage3_gather_16bit_weights_on_model_save"] = False  # nothing is saved through DeepSpeed
+        zero["stage3_gather_16bit_weights_on_model_save"] = False  # DeepSpeed saves nothing here
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
@@ -334,8 +335,8 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
 
 
 def _host_adam(document: Document, config: Config, *, offloads: bool) -> Iterator[str]:
-    """DeepSpeed's C++ Adam, which is compiled at the first start: only where the file asks for it. Where it says
-    nothing DeepSpeed would refuse any other optimizer on the host."""
+    """Use DeepSpeed's C++ Adam, which is compiled at the first start, only if the file selects it. Without the key
+    DeepSpeed would refuse any other optimizer on the host."""
     name = "zero_force_ds_cpu_optimizer"
     wanted = document.get(name, AUTO)
     if wanted == AUTO:
@@ -349,13 +350,13 @@ def _host_adam(document: Document, config: Config, *, offloads: bool) -> Iterato
 
 
 def _copies(document: Document, world: int) -> Iterator[str]:
-    """hpZ: a second copy of the weights on each few ranks."""
+    """Check hpZ: a second copy of the weights in each group of ranks."""
     zero, name = document["zero_optimization"], "zero_hpz_partition_size"
     ranks = zero.get(name, 1)
     if ranks == AUTO:
         return  # _left_over names it
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        words = "allowed: the ranks that share a copy, such as those of a node; 1"
+        words = "allowed: the number of ranks that share a copy, such as those of a node; 1"
         yield f"zero_optimization.{name} is {quote(ranks)}; {words}"
     elif ranks > 1 and zero["stage"] != 3:
         yield f"zero_optimization.{name} is {ranks} at stage {zero['stage']}, where it has no effect; allowed: stage 3"
@@ -367,7 +368,7 @@ def _copies(document: Document, world: int) -> Iterator[str]:
 
 
 def _agree(block: Document, name: str, value: object, path: str, reason: str) -> Iterator[str]:
-    """Fill in `value` where the block says "auto" or nothing; a different value is a problem."""
+    """Set `value` if the block has "auto" or no value; yield a problem if it has a different value."""
     setting = block.get(name, AUTO)
     if setting != AUTO and not same(setting, value):
         yield f"{path} is {shorten(json.dumps(setting))}, {reason}"
@@ -376,7 +377,7 @@ def _agree(block: Document, name: str, value: object, path: str, reason: str) ->
 
 
 def _left_over(value: object, path: str = "") -> Iterator[str]:
-    """Paths at which the word "auto" is left: DeepSpeed would take some default of its own there."""
+    """Yield the paths that still have "auto": DeepSpeed would use a default there."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _left_over(item, f"{path}.{key}" if path else key)
@@ -384,11 +385,11 @@ def _left_over(value: object, path: str = "") -> Iterator[str]:
         for index, item in enumerate(value):
             yield from _left_over(item, f"{path}.{index}")
     elif value == AUTO and path not in DEEPSPEED_AUTO:
-        yield f'{path} is "auto", and its value is not known here; write a value'
+        yield f'{path} is "auto", which cannot be resolved; write a value'
 
 
 def same(value: object, stated: object) -> bool:
-    """Equality of a JSON value and a recipe's value; numbers up to their decimal notation."""
+    """Whether a JSON value equals a recipe's value; numbers up to their decimal notation."""
     if isinstance(value, bool) or isinstance(stated, bool):
         return value is stated
     if isinstance(value, (int, float)) and isinstance(stated, (int, float)):
@@ -397,7 +398,7 @@ def same(value: object, stated: object) -> bool:
 
 
 def optimizer_differences(block: object, config: Config, path: str = "optimizer") -> Iterator[str]:
-    """A sentence for each value of the block that is not the recipe's; "auto" and what is left out agree with it."""
+    """Yield a problem for each value of the block that differs from the recipe; "auto" and missing values agree."""
     if not isinstance(block, Mapping):
         yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
@@ -426,13 +427,13 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
         yield from _betas(params.get("betas", AUTO), config, f"{path}.params.betas")
     else:
         stated["momentum"] = (0.0, "fixed: plain gradient descent")
-    implementation = ("torch_adam", "fused", "foreach", "betas")  # how, not what, is computed; betas are above
+    implementation = ("torch_adam", "fused", "foreach", "betas")  # no effect on results; betas are checked above
     yield from _unknown_names(params, (*stated, *implementation), f"{path}.params")
     yield from _differing(params, stated, f"{path}.params")
 
 
 def scheduler_differences(block: object, config: Config, path: str = "scheduler") -> Iterator[str]:
-    """Yield differences of the learning-rate schedule."""
+    """Yield a problem for each value of the learning-rate schedule that differs from the recipe."""
     if not isinstance(block, Mapping):
         yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return

@@ -1,5 +1,5 @@
-"""FSDP2 (torch's fully_shard): weights, gradients and moments sharded by rows over the data ranks, or over those of a
-node, with a copy on each node."""
+"""FSDP2 (torch's fully_shard): weights, gradients and moments sharded by rows over the data ranks, or over each node
+with a copy on each node."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FsdpEngine(PlainEngine):
-    """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window.
+    """FSDP2 with a unit for each block of `module.layers` and one for the rest; gradients are reduced once per window.
 
-    With `fsdp.shard_ranks` the ranks are a table: a row shares one copy of everything, and the ranks of a column hold
-    the same part of it. A parameter has one owning copy, so that sums over all ranks and checkpoints have it once.
+    With `fsdp.shard_ranks` (hybrid sharding) the ranks form a mesh: a row shards one copy, and the ranks of a column
+    have the same part. One copy owns each parameter, so that sums over all ranks and checkpoints contain it once.
 
     Attributes:
-        shard_ranks: columns of the table.
-        copies: rows of the table.
+        shard_ranks: columns of the mesh.
+        copies: rows of the mesh.
     """
 
     name = "fsdp"
-    plain_forward = False  # it gathers
+    plain_forward = False  # it gathers weights
 
     @property
     def offloads(self) -> bool:
-        """Whether weights, gradients and moments lie in host memory."""
+        """Whether weights, gradients and moments are in host memory."""
         return self.config.fsdp.offload
 
     def place(self, module: nn.Module) -> nn.Module:
         if not torch.distributed.is_initialized():
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
-        self.decides_on_host = self.offloads  # the host's optimizer cannot read what the device has decided
+        self.decides_on_host = self.offloads  # an optimizer on the host cannot read the device's decision
         values = initialisers(module)
         if not values:
             module = module.to(self.device)
@@ -68,7 +68,7 @@ class FsdpEngine(PlainEngine):
             fully_shard(layer, **shared)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
         fully_shard(module, **shared, reshard_after_forward=False)  # changes the class in place
-        # A block's weights are under way while the block before computes; backward FSDP2 sees to it by itself.
+        # Prefetch a block's weights during the previous block; in the backward pass FSDP2 does it by default.
         for layer, following in pairwise(module.layers):  # type: ignore[arg-type]
             layer.set_modules_to_forward_prefetch([following])
         if values:
@@ -83,11 +83,11 @@ class FsdpEngine(PlainEngine):
     def _offload_policy(self) -> OffloadPolicy:
         if not self.offloads:
             return OffloadPolicy()
-        # Copies to a GPU are quick from pinned memory; what lies on a disk is not.
+        # Pinned memory makes copies to a GPU fast; files on a disk cannot be pinned.
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu" and not self.config.fsdp.offload_directory)
 
     def _on_disk(self, tensor: Tensor) -> Tensor:
-        """Zeros that are sharded as this tensor is, on the disk."""
+        """Return zeros on the disk with the sharding of this tensor."""
         local = self.local(tensor)
         zeros = zeros_on_disk(local.shape, local.dtype, Path(self.config.fsdp.offload_directory))
         if not isinstance(tensor, DTensor):
@@ -96,10 +96,10 @@ class FsdpEngine(PlainEngine):
         return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     def _mesh(self) -> DeviceMesh:
-        """The ranks as FSDP2 is told of them: a row, or a table.
+        """Return the mesh of the ranks: one row, or with `fsdp.shard_ranks` several.
 
         Raises:
-            EngineError: the rows of the table would not be of one length.
+            EngineError: `fsdp.shard_ranks` does not divide the ranks.
         """
         world, wanted = self.data_group.size, self.config.fsdp.shard_ranks
         if wanted and world % wanted:
@@ -159,7 +159,7 @@ class FsdpEngine(PlainEngine):
                 yield gathered
 
     def _parameters(self) -> Iterator[Any]:
-        """FSDP2's own, each of a shard and of what is gathered from it."""
+        """Yield FSDP2's parameter objects, which have the shard and the gathered tensor."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 group = unit._get_fsdp_state()._fsdp_param_group
@@ -178,7 +178,7 @@ class FsdpEngine(PlainEngine):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def first_element(self, parameter: Tensor) -> int:
-        rows = -(-parameter.shape[0] // self.shard_ranks)  # torch.chunk's rule, which FSDP2 shards by
+        rows = -(-parameter.shape[0] // self.shard_ranks)  # FSDP2 shards like torch.chunk
         row_numel = parameter.numel() // max(parameter.shape[0], 1)
         return min(self.data_group.rank % self.shard_ranks * rows, parameter.shape[0]) * row_numel
 
@@ -188,14 +188,14 @@ class FsdpEngine(PlainEngine):
             yield piece if owning == copy else replace(piece, owner=False)
 
     def check_gradients(self) -> Tensor:
-        # Each copy counts: one that is not finite is seen by all ranks, and all get the same bits.
+        # Sum over all copies: all ranks see a copy that is not finite, and get the same bits.
         squares = sum_of_squares(self._gradients(), self.device)
         self._norm = (self.data_group.sum(squares) / self.copies).sqrt()
         return self._norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         # After a forward without backward the outer unit is still gathered: its parameters would be whole tensors that
-        # the optimizer knows nothing of, and what is written into the shards would not reach the next forward.
+        # the optimizer does not have, and the next forward would not read the shards.
         cast(FSDPModule, self.module).reshard()
         return self.module.named_parameters()
 
@@ -205,7 +205,7 @@ class FsdpEngine(PlainEngine):
 
 
 def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
-    """Each thing's place, one after the other where least lies."""
+    """Assign each size in turn to the place with the smallest sum."""
     held, owners = [0] * places, []
     for size in sizes:
         owners.append(owner := held.index(min(held)))
@@ -214,13 +214,13 @@ def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
 
 
 def zeros_on_disk(shape: Sequence[int], dtype: torch.dtype, directory: Path) -> Tensor:
-    """Zeros on the CPU whose memory is a file without a name; the machine keeps in memory what it has room for. The
-    file goes with the last tensor of it, however the process ends.
+    """Return zeros on the CPU in a memory-mapped unnamed file, which is freed with the last tensor, also if the process
+    is killed.
 
-    Its blocks are taken now: a disk that filled up later would end the process with SIGBUS.
+    Its blocks are allocated now: on a disk that fills up later a write would end the process with SIGBUS.
 
     Raises:
-        EngineError: the directory cannot be written to, or has no room.
+        EngineError: the directory cannot be written to, or is full.
     """
     size = prod(shape) * dtype.itemsize
     if not size:

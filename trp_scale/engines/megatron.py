@@ -1,8 +1,7 @@
-"""Tensor parallel on megatron-core: each rank of a group holds a part of every large matrix, groups split the batch.
+"""Tensor parallelism with megatron-core: the ranks of a tensor group split every large matrix, groups split the batch.
 
-megatron-core's layers take the places of the model's own, by the plan that the model declares
-(models/tensor_plan.py). What is not cut is held, and updated alike, by every rank of the group; one of them speaks for
-it in norms and checkpoints.
+megatron-core's layers replace the model's layers by its plan (models/tensor_plan.py). Other parameters are replicated
+in the group; its first rank counts them in norms and writes them to checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which nothing here uses, are not there
+        warnings.simplefilter("ignore")  # missing Transformer Engine and Apex, which are not used
         from megatron.core import ModelParallelConfig, parallel_state
         from megatron.core.tensor_parallel import (
             ColumnParallelLinear,
@@ -59,17 +58,17 @@ except ImportError as error:
 
 
 def megatron_groups(tensor_parallel: int, *, local_world: int) -> tuple[Group, Group]:
-    """The groups that split the batch and the matrices: neighbours by number, on one node, share the matrices.
+    """Return the data group and the tensor group of this rank. Consecutive ranks of a node form a tensor group.
 
     Args:
         tensor_parallel: ranks of a tensor group.
         local_world: ranks of a node.
 
     Raises:
-        EngineError: it does not divide the ranks of a node, and so not all ranks.
+        EngineError: `tensor_parallel` does not divide the ranks of the run or of a node.
     """
     world = dist.get_world_size()
-    for ranks, where in ((world, "of this run"), (local_world, "of a node, whose links a tensor group stays on")):
+    for ranks, where in ((world, "of this run"), (local_world, "of a node, and a tensor group must be on one node")):
         if ranks % tensor_parallel:
             raise EngineError(
                 f"--megatron.tensor_parallel is {tensor_parallel} and does not divide the {ranks} ranks {where}; "
@@ -78,7 +77,7 @@ def megatron_groups(tensor_parallel: int, *, local_world: int) -> tuple[Group, G
     initialised = parallel_state.model_parallel_is_initialized()
     if initialised and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
         groups = parallel_state._global_process_group_list or []
-        parallel_state.destroy_model_parallel()  # forgets them, and leaves what each has of threads and connections
+        parallel_state.destroy_model_parallel()  # leaves the groups' threads and connections
         for group in filter(None, groups):
             dist.destroy_process_group(group)
         initialised = False
@@ -95,9 +94,9 @@ def _group(name: str, handle: Any) -> Group:
 
 
 def product(layer: Any, inputs: Tensor, bias: Tensor | None, *, sum_gradient: bool) -> Tensor:
-    """inputs weight^T + bias, by megatron-core's product, which sums the inputs' gradient over the ranks meanwhile.
+    """Compute inputs weight^T + bias with megatron-core, which overlaps the sum of the inputs' gradient over the ranks.
 
-    Its backward pass knows of no autocast on a CPU; so weights and inputs are cast here as torch's own layer has them.
+    Its backward pass ignores autocast on a CPU, so weights and inputs are cast here, as in torch's layer.
     """
     weight, kind = layer.weight, inputs.device.type
     if torch.is_autocast_enabled(kind):
@@ -116,14 +115,14 @@ def product(layer: Any, inputs: Tensor, bias: Tensor | None, *, sum_gradient: bo
 
 
 class ColumnParallel(ColumnParallelLinear):  # type: ignore[misc]
-    """[..., I] on all ranks -> [..., O / ranks]."""
+    """Linear layer [..., I] on all ranks -> [..., O / ranks]."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return product(self, inputs, self.bias, sum_gradient=True)
 
 
 class RowParallel(RowParallelLinear):  # type: ignore[misc]
-    """[..., T, I / ranks] -> [..., T, O] on all ranks, or, where they split tokens, each one's [..., share(T), O]."""
+    """Linear layer [..., T, I / ranks] -> [..., T, O] on all ranks, or [..., share(T), O] if ranks split tokens."""
 
     splitting: Group | None = None
 
@@ -138,7 +137,7 @@ class RowParallel(RowParallelLinear):  # type: ignore[misc]
 
 
 class Vocabulary(VocabParallelEmbedding):  # type: ignore[misc]
-    """[...] int64 -> [..., D] on all ranks. A padding token's row gets no gradient, as in torch's embedding."""
+    """Embedding [...] int64 -> [..., D] on all ranks. The padding row gets no gradient, as in torch's embedding."""
 
     padding_idx: int | None = None
 
@@ -150,7 +149,7 @@ class Vocabulary(VocabParallelEmbedding):  # type: ignore[misc]
 
 
 def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
-    """megatron-core's layer in the place of this one; its parameters have memory and no values."""
+    """Return megatron-core's replacement of a layer, with uninitialised parameters."""
     settings: dict[str, Any] = {
         "config": ModelParallelConfig(
             tensor_model_parallel_size=tensor_group.size,
@@ -174,7 +173,7 @@ def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
 
 
 class CutOverRanks(Cut):
-    """A module's heads and hidden units lie on the ranks of a tensor group."""
+    """Split of a module's heads and hidden units over the ranks of a tensor group."""
 
     def __init__(self, tensor_group: Group, device: torch.device) -> None:
         self.group, self.device = tensor_group, device
@@ -184,36 +183,35 @@ class CutOverRanks(Cut):
 
     def share_input(self, tensor: Tensor) -> Tensor:
         read = copy_to_tensor_model_parallel_region(tensor, group=self.group.handle)
-        if read.requires_grad:  # megatron-core sums a copy of a gradient that is not contiguous, and drops the sum
+        if read.requires_grad:  # megatron-core loses the sum of a gradient that is not contiguous
             read.register_hook(torch.Tensor.contiguous)
         return read  # type: ignore[no-any-return]
 
     def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        """One sum of the tokens' gradient where several layers read them."""
+        """Apply layers that read the same tokens, with one sum of the tokens' gradient."""
         if len(layers) == 1:
             return (layers[0](tokens),)
         kind = tokens.device.type
-        if torch.is_autocast_enabled(kind):  # what is summed is what the products read
+        if torch.is_autocast_enabled(kind):  # sum in the type that the products read
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         read, cut = self.share_input(tokens), cast(tuple[ColumnParallel, ...], layers)
         return tuple(product(layer, read, layer.bias, sum_gradient=False) for layer in cut)
 
     def join_features(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group.handle)  # megatron-core's own needs a GPU
+        dist.all_gather(parts, tensor.contiguous(), group=self.group.handle)  # megatron-core's needs a GPU
         return torch.cat(parts, dim=-1)
 
     def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """A forward hook: each rank reads this output for its part."""
+        """Forward hook for an output that each rank reads for its part."""
         return self.share_input(output)
 
 
 class SplitTokens(CutOverRanks):
-    """Each rank has some of the tokens where nothing is cut.
+    """Sequence parallelism: each rank has a share of the tokens outside of the split layers.
 
     Attributes:
-        count: T of the tokens that were split last. One model has one object of this class: its passes through blocks
-            come one after the other.
+        count: T of the last split tokens. A model has one such object, since it runs its blocks one after the other.
     """
 
     def __init__(self, tensor_group: Group, device: torch.device) -> None:
@@ -225,7 +223,7 @@ class SplitTokens(CutOverRanks):
 
     @property
     def gather(self) -> Operation:
-        """Return the gather of the currently split tokens; a backward pass keeps it."""
+        """Gather for the current count; a backward pass keeps it."""
         return partial(gather_tokens, group=self.group, count=self.count)
 
     def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -240,12 +238,12 @@ class SplitTokens(CutOverRanks):
 
 
 class MegatronEngine(DdpEngine):
-    """Tensor parallel inside groups of `megatron.tensor_parallel` ranks, data parallel between them (`data_group`, of
+    """Tensor parallelism in groups of `megatron.tensor_parallel` ranks, data parallelism between them (`data_group` of
     `megatron_groups`), for a model with a `tensor_plan`.
 
     Attributes:
-        cut: names of parameters of which the ranks of a tensor group hold different elements.
-        partial: parameters of which each rank of a tensor group makes the gradient of its own tokens alone.
+        cut: names of the parameters that are split over a tensor group.
+        partial: replicated parameters whose gradient on each rank is of its own tokens only.
     """
 
     name = "megatron"
@@ -257,8 +255,8 @@ class MegatronEngine(DdpEngine):
         plan = getattr(module, "tensor_plan", None)
         if not isinstance(plan, TensorPlan):
             raise EngineError(
-                f"--engine megatron: {type(module).__name__} does not say how it is cut; allowed: an upstream whose "
-                "model has a tensor_plan (pos_bert, mae, mm_mae), or --engine ddp or fsdp"
+                f"--engine megatron: {type(module).__name__} has no tensor_plan; allowed: an upstream whose model has "
+                "one (pos_bert, mae, mm_mae), or --engine ddp or fsdp"
             )
         for flag, size in plan.divided.items():
             if size % ranks:
@@ -279,11 +277,11 @@ class MegatronEngine(DdpEngine):
 
     @property
     def shards_moments(self) -> bool:
-        """Whether each data rank updates rows of its own."""
+        """Whether each data rank updates only its rows of each parameter."""
         return self.config.megatron.shard_moments and self.data_group.size > 1
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Put megatron-core's layers in, and fill each parameter with this rank's part of its first value."""
+        """Insert megatron-core's layers and fill each parameter with this rank's part of its initial value."""
         values: dict[str, Callable[[], Value]] = {
             name: partial(_value, parameter.detach()) for name, parameter in module.named_parameters()
         }
@@ -301,7 +299,7 @@ class MegatronEngine(DdpEngine):
         if self.config.megatron.sequence_parallel:
             self._split_tokens(module)
         self._cut_first_dimension(module)
-        if self.plan.losses and self.tensor_group.size > 1:  # alone it would send three sums to itself
+        if self.plan.losses and self.tensor_group.size > 1:  # one rank needs no three sums
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
         allocate(module, self.device)
         for name, parameter in module.named_parameters():
@@ -315,7 +313,7 @@ class MegatronEngine(DdpEngine):
         return module
 
     def _split_tokens(self, module: nn.Module) -> None:
-        """Have blocks compute on this rank's tokens outside of what is cut."""
+        """Make blocks compute on this rank's tokens outside of the split layers."""
         cut = SplitTokens(self.tensor_group, self.device)
         for path in self.plan.split:
             for name, layer in list(module.get_submodule(path).named_modules(prefix=path)):
@@ -356,13 +354,13 @@ class MegatronEngine(DdpEngine):
         partial = set(self.plan.partial(module) if self.config.megatron.sequence_parallel else ()) - self.cut
         self.partial = [parameter for name, parameter in self.named_parameters() if name in partial]
         if isinstance(optimizer, Lamb):
-            # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
+            # Replicated parameters are counted on each rank; this cancels in the ratio of two norms.
             optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
         return optimizer
 
     def _boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
-        """Return the elements of the whole parameter that this rank holds, in its order: a range of the one dimension
-        in which it is smaller, or such a range of each of the packed matrices."""
+        """Return this rank's elements of a whole parameter, in its order: a range of the split dimension, for each of
+        the packed matrices."""
         whole, parts = self.shapes[name], self.plan.parts(name.rpartition(".")[0])
         bounds = [(0, size) for size in whole]
         cut = next((number for number, size in enumerate(whole) if shape[number] != size), None)
@@ -381,7 +379,7 @@ class MegatronEngine(DdpEngine):
 
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
-        """Sum gradients of replicated parameters that each rank applied to its own tokens, in one collective."""
+        """Sum the gradients of `partial` over the tensor group, in one collective."""
         gradients = [parameter.grad.view(-1) for parameter in self.partial if parameter.grad is not None]
         if gradients:
             whole = self.tensor_group.sum(torch.cat(gradients))
@@ -393,14 +391,14 @@ class MegatronEngine(DdpEngine):
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 (cut if name in self.cut else alike).append(parameter.grad)
-        # Each element once: of what a tensor group holds alike its first rank speaks.
+        # Count each element once: replicated parameters on the first rank of the tensor group only.
         speaking = self.tensor_group.rank == 0
         squares = sum_of_squares([*cut, *(alike if speaking else [])], self.device)
         self._norm = (self.world if self.shards_moments else self.tensor_group).sum(squares).sqrt()
         return self._norm
 
     def pieces(self) -> Iterator[Piece]:
-        """One of each box. Data ranks that hold the same own the parameters in turn."""
+        """Yield a piece for each box. Data ranks with the same elements own the parameters in turn."""
         for number, (name, parameter) in enumerate(self.named_parameters()):
             state = self.optimizer.state.get(parameter, {})
             tensors = {"weight": parameter.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
@@ -432,8 +430,8 @@ class MegatronEngine(DdpEngine):
 
     def watch_micro_batches(self) -> None:
         raise EngineError(
-            "--engine megatron does not show the gradients of micro-batches whole; allowed: --engine ddp or fsdp, or "
-            "without --logging.noise_scale and other hooks that read them"
+            "--engine megatron has no whole gradients of micro-batches; allowed: --engine ddp or fsdp, or without "
+            "--logging.noise_scale and other hooks that read them"
         )
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -443,8 +441,7 @@ class MegatronEngine(DdpEngine):
 
 
 def rows_of_boxes(boxes: list[Box], tensor: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
-    """The parts of boxes that lie in these rows of the tensor that has them one after the other in its first
-    dimension, or one box in all dimensions."""
+    """Yield the parts of `boxes` in rows [first, last) of `tensor`, which stacks the boxes in its first dimension."""
     size = len(tensor) // len(boxes)  # rows of a box
     for number, box in enumerate(boxes):
         (first, _), *others = box.bounds

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW or LAMB with decay groups, or plain gradient descent."""
+"""Optimizers: AdamW, LAMB and SGD, with weight-decay groups and layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Layered(Protocol):
-    """A module whose parameters have a depth, for `optimizer.layer_decay`.
+    """Module whose parameters have a depth, for `optimizer.layer_decay`.
 
     Attributes:
-        depth: of the deepest parameters, the head's.
+        depth: depth of the deepest parameters, the head's.
     """
 
     depth: int
@@ -34,7 +34,7 @@ class Layered(Protocol):
 
 
 LEARNED_POSITIONS = "pos_embed"
-"""Name of an image encoder's learned positions: a table, but not decayed, as in timm."""
+"""Name of an image encoder's learned positions: a matrix without weight decay, as in timm."""
 
 
 def decay_groups(
@@ -42,16 +42,16 @@ def decay_groups(
     weight_decay: float,
     scale_of: Callable[[str], float] = lambda _: 1.0,
 ) -> list[dict[str, Any]]:
-    """Matrices with `weight_decay`; vectors (biases, norms, class and mask tokens, embeddings of classes and
-    modalities) and LEARNED_POSITIONS without: two groups for each scale of the learning rate, `lr_scale`.
+    """Return parameter groups: matrices with `weight_decay`, vectors (biases, norms, class and mask tokens, embeddings
+    of classes and modalities) and LEARNED_POSITIONS without; two groups for each learning-rate scale, `lr_scale`.
 
-    The code of MAE and of AdPE decays class and mask tokens, since they have three dimensions there. MultiMAE's spares
-    its global and mask tokens, as here, but not the embeddings of classes and tasks, whose names its list misses.
+    The code of MAE and of AdPE decays class and mask tokens, which have three dimensions there. MultiMAE does not decay
+    global and mask tokens, as here, but decays the embeddings of classes and tasks, which its list of names misses.
     """
     by_rate: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
     for name, parameter in parameters:
         matrices, vectors = by_rate.setdefault(scale_of(name), ([], []))
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # of one that ZeRO-3 has cut
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: whole shape of a ZeRO-3 partition
         decayed = len(shape) >= 2 and not name.endswith(LEARNED_POSITIONS)
         (matrices if decayed else vectors).append(parameter)
     return [
@@ -63,10 +63,10 @@ def decay_groups(
 
 
 def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float]:
-    """Return the factor layer_decay^(depth - its depth) of a parameter's learning rate, by its name.
+    """Return a function from a parameter's name to its learning-rate factor, layer_decay^(depth - its depth).
 
     Raises:
-        EngineError: the module does not know how deep its parameters are.
+        EngineError: the module has no depths.
     """
     if layer_decay == 1.0:
         return lambda _: 1.0
@@ -78,10 +78,10 @@ def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel per tensor list, LAMB, or SGD without momentum or decay.
+    """Build fused AdamW, LAMB, or SGD without momentum or decay.
 
     Args:
-        parameters: that it updates, by the names of the module's own. None: the module's own.
+        parameters: parameters to update, by the module's names; None: those of the module.
     """
     scales = layer_scales(module, config.layer_decay)
     groups = decay_groups(parameters or module.named_parameters(), config.weight_decay, scales)
@@ -95,16 +95,14 @@ def build_optimizer(
 
 
 class Lamb(torch.optim.AdamW):
-    """AdamW whose step of each matrix is as long as the matrix, times the learning rate (You et al. 2020, Algorithm 2,
-    phi the identity): w - lr |w| / |u| u, where u = m_hat / (sqrt(v_hat) + eps) + decay w. Where a norm is 0 the ratio
-    is 1, and for vectors too, as in NVIDIA's and timm's code.
+    """LAMB (You et al. 2020, Algorithm 2, phi the identity): w - lr |w| / |u| u, with u = m_hat / (sqrt(v_hat) + eps) +
+    decay w. The ratio is 1 if a norm is 0, and for vectors, as in NVIDIA's and timm's code.
 
-    AdamW's fused kernel makes the moments, at a rate of 0 that leaves the weights as they are; it reads `found_inf`.
-    The norms of all parameters are one sum over the ranks, in float64. u takes as much memory as this rank's weights.
-    Nothing waits for the device.
+    AdamW's fused kernel updates the moments at learning rate 0, which keeps the weights; it reads `found_inf`. One sum
+    over the ranks in float64 gives all norms. u needs the memory of this rank's weights. Nothing waits for the device.
 
     Args:
-        groups: of decay_groups.
+        groups: result of decay_groups.
     """
 
     found_inf: Tensor | None = None
@@ -116,22 +114,22 @@ class Lamb(torch.optim.AdamW):
         self.hold([parameter for group in groups for parameter in group["params"]])
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
-        """The optimizer updates `tensors`, each of them a parameter, whole or as `shard` says."""
+        """Set the tensors to update: each is a parameter, whole or sharded (`shard`)."""
         self._count = len(tensors)
         self._places = {id(tensor): [(number, slice(None))] for number, tensor in enumerate(tensors)}
 
     def shard(self, local: Callable[[Tensor], Tensor], group: Group) -> None:
-        """The tensors lie over the ranks of `group`; `local` gives this rank's part of one."""
+        """Declare the tensors as sharded over `group`; `local` returns this rank's part of a tensor."""
         self._local, self._group = local, group
 
     def hold_flat(self, tensors: Sequence[Tensor], pieces: Iterable[Piece], names: Sequence[str], group: Group) -> None:
-        """The optimizer updates `tensors`, and the weights of each piece are a range of one of them.
+        """Set flat tensors to update; the weights of each piece are a range of one of them.
 
         Args:
             tensors: 1-dimensional.
-            pieces: this rank's.
-            names: of all parameters, the same on all ranks.
-            group: the ranks that hold the parameters together.
+            pieces: pieces of this rank.
+            names: names of all parameters, the same on all ranks.
+            group: ranks that shard the parameters.
         """
         numbers = {name: number for number, name in enumerate(names)}
         self._count, self._group = len(names), group
@@ -145,13 +143,13 @@ class Lamb(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update moments and weights. DeepSpeed's stage 3 calls it for some of the tensors at a time."""
+        """Update moments and weights. DeepSpeed's stage 3 calls it for a part of the tensors at a time."""
         stated = [(group["lr"], group["weight_decay"]) for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = group["weight_decay"] = 0.0
         super().step()
         numbers: list[int] = []
-        matrices: list[tuple[Tensor, Tensor]] = []  # the weights of each matrix on this rank, and their u
+        matrices: list[tuple[Tensor, Tensor]] = []  # weights and u of each matrix on this rank
         moves: list[tuple[list[Tensor], list[Tensor], float]] = []
         for group, (group["lr"], group["weight_decay"]) in zip(self.param_groups, stated, strict=True):
             held = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -174,7 +172,7 @@ class Lamb(torch.optim.AdamW):
 
     def _directions(self, held: list[Tensor], weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         (beta1, beta2), states = group["betas"], [self.state[tensor] for tensor in held]
-        steps = torch.stack([state["step"] for state in states]).max().double().clamp(min=1)  # 0 if none was applied
+        steps = torch.stack([state["step"] for state in states]).max().double().clamp(min=1)  # 0 before the first step
         means, squares = ([self._local(s[name]).view(-1) for s in states] for name in ("exp_avg", "exp_avg_sq"))
         roots = torch._foreach_sqrt(squares)
         torch._foreach_div_(roots, (1 - beta2**steps).sqrt())
@@ -187,7 +185,7 @@ class Lamb(torch.optim.AdamW):
     def _ratios(
         self, numbers: list[int], matrices: list[tuple[Tensor, Tensor]], device: torch.device
     ) -> Iterable[Tensor]:
-        """Yield |w| / |u| of the whole matrix for each part of a matrix, 0-dimensional float64."""
+        """Return |w| / |u| of the whole matrix for each part of a matrix, 0-dimensional float64."""
         wide = torch.float64 if device.type == "cpu" else torch.float32  # engines/shards.py: parts
         zero = torch.zeros((), dtype=wide, device=device)
         rows = []
@@ -203,7 +201,7 @@ class Lamb(torch.optim.AdamW):
 def empty_adamw_state(
     parameter: torch.Tensor, zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> dict[str, torch.Tensor]:
-    """The state fused AdamW makes at its first step, before that step."""
+    """Return the initial state of fused AdamW."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": zeros_like(parameter),
@@ -219,15 +217,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def adamw_response(
     engine: Engine, direction: Shards, config: OptimizerConfig, *, lr: float, grad_norm: float
 ) -> Shards:
-    """direction times the derivative of the last step's descent by its gradient; see Engine.step_response."""
+    """Return direction times d(-step) / d(gradient) of the last step; see Engine.step_response."""
     scale = lr * (min(1.0, config.clipping / (grad_norm + 1e-6)) if config.clipping > 0 else 1.0)
     if config.kind == "sgd":
         return direction.times(scale)
     if config.kind != "adamw":
-        raise EngineError(f"--optimizer.kind is {config.kind}; a step's response is known of adamw and sgd")
+        raise EngineError(f"--optimizer.kind is {config.kind}; allowed for a step's response: adamw, sgd")
     steps = engine.optimizer_steps()
     if steps == 0:
-        raise EngineError("step_response is of the last step, and no step has been made; call it after one")
+        raise EngineError("step_response needs a last step, and no step has been made; call it after a step")
     scale *= (1 - config.beta1) / (1 - config.beta1**steps)
     scaled: list[Tensor] = []
     squares = [piece.tensors["exp_avg_sq"] for piece in engine.pieces()]

@@ -20,14 +20,14 @@ from trp_scale.models.initialise import fill_module
 
 
 class Masters:
-    """The weights in fp32, which the optimizer updates, of a module whose own become bf16: forwards and backward passes
-    read those, and no autocast copies weights in each of them.
+    """fp32 master weights, which the optimizer updates, of a module with bf16 parameters, which forward and backward
+    read; autocast then copies no weights.
 
     Args:
-        module: in fp32; changed in place. Its buffers stay as they are.
+        module: in fp32; its parameters become bf16 in place, its buffers stay.
     Attributes:
-        names: of the parameters.
-        read: the module's parameters, bf16.
+        names: names of the parameters.
+        read: the module's bf16 parameters.
         own: the masters.
     """
 
@@ -43,7 +43,7 @@ class Masters:
         torch._foreach_copy_(tuple(self.read), tuple(self.own))
 
     def take_gradients(self) -> None:
-        """Add the gradients of a backward pass to the masters' own."""
+        """Add the gradients of a backward pass to those of the masters."""
         take_gradients(zip(self.read, self.own, strict=True))
 
     def discard_gradients(self) -> None:
@@ -53,7 +53,7 @@ class Masters:
 
 @torch.no_grad()
 def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add each first parameter's gradient to the second one's, in the second's precision, and let go of it."""
+    """Add the gradient of each first parameter to that of the second, in the second's precision, and release it."""
     sums: list[Tensor] = []
     more: list[Tensor] = []
     first: list[Tensor] = []
@@ -69,20 +69,20 @@ def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             sums.append(master.grad)
             more.append(read.grad)
         read.grad = None
-    if first:  # in few kernels, where one for each parameter takes longer to be started than to run
+    if first:  # foreach: with a kernel for each parameter the launches would take longer than the work
         torch._foreach_copy_(first, values)
     if sums:
         torch._foreach_add_(sums, more)
 
 
 class PlainEngine(ShardOperations):
-    """Weights, gradients and moments are torch's own, on one rank; FSDP2 differs only in where they are stored."""
+    """Whole weights, gradients and moments in torch, on one rank; FSDP2 differs only in where they are stored."""
 
     name = "plain"
     zero_stage: int | None = None
     decides_on_host = False
     plain_forward = True
-    """Whether a forward pass is the module's alone."""
+    """Whether the engine adds nothing to the module's forward pass."""
 
     def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group = ALONE) -> None:
         if config.training.precision == "fp16":
@@ -98,7 +98,7 @@ class PlainEngine(ShardOperations):
         self._updated = [parameter for _, parameter in self.named_parameters()]  # a walk of the modules takes a ms
         self.forward_module: Any = self.module
         self._norm = torch.zeros(())
-        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # the device counts: it decides what is applied
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # on the device, which decides what is applied
         self._exact = False
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ class PlainEngine(ShardOperations):
         return fill_module(module, self.device)
 
     def build_masters(self, module: nn.Module) -> Masters | None:
-        """None where the module's own parameters are what the optimizer updates."""
+        """Build fp32 masters; `None` if the optimizer updates the module's parameters."""
         return Masters(module) if self.rounds_weights else None
 
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -121,7 +121,7 @@ class PlainEngine(ShardOperations):
 
     @property
     def autocasts(self) -> bool:
-        """Whether forwards compute in bf16 with weights that are not."""
+        """Whether forwards compute in bf16 with fp32 weights."""
         return self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -134,7 +134,7 @@ class PlainEngine(ShardOperations):
         return tensor
 
     def first_element(self, parameter: Tensor) -> int:
-        """First element of this rank's part in the flattened parameter."""
+        """Return the first element of this rank's part in the flattened parameter."""
         return 0
 
     def _gradients(self) -> list[Tensor]:
@@ -148,7 +148,7 @@ class PlainEngine(ShardOperations):
         if self.config.optimizer.clipping > 0:
             factor = (self.config.optimizer.clipping / (self._norm + 1e-6)).clamp(max=1.0)
             gradients = self._gradients()
-            if gradients:  # a rank may hold none; FSDP2 may keep them in host memory
+            if gradients:  # a rank may have none; FSDP2 may keep them in host memory
                 torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
         set_learning_rate(self.optimizer, lr)
         self._leave_out(None if applied is None or self.decides_on_host else ~applied)
@@ -158,10 +158,11 @@ class PlainEngine(ShardOperations):
         self._steps += 1 if applied is None else applied
 
     def _leave_out(self, skipped: Tensor | None) -> None:
-        """Have the next step of the optimizer change nothing where `skipped`, 0-dimensional bool; no one waits."""
+        """Make the next optimizer step change nothing if `skipped`, 0-dimensional bool on the device, without a
+        wait."""
         if isinstance(self.optimizer, torch.optim.AdamW):  # its fused kernel reads found_inf
             self.optimizer.found_inf = None if skipped is None else skipped.float()  # type: ignore[attr-defined]
-        elif skipped is not None:  # SGD without momentum or decay, whose fused form FSDP2's tensors do not have
+        elif skipped is not None:  # SGD without momentum or decay; its fused form does not support FSDP2's tensors
             for gradient in self._gradients():
                 gradient.masked_fill_(skipped, 0.0)
 
@@ -169,7 +170,7 @@ class PlainEngine(ShardOperations):
         return self.module.parameters()
 
     def loss_factor(self) -> float:
-        return float(self.data_group.size)  # FSDP2's losses carry the world
+        return float(self.data_group.size)  # FSDP2 averages over ranks
 
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -185,7 +186,7 @@ class PlainEngine(ShardOperations):
         self.module.train(mode)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that the optimizer holds."""
+        """Return the parameters of the optimizer by name."""
         if self.masters is None:
             return self.module.named_parameters()
         return zip(self.masters.names, self.masters.own, strict=True)
@@ -209,7 +210,7 @@ class PlainEngine(ShardOperations):
         ]
 
     def clear_unused_gradients(self) -> None:
-        """There are none between steps."""
+        """Do nothing: a step leaves no gradients."""
 
     def publish_weights(self) -> None:
         if self.masters is not None:
@@ -233,7 +234,7 @@ class PlainEngine(ShardOperations):
     def create_optimizer_state(self) -> None:
         if isinstance(self.optimizer, torch.optim.AdamW):
             for _, parameter in self.named_parameters():
-                if not self.optimizer.state[parameter]:  # FSDP2 may have made it on a disk
+                if not self.optimizer.state[parameter]:  # FSDP2 may have created it on a disk
                     self.optimizer.state[parameter] = empty_adamw_state(parameter)
 
     def after_load(self, optimizer_steps: int) -> None:

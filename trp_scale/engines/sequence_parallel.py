@@ -1,10 +1,10 @@
-"""Tokens split over the ranks that share matrices (Korthikanti et al. 2022, section 4.2.2): what they send, and
-products that read all tokens and keep a rank's own.
+"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): collectives that split tokens over a tensor group, and
+linear layers that gather all tokens.
 
-T tokens need not divide. All ranks have `share(T)` of them, the last ones zeros in the place of what is missing: these
-are dropped where tokens are gathered, so that no product and no attention sees them, and their gradient is zero.
+T need not be divisible. Each rank has `share(T)` tokens, the last ranks with zero padding. Gathering drops the padding,
+so no product and no attention reads it, and its gradient is zero.
 
-megatron-core 0.16's functions of the same kind take their memory from a GPU, and split the first dimension alone.
+The functions of megatron-core 0.16 need a GPU and split only the first dimension.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ Operation = Callable[[Tensor], Tensor]
 
 
 def share(count: int, group: Group) -> int:
-    """Tokens of a rank, of so many in all: T / ranks, rounded up."""
+    """Return the tokens of a rank: count / ranks, rounded up."""
     return -(-count // group.size)
 
 
 def gather_tokens(tokens: Tensor, group: Group, count: int) -> Tensor:
-    """[..., share(T), D] of each rank -> [..., T, D] on all.
-
-    Args:
-        count: T.
-    """
+    """Gather [..., share(T), D] of each rank to [..., T, D] on all ranks; `count` is T."""
     first = tokens.movedim(-2, 0).contiguous()
     whole = first.new_empty((group.size * len(first), *first.shape[1:]))
     dist.all_gather_into_tensor(whole, first, group=group.handle)
-    return whole[:count].movedim(0, -2).contiguous()  # each layer that reads it would copy and keep its own
+    return whole[:count].movedim(0, -2).contiguous()  # otherwise each layer that reads it keeps a copy
 
 
 def reduce_scatter_tokens(tokens: Tensor, group: Group) -> Tensor:
-    """[..., T, D] of each rank -> [..., share(T), D], the sum over the ranks of each one's own tokens."""
+    """Sum [..., T, D] over the ranks and return this rank's share of the tokens, [..., share(T), D]."""
     first = tokens.movedim(-2, 0)
     part = share(len(first), group)
     missing = group.size * part - len(first)
@@ -52,14 +48,14 @@ def reduce_scatter_tokens(tokens: Tensor, group: Group) -> Tensor:
 
 
 def split_tokens(tokens: Tensor, group: Group) -> Tensor:
-    """[..., T, D] that all ranks have -> this one's [..., share(T), D]."""
+    """Return this rank's share [..., share(T), D] of replicated tokens [..., T, D]."""
     part = share(tokens.shape[-2], group)
     part_tokens = tokens[..., group.rank * part : (group.rank + 1) * part, :]
     return F.pad(part_tokens, (0, 0, 0, part - part_tokens.shape[-2]))
 
 
 class Exchange(torch.autograd.Function):
-    """One of these, whose backward pass is another of them."""
+    """Apply an operation, and another operation in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, operation: Operation, back: Operation) -> Tensor:
@@ -77,13 +73,13 @@ def exchange(tokens: Tensor, forward: Operation, back: Operation) -> Tensor:
 
 
 class Products(torch.autograd.Function):
-    """Layers' outputs for all tokens. The backward pass gathers the tokens again; a rank keeps its own alone."""
+    """Outputs of linear layers for all tokens. The rank keeps its tokens only; the backward pass gathers again."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, gather: Operation, scatter: Operation, count: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """[..., share(T), I], weights [O, I], and as many biases [O] -> of each [..., T, O]."""
+        """Compute [..., T, O] for each layer from [..., share(T), I], weights [O, I] and biases [O]."""
         weights, biases = parameters[:count], parameters[count:]
         ctx.gather, ctx.scatter = gather, scatter
         ctx.save_for_backward(tokens, *weights)
@@ -101,11 +97,11 @@ class Products(torch.autograd.Function):
 
 
 def products(tokens: Tensor, gather: Operation, scatter: Operation, layers: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Return the products of layers with `weight` and `bias`, as torch's own layers compute them under autocast.
+    """Apply linear layers to all tokens, with autocast as in torch's layers.
 
     Args:
-        gather: this rank's tokens -> all.
-        scatter: all ranks' gradients of all tokens -> the sums of this rank's.
+        gather: this rank's tokens -> all tokens.
+        scatter: gradients of all tokens -> their sums over the ranks for this rank's tokens.
     """
     kind = tokens.device.type
     parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
@@ -116,7 +112,7 @@ def products(tokens: Tensor, gather: Operation, scatter: Operation, layers: tupl
 
 
 class DropoutApart(nn.Dropout):
-    """Dropout of a rank's own tokens."""
+    """Dropout of a rank's tokens, with random numbers of its own."""
 
     def __init__(self, dropout: nn.Dropout, cut: Cut) -> None:
         super().__init__(dropout.p)

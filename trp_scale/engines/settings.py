@@ -1,4 +1,4 @@
-"""Declarations of the package's engines. Nothing here imports torch: `--help` reads it."""
+"""Declarations of the package's engines. This module does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trp_scale.config.registry import component
 @component("engine", "plain", "trp_scale.engines.plain:PlainEngine")
 @dataclass(kw_only=True)
 class PlainRules(EngineRules):
-    """One process that holds everything."""
+    """One process with whole weights, gradients and moments."""
 
     one_process = True
     layouts = "trp_scale.planning.layouts:PlainLayout"
@@ -23,7 +23,7 @@ class PlainRules(EngineRules):
 @component("engine", "ddp", "trp_scale.engines.ddp:DdpEngine")
 @dataclass(kw_only=True)
 class DdpRules(EngineRules):
-    """Each rank holds everything; gradients are summed."""
+    """Whole weights and moments on each rank; gradients are summed."""
 
     layouts = "trp_scale.planning.layouts:DdpLayout"
 
@@ -52,20 +52,20 @@ class MegatronRules(EngineRules):
     def refusals(self, config: Config) -> Iterator[str]:
         training = config.training
         if not isinstance(config, PretrainConfig):
-            yield "it pre-trains and does not fine-tune; allowed: --engine ddp or fsdp"
+            yield "it does not fine-tune; allowed: --engine ddp or fsdp"
         if others := [name for name in config.hooks if name != "weight_average"]:
-            yield f"--hooks is {' '.join(others)}, not tested on cut matrices; allowed: weight_average, or none"
+            yield f"--hooks is {' '.join(others)}, not tested with split matrices; allowed: weight_average, or none"
         if training.compile not in ("none", "auto"):
             yield f"--training.compile is {training.compile}; allowed: none, auto"
         if (way := training.activation_checkpointing) != "none":
             yield f"--training.activation_checkpointing is {way}, which is not tested; allowed: none"
         if config.megatron.sequence_parallel and config.megatron.tensor_parallel == 1:
             yield (
-                "--megatron.sequence_parallel needs ranks that share matrices, --megatron.tensor_parallel is 1; "
+                "--megatron.sequence_parallel needs tensor parallelism, --megatron.tensor_parallel is 1; "
                 "allowed: at least 2"
             )
         if config.batch.micro_size == "auto":
-            yield "--batch.micro_size is auto, whose trial is of one rank; allowed: a number"
+            yield "--batch.micro_size is auto, which tries one rank only; allowed: a number"
 
     def against_compiling(self, config: Config) -> Iterator[str]:
         yield "megatron-core's layers are not compiled"
@@ -81,7 +81,7 @@ class MegatronRules(EngineRules):
 @component("engine", "deepspeed", "trp_scale.engines.deepspeed:DeepSpeedEngine")
 @dataclass(kw_only=True)
 class DeepSpeedRules(EngineRules):
-    """DeepSpeed, by its own configuration file."""
+    """DeepSpeed, with its own configuration file."""
 
     reads_ds_config = True
     scales_loss = True
@@ -91,6 +91,6 @@ class DeepSpeedRules(EngineRules):
         for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):
             if getattr(config.training, name) != "fp32":
                 yield (
-                    f"--training.{name} is bf16 and DeepSpeed's own file says this; allowed: --training.{name} fp32 "
+                    f"--training.{name} is bf16, but DeepSpeed's file decides this; allowed: --training.{name} fp32 "
                     f"and {key} in --ds_config, or --engine ddp or fsdp"
                 )

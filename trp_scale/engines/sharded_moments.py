@@ -1,8 +1,8 @@
-"""Moments sharded over the ranks that split the batch (ZeRO stage 1, Rajbhandari et al. 2020): each of them updates
-some rows of every parameter.
+"""Moments sharded over the data ranks (ZeRO stage 1, Rajbhandari et al. 2020): each rank updates some rows of every
+parameter.
 
-A window's gradients are summed bucket by bucket, and each rank gets the sums of its rows; after the update the ranks
-gather the new weights. That sends the bytes of one sum whose result all have.
+Gradients are reduce-scattered bucket by bucket, and the ranks all-gather the new weights after the update. This sends
+the bytes of one all-reduce.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from trp_scale.engines.plain import Masters, take_gradients
 
 @dataclass(frozen=True, slots=True)
 class SharedMember(ReducedParameter):
-    """A parameter as backward passes leave its gradient (`read`), as the window's gradients are added up (`own`), and
-    the rows of it that this rank updates (`rows`)."""
+    """Parameter of the backward pass (`read`), of the window's gradient sum (`own`), and this rank's rows (`rows`)."""
 
     rows: nn.Parameter
 
 
 class SharedBucket(Bucket):
-    """Gradients of which each rank gets the sum of its rows, and weights of which each rank gives its rows.
+    """Bucket with reduce-scattered gradients and all-gathered weights.
 
     Args:
-        members, dtype: as of Bucket.
-        group: the ranks that share the rows.
+        members, dtype: as in Bucket.
+        group: ranks that share the rows.
     Attributes:
-        flat: [ranks x width] the first rank's rows of each member, one after the other, then the second's, and so on.
-            Where rows do not divide, the last of them are padding.
+        flat: [ranks x width] rows of the first rank of each member, then of the second rank, and so on, with padding
+            after the last row if rows do not divide.
     """
 
     members: list[SharedMember]  # type: ignore[assignment]
@@ -63,11 +62,11 @@ class SharedBucket(Bucket):
         return self._places(self.flat, number, gradient)
 
     def _places(self, flat: Tensor, number: int, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of a tensor that lies as `flat` does, and what of the member's whole tensor belongs there."""
+        """Yield parts of a tensor with the layout of `flat`, and the matching parts of a member's whole tensor."""
         member, start = self.members[number], self.starts[number]
         rows, size = self._rows(member), self._numbers(member)
         table = flat.view(self.group.size, self.width)
-        full = len(whole) // rows  # ranks that have as many rows as the first
+        full = len(whole) // rows  # ranks without padding
         yield table[:full, start : start + rows * size], whole[: full * rows].reshape(full, rows * size)
         if left := len(whole) - full * rows:
             yield table[full, start : start + left * size], whole[full * rows :].reshape(-1)
@@ -87,7 +86,7 @@ class SharedBucket(Bucket):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gather the rows of all ranks into what forwards read."""
+        """Gather the rows of all ranks into the weights of the forward pass."""
         dtype = self.members[0].read.dtype
         rows = torch.empty(self.width, dtype=dtype, device=self.flat.device)
         torch._foreach_copy_(self._own_rows(rows), [member.rows for member in self.members])
@@ -98,16 +97,16 @@ class SharedBucket(Bucket):
 
 
 class OwnRows(Masters):
-    """The rows of each parameter that this rank updates; there are no other masters.
+    """Masters that consist of the rows that this rank updates.
 
     Args:
         module: in fp32.
-        group: the ranks that share the rows.
-        rounded: forwards read bf16: the module is changed in place, and the rows alone stay in fp32.
+        group: ranks that share the rows.
+        rounded: forwards read bf16: the module becomes bf16 in place, and only the rows stay in fp32.
     Attributes:
-        names, read: as of Masters.
-        own: [rows, ...] of each parameter; where nothing is rounded they are a part of what forwards read.
-        rows: first of them, and the one after the last.
+        names, read: as in Masters.
+        own: [rows, ...] of each parameter; views of the module's parameters if not rounded.
+        rows: [first, last) row of each parameter.
     """
 
     def __init__(self, module: nn.Module, group: Group, *, rounded: bool) -> None:
@@ -125,7 +124,7 @@ class OwnRows(Masters):
         self.own = [nn.Parameter(part.clone() if rounded else part) for part in parts]
         self.sums = self.read
         if rounded:
-            # The window's gradients are added up whole and in fp32, beside parameters that have a shape and no memory.
+            # fp32 sums of whole gradients, as `.grad` of parameters without memory.
             self.sums = [nn.Parameter(each.detach().new_zeros(()).expand(each.shape)) for each in self.read]
             for parameter in self.read:
                 parameter.data = parameter.data.bfloat16()

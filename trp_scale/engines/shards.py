@@ -1,5 +1,5 @@
-"""Operations of every engine on its pieces: gradient norms of a window and of each micro-batch; and, between steps,
-gradients of any loss and forward passes at weights moved along a direction."""
+"""Operations of every engine on its pieces: gradient norms of a window and of each micro-batch; between steps,
+gradients of any loss and forward passes with perturbed weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trp_scale.core.pieces import Piece, Shards, copy_parts, foreach_chunks, sca
 from trp_scale.distributed.groups import Group
 
 ADDED_IN_FP32 = 1 << 16
-"""Elements whose squares a CPU adds in fp32."""
+"""Maximum number of elements whose squares a CPU sums in fp32."""
 
 
 def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements in tensors whose norms are exact enough in fp32. A CPU adds squares one after another: over
-    the 23 M elements of BERT-base's embedding the norm comes out 1e-3 too small, and another one for each sharding."""
+    """Split tensors into parts with accurate fp32 norms. A CPU adds squares sequentially: over the 23 M elements of
+    BERT-base's embedding the norm is 1e-3 too small, by an error that depends on the sharding."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() > ADDED_IN_FP32:
             yield from torch.split(tensor.reshape(-1), ADDED_IN_FP32)
@@ -29,9 +29,10 @@ def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements, 0-dimensional float64 on `device`; 0 where there are no gradients.
+    """Return the sum of the squares of all elements, 0-dimensional float64 on `device`; 0 without gradients.
 
-    Norms are taken in fp32 at least: in fp16 the norm of a scaled gradient passes 65504, and no step would be applied.
+    Norms are computed in fp32 at least: in fp16 the norm of a scaled gradient exceeds 65504, and all steps would be
+    skipped.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -41,10 +42,10 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class MicroBatchSquares:
-    """Sums the squared norms of the micro-batches' own gradients while the backward passes compute them.
+    """Sum of the squared norms of the micro-batches' gradients, computed during the backward passes.
 
-    A backward pass hands each parameter the whole gradient of its micro-batch, before libraries add it to the window's
-    or reduce it. A hook on the parameter takes its norm there: no further pass, no copy, no wait for the device.
+    A hook on each parameter receives the whole gradient of the micro-batch before it is accumulated or reduced, so this
+    needs no further pass, no copy and no wait for the device.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class MicroBatchSquares:
         self._norms: list[Tensor] = []
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these leaves too, from the next backward pass on."""
+        """Add leaves, from the next backward pass on."""
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
@@ -66,16 +67,16 @@ class MicroBatchSquares:
         self._norms.clear()
 
     def total(self, device: torch.device) -> Tensor:
-        """0-dimensional float64: the sum over this rank's backward passes since the last `clear`."""
+        """Return the sum over this rank's backward passes since the last `clear`, 0-dimensional float64."""
         if not self._norms:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(self._norms).double().square().sum().to(device)
 
 
 class ShardOperations(ABC):
-    """Operations of every engine on `Shards`, by its pieces and its own backward pass.
+    """Operations of every engine on `Shards`, built on its pieces and its backward pass.
 
-    All of it is for the time between steps: after `step`, `skip` or `discard_gradients`, and before the next backward.
+    Call them between steps: after `step`, `skip` or `discard_gradients`, and before the next backward.
     """
 
     device: torch.device
@@ -98,24 +99,24 @@ class ShardOperations(ABC):
 
     @abstractmethod
     def leaves(self) -> Iterator[Tensor]:
-        """The parameters as forwards read them: where a backward pass leaves whole gradients."""
+        """Parameters of the forward pass, for which a backward pass computes whole gradients."""
 
     @abstractmethod
     def loss_factor(self) -> float:
-        """Return the factor of this window's losses before a rank's gradient."""
+        """Return the factor of the losses in a rank's gradient (ranks, loss scale)."""
 
     @abstractmethod
     def piece_gradients(self) -> list[Tensor]:
-        """The reduced, unscaled gradient after the last backward, one flat tensor for each of `pieces()`; zero for a
-        parameter that took no part. May be views of what the engine will clear."""
+        """Return the reduced, unscaled gradient after the last backward, a flat tensor for each of `pieces()`; zero for
+        unused parameters. May be views of tensors that the engine clears later."""
 
     @abstractmethod
     def clear_unused_gradients(self) -> None:
-        """Before a backward pass in which some parameters take no part: let them have no gradient of an earlier one."""
+        """Clear earlier gradients of parameters that the next backward pass does not use."""
 
     @abstractmethod
     def publish_weights(self) -> None:
-        """Carry what was written into `pieces()` over to the weights that the next forward reads, on all ranks."""
+        """Copy the weights in `pieces()` to the weights of the next forward, on all ranks."""
 
     def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
         return self.data_group.sum(gradient) / self.loss_factor()
@@ -124,27 +125,20 @@ class ShardOperations(ABC):
         self.micro_batches = MicroBatchSquares()
 
     def watch_backward(self) -> None:
-        """Before each backward pass."""
+        """Prepare a backward pass for `watch_micro_batches`; call it before each."""
         if self.micro_batches is not None:
             self.micro_batches.watch(self.leaves())
 
     def micro_batch_squares(self) -> Tensor:
-        """See core/engine.py: Probes."""
         assert self.micro_batches is not None, "watch_micro_batches() comes first"
         return self.data_group.sum(self.micro_batches.total(self.device)) / self.loss_factor() ** 2
 
     def forget_micro_batches(self) -> None:
-        """The window is over: what was noted of its micro-batches goes."""
+        """Clear the norms of the window's micro-batches."""
         if self.micro_batches is not None:
             self.micro_batches.clear()
 
     def compute_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
-        """Gradient of a sum of losses, summed over ranks; leaves no trace in weights, moments or gradients.
-
-        Args:
-            losses: one function for each micro-batch of this rank, which runs its forward pass; as many on every rank.
-                Each gives this micro-batch's share of the global loss, as for `backward`.
-        """
         self.clear_unused_gradients()
         try:
             for number, loss in enumerate(losses):
@@ -160,15 +154,14 @@ class ShardOperations(ABC):
     def perturb_weights(
         self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
     ) -> Iterator[MoveTo]:
-        """Forwards read weights + scale x direction, or base + scale x direction; what this gives moves on to another
-        scale. Afterwards the weights are what they were, bit for bit.
+        """Context in which forwards read weights (or base) + scale x direction; it yields a function that sets another
+        scale. On exit the weights are restored bit for bit.
 
-        The same holds when a forward raises. Publishing is a collective, and other ranks may then be anywhere: the next
-        forward publishes what was put back.
+        After an error too. Publishing is a collective and the other ranks may be elsewhere, so the next forward
+        publishes the restored weights.
 
         Args:
-            base: changes places with the weights inside, so that no third copy is needed. It comes back with its own
-                values up to rounding.
+            base: swapped with the weights inside the context, to avoid a third copy; restored up to rounding.
         """
         saved = self.weights() if base is None else base
         if base is not None:
@@ -193,8 +186,8 @@ class ShardOperations(ABC):
 
     @contextmanager
     def exchange_weights(self, other: Shards) -> Iterator[None]:
-        """Forwards read `other`, which holds the weights for that time; afterwards both are what they were, bit for
-        bit. Also when the forward raises; see `perturbed`."""
+        """Context that swaps the weights with `other`. Both are restored bit for bit, also after an error; see
+        `perturb_weights`."""
         self._exchange(other)
         self.publish_weights()
         try:
@@ -214,7 +207,7 @@ class ShardOperations(ABC):
             torch._foreach_copy_(parts, before)
 
     def publish_restored(self) -> None:
-        """Before a forward: publish the weights that an interrupted `perturbed` has put back."""
+        """Publish the weights that `perturb_weights` restored after an error; call it before a forward."""
         if self.unpublished:
             self.publish_weights()
             self.unpublished = False
@@ -235,10 +228,10 @@ class ShardOperations(ABC):
             torch._foreach_copy_(weights, parts)
 
     def _weights_to_write(self) -> list[Tensor]:
-        """Each piece's weights, once no forward that is under way can still read them."""
+        """Return each piece's weights, after running forwards have read them."""
         weights = [piece.tensors["weight"] for piece in self.pieces()]
         if any(weight.device.type != self.device.type for weight in weights):
-            torch.accelerator.synchronize(self.device)  # the device copies them from host memory when it gets there
+            torch.accelerator.synchronize(self.device)  # it copies them from host memory asynchronously
         return weights
 
     def _shards(self, parts: list[Tensor]) -> Shards:

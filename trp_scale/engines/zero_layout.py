@@ -1,8 +1,8 @@
-"""Where DeepSpeed keeps weights, moments and gradients at each ZeRO stage, seen as pieces of parameters.
+"""Layouts of DeepSpeed's weights, moments and gradients at each ZeRO stage, as pieces of parameters.
 
-DeepSpeed's public getters gather whole tensors, or exist only on stage 3, or only after the first step; a checkpoint
-and a gradient norm need the local part, always. These classes read the fragment mapping (stages 1, 2) and the partition
-tables (stage 3) directly. They were checked against deepspeed 0.19.8.
+Checkpoints and gradient norms need the local part at any time. DeepSpeed's public getters gather whole tensors, or work
+only on stage 3 or after the first step. These classes read the fragment mapping (stages 1, 2) and the partition tables
+(stage 3) directly. They were checked against deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 
 
 class ZeroLayout(ABC):
-    """Bookkeeping of one ZeRO stage. `optimizer` is `engine.optimizer`: torch's own on stage 0, DeepSpeed's wrapper
-    above; `rank` and `world` are of the data group."""
+    """Layout of a ZeRO stage. `optimizer` is `engine.optimizer`: torch's on stage 0, DeepSpeed's wrapper on others;
+    `rank` and `world` are of the data group."""
 
     def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
         self.module = module
@@ -40,58 +40,58 @@ class ZeroLayout(ABC):
         return self.optimizer.loss_scaler
 
     def loss_factor(self) -> float:
-        """Return the factor that a loss still needs before DeepSpeed's backward."""
+        """Return the factor to apply to a loss before DeepSpeed's backward."""
         return 1.0
 
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
-        """The tensors the torch optimizer updates."""
+        """Return the tensors that the torch optimizer updates."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """This rank's pieces; see Engine.pieces."""
+        """Yield this rank's pieces; see Engine.pieces."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the reduced gradient; the parts of all ranks are disjoint and together whole."""
+        """Return this rank's part of the reduced gradient; the parts of all ranks are disjoint and complete."""
 
     @abstractmethod
     def piece_gradients(self) -> list[Tensor]:
-        """The reduced gradient in the order of `pieces`, flat, scaled as the losses were; zero for a parameter that
-        took no part in the window."""
+        """Return the reduced gradient in the order of `pieces`, flat, scaled like the losses; zero for parameters that
+        the window did not use."""
 
     @abstractmethod
     def clear_gradients(self) -> None:
-        """Forget the window's gradients."""
+        """Clear the window's gradients."""
 
     @abstractmethod
     def clear_unused_gradients(self) -> None:
-        """Zero the gradients that DeepSpeed keeps from earlier windows. A parameter that takes no part in this window
-        would have them again."""
+        """Zero the gradients that DeepSpeed keeps from earlier windows; otherwise a parameter that this window does not
+        use would have them again."""
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Around the window's last backward pass."""
+        """Context of the window's last backward pass."""
         return nullcontext()
 
     @abstractmethod
     def publish_weights(self) -> None:
-        """Carry master weights into what the next forward reads, on all ranks."""
+        """Copy master weights to the weights of the next forward, on all ranks."""
 
     def create_state(self) -> None:
-        """Moments as AdamW makes them at its first step."""
+        """Create the moments as AdamW does at its first step."""
         if not isinstance(self.torch_optimizer, torch.optim.SGD):
             for weights in self.flat_weights():
                 self.torch_optimizer.state[weights] = empty_adamw_state(weights.detach())
             self.set_steps(0)
 
     def spread(self, lamb: Lamb, group: Group) -> None:
-        """Tell LAMB, which needs norms of whole parameters, how the ranks of `group` hold them."""
+        """Give LAMB, which needs norms of whole parameters, the sharding over `group`."""
         names = [name for name, _ in self.module.named_parameters()]
         lamb.hold_flat(self.flat_weights(), self.pieces(), names, group)
 
     def set_steps(self, steps: int) -> None:
-        """Step count of the bias correction."""
-        counts_on_host = type(self.torch_optimizer).__name__ == "DeepSpeedCPUAdam"  # whose C++ takes no tensor
+        """Set the step count of the bias correction."""
+        counts_on_host = type(self.torch_optimizer).__name__ == "DeepSpeedCPUAdam"  # its C++ code takes no tensor
         for state in self.torch_optimizer.state.values():
             if counts_on_host:
                 state["step"] = steps
@@ -100,14 +100,14 @@ class ZeroLayout(ABC):
 
 
 class WholeLayout(ZeroLayout):
-    """Stage 0: every rank holds everything; each owns an equal range of every tensor, so that all ranks write."""
+    """Stage 0: whole states on every rank; each owns an equal range of every tensor, so that all ranks write."""
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer  # type: ignore[no-any-return]
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The tensor that the optimizer updates for a parameter of the module."""
+        """Return the tensor that the optimizer updates for a parameter of the module."""
         return parameter
 
     def flat_weights(self) -> list[Tensor]:
@@ -124,7 +124,7 @@ class WholeLayout(ZeroLayout):
             yield from owned_ranges(name, tuple(parameter.shape), whole, rank=self.rank, world=self.world)
 
     def gradients(self) -> list[Tensor]:
-        # All ranks hold the same reduced gradient; rank 0 speaks for all, so that sums over ranks count it once.
+        # All ranks have the same reduced gradient; sums over ranks must count it once.
         if self.rank != 0:
             return []
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
@@ -143,14 +143,14 @@ class WholeLayout(ZeroLayout):
         """Do nothing: a step leaves no gradients."""
 
     def publish_weights(self) -> None:
-        """The weights themselves were written."""
+        """Do nothing: pieces are views of the weights."""
 
 
 class WholeHalfLayout(WholeLayout):
-    """Stage 0 with fp16: whole fp32 master weights beside the module's fp16 ones, tensor by tensor.
+    """Stage 0 with fp16: a whole fp32 master of each fp16 weight.
 
-    DeepSpeed's wrapper of this stage is an old one. Its start takes a step with zero gradients, so that the moments
-    exist; weight decay has moved the master weights by then, which is taken back here. Its scaler knows no hysteresis.
+    DeepSpeed's wrapper for this stage is old. It creates the moments by a step with zero gradients, in which weight
+    decay changes the masters; this is undone here. Its scaler has no hysteresis.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
@@ -171,7 +171,7 @@ class WholeHalfLayout(WholeLayout):
         return self.optimizer.loss_scale_config
 
     def loss_factor(self) -> float:
-        # engine.backward leaves the scale out at this stage (0.19.8), and the step divides by it all the same.
+        # engine.backward omits the scale at this stage (0.19.8), but the step divides by it.
         return float(self.optimizer.loss_scale)
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -184,21 +184,21 @@ class WholeHalfLayout(WholeLayout):
 
 
 class FlatLayout(ZeroLayout):
-    """Stages 1 and 2: a rank holds a range of the concatenation of each optimizer group, on the device."""
+    """Stages 1 and 2: a rank has a range of each concatenated optimizer group, on the device."""
 
     def flat_weights(self) -> list[Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
     def _fragments(self) -> Iterator[tuple[str, Tensor, Any]]:
-        """Name, parameter and place of each piece of this rank."""
+        """Yield name, parameter and fragment of each piece of this rank."""
         for name, parameter in self.module.named_parameters():
             fragment = parameter._hp_mapping  # type: ignore[attr-defined]
-            if fragment is not None:  # otherwise no element of this parameter lies on this rank
+            if fragment is not None:  # None: this rank has no element of the parameter
                 yield name, parameter, fragment
 
     def pieces(self) -> Iterator[Piece]:
         for name, parameter, fragment in self._fragments():
-            # Not fragment.optim_fragment: it is linked once, when only the first group has made its moments.
+            # Not fragment.optim_fragment: it is linked when only the first group has moments.
             flat = self.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
             state = self.torch_optimizer.state.get(flat, {})
             whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
@@ -214,7 +214,7 @@ class FlatLayout(ZeroLayout):
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or []]
 
     def piece_gradients(self) -> list[Tensor]:
-        # One tensor for each parameter of the group on this rank, and for padding, in the order of the flat weights.
+        # A tensor for each parameter of the group on this rank, and for padding, in the order of the flat weights.
         by_group: dict[int, dict[int, Tensor]] = {}
         for number, group in self.optimizer.averaged_gradients.items():
             flat = [tensor.reshape(-1) for tensor in group or []]
@@ -236,7 +236,7 @@ class FlatLayout(ZeroLayout):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        # With overlap_comm, stage 1 reduces those parameters alone that take part in the last micro-batch.
+        # With overlap_comm, stage 1 reduces only the parameters that the last micro-batch uses.
         optimizer = self.optimizer
         if optimizer.partition_gradients or not optimizer.overlap_comm:
             yield
@@ -267,7 +267,7 @@ class FlatOffloadLayout(FlatLayout):
     """Flat layout with fp32 weights, moments and gradients in host memory."""
 
     def gradients(self) -> list[Tensor]:
-        self.optimizer._wait_for_offload_copies()  # DeepSpeed waits only in its step, which comes after our look
+        self.optimizer._wait_for_offload_copies()  # DeepSpeed waits only in its step, which comes later
         return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
 
     def piece_gradients(self) -> list[Tensor]:
@@ -278,25 +278,25 @@ class FlatOffloadLayout(FlatLayout):
 
     def clear_gradients(self) -> None:
         super().clear_gradients()
-        # DeepSpeed starts a window anew only in its step; without this the next one would add to what is dropped.
+        # DeepSpeed starts a window only in its step; otherwise the next window would add to the dropped gradients.
         self.optimizer.micro_step_id = -1
         self.optimizer._offload_accumulated_param_ids = set()
         self.optimizer.reset_cpu_buffers()
         self.clear_unused_gradients()
 
     def clear_unused_gradients(self) -> None:
-        # A parameter's own are overwritten by its first gradient of a window, if that is the window's first backward.
+        # A parameter's first gradient of a window overwrites earlier ones only in the window's first backward.
         for earlier in (*(weights.grad for weights in self.flat_weights()), *self._accumulated()):
             if earlier is not None:
                 earlier.zero_()
 
     def _accumulated(self) -> list[Tensor]:
-        """Sums over the micro-batches of a window, one for each parameter on this rank that had any."""
+        """Return the sums over a window's micro-batches, for each parameter on this rank with a gradient."""
         return list(self.optimizer.accumulated_grads_in_cpu.values())
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        # DeepSpeed hands over the sums of those parameters alone that take part in the last micro-batch.
+        # DeepSpeed passes on only the sums of parameters that the last micro-batch uses.
         optimizer = self.optimizer
         earlier, optimizer._offload_accumulated_param_ids = optimizer._offload_accumulated_param_ids, set()
         yield
@@ -306,19 +306,19 @@ class FlatOffloadLayout(FlatLayout):
 
 
 class PartitionedLayout(ZeroLayout):
-    """Stage 3: every parameter is flattened and cut into equal ranges, the last one padded, on the device."""
+    """Stage 3: every parameter is flattened and split into equal ranges, the last one padded, on the device."""
 
     def flat_weights(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
     def _valid(self, parameter: Any) -> tuple[int, int]:
-        """First element and number of elements of this rank's range, padding left out."""
+        """Return first element and length of this rank's range, without padding."""
         size = int(parameter.ds_tensor.ds_numel)
         start = min(self.rank * size, int(parameter.ds_numel))
         return start, min(size, int(parameter.ds_numel) - start)
 
     def _place(self, parameter: Any) -> tuple[int, int]:
-        """Optimizer group, and where in its flat weights this rank's range begins."""
+        """Return the optimizer group, and the start of this rank's range in its flat weights."""
         group, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return group, offset
 
@@ -337,7 +337,7 @@ class PartitionedLayout(ZeroLayout):
             )
 
     def _gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """Each parameter's number in DeepSpeed and its gradient, without padding."""
+        """Yield DeepSpeed's number of each parameter, and its gradient without padding."""
         for group, gradients in self.optimizer.averaged_gradients.items():
             for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[group], strict=True):
                 yield parameter.ds_id, gradient.reshape(-1)[: self._valid(parameter)[1]]
@@ -354,12 +354,12 @@ class PartitionedLayout(ZeroLayout):
         self.optimizer.averaged_gradients = {}
 
     def clear_unused_gradients(self) -> None:
-        # A parameter's own are overwritten by its first gradient of a window, if that is the window's first backward.
+        # A parameter's first gradient of a window overwrites earlier ones only in the window's first backward.
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def publish_weights(self) -> None:
-        # Small parameters stay gathered from the first forward on, and after a forward without backward so do those of
-        # which DeepSpeed expects the backward to use them next; gathering passes over what is gathered.
+        # Small parameters stay gathered, and after a forward without backward so do those that DeepSpeed expects in the
+        # backward next. Gathering skips gathered parameters.
         self.optimizer._partition_all_parameters()
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -399,7 +399,7 @@ class PartitionedOffloadLayout(PartitionedLayout):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        # DeepSpeed hands over the sums of those parameters alone that take part in the last micro-batch.
+        # DeepSpeed passes on only the sums of parameters that the last micro-batch uses.
         optimizer = self.optimizer
         earlier, optimizer._offload_boundary_param_ids = optimizer._offload_boundary_param_ids, set()
         yield
@@ -407,4 +407,4 @@ class PartitionedOffloadLayout(PartitionedLayout):
             optimizer._offload_boundary_param_ids = missed
             optimizer._finalize_offload_gradient_accumulation()
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # it does not wait for its copies into host memory
+                torch.accelerator.synchronize()  # DeepSpeed does not wait for its copies to the host

@@ -79,13 +79,13 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "--hooks is gradient_noise_scale, not tested on cut matrices; allowed: weight_average"),
+        ({}, "--hooks is gradient_noise_scale, not tested with split matrices; allowed: weight_average"),
         ({"training__compile": "whole"}, "--training.compile is whole"),
         ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
         ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
         (
             {"megatron__tensor_parallel": 1, "megatron__sequence_parallel": True},
-            "--megatron.sequence_parallel needs ranks that share matrices, --megatron.tensor_parallel is 1",
+            "--megatron.sequence_parallel needs tensor parallelism, --megatron.tensor_parallel is 1",
         ),
     ],
 )

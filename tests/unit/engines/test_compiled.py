@@ -336,7 +336,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
     [
         (GPU, None, [], True, "blocks", "compiled block by block: the device is a GPU"),
         (GPU, 2, [], True, "blocks", "compiled block by block"),
-        (CPU, None, [], True, "none", "not compiled: the device is a CPU, for which compiling takes minutes"),
+        (CPU, None, [], True, "none", "not compiled: the device is a CPU, where compilation takes minutes"),
         (GPU, 3, [], True, "none", "not compiled: ZeRO stage 3 gathers weights"),
         (GPU, None, ["rows change"], True, "none", "not compiled: rows change"),
         (GPU, None, [], False, "none", "not compiled: torch finds no Triton for this GPU"),
