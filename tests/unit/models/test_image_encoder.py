@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
-from trp_scale.models.image_encoder import ImageEncoder, interpolate
+from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
@@ -84,13 +84,6 @@ def test_the_offsets_of_a_batch_of_whole_images_are_made_once() -> None:
     inputs = ImageEncoder(settings)._relative_inputs(torch.empty(5, 1 + GRID**2, 24))
     assert inputs is not None and inputs.pairs.shape == (5, 1 + GRID**2, 1 + GRID**2)
     assert inputs.pairs.untyped_storage().nbytes() == (1 + GRID**2) ** 2 * 8, "whole images are all alike"
-
-
-@pytest.mark.parametrize("size", [256, 512, 96])
-def test_positions_are_stretched_as_in_timm(size: int) -> None:
-    stored = torch.randn(1, 1 + 14**2, 12, generator=torch.Generator().manual_seed(0))
-    expected = resample_abs_pos_embed(stored, [size // 16, size // 16])
-    torch.testing.assert_close(interpolate(stored[0], size // 16), expected[0], rtol=0, atol=1e-6)
 
 
 def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:

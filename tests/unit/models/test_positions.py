@@ -44,12 +44,6 @@ def test_a_shift_of_zero_changes_nothing_at_all() -> None:
     assert torch.equal(shift_positions(positions, torch.zeros(2)), positions)
 
 
-def test_the_other_order_exchanges_rows_and_columns() -> None:
-    columns_first, rows_first = sine_cosine(5, WIDTH), sine_cosine(5, WIDTH, "row_column")
-    assert torch.equal(rows_first.view(5, 5, WIDTH).transpose(0, 1).flatten(0, 1), columns_first)
-    assert torch.equal(rows_first.roll(WIDTH // 2, dims=1), columns_first)
-
-
 @pytest.mark.parametrize("order", ["column_row", "row_column"])
 @pytest.mark.parametrize(("row", "column"), [(1, 0), (0, 1), (2, -3), (-1, 4)])
 def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int, order: PositionOrder) -> None:

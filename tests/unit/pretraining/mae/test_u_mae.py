@@ -158,24 +158,6 @@ def begun(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity
     return trainer, ctx, hook
 
 
-@pytest.mark.parametrize("micro_size", [8, 4])
-def test_a_batch_carries_the_moment_or_the_rows_between_before_step_and_after_step(micro_size: int) -> None:
-    trainer, ctx, hook = begun(micro_size)
-    micro = ctx.window[0]
-    assert hook.batch(ctx, micro).extras == {}
-    trainer.hooks.before_step(ctx)
-    extras = hook.batch(ctx, micro).extras
-    if micro_size == 8:
-        assert list(extras) == [ROWS] and extras[ROWS] == 8 * 2
-    else:
-        moment = extras[MOMENT]
-        assert list(extras) == [MOMENT] and moment.shape == (32, 32) and not moment.requires_grad
-        # Unit rows: the trace of their second moment is one.
-        assert float(moment.trace()) == pytest.approx(1.0, rel=1e-12)
-    hook.after_step(ctx)
-    assert hook.batch(ctx, micro).extras == {}
-
-
 def test_the_moment_is_of_the_shifted_pixels_and_the_adversary_s_own_pass_is_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,10 +3,8 @@ loops over rows, patches and pixels, and taps that tell the tasks' gradients apa
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch, depth_of
 from tests.unit.data.images.multimodal import SEMSEG_CLASSES, multimodal_config, samples, write_multimodal
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, changed, config, small_model
-from trp_scale.config import Config, ModelConfig, RefusedError
+from trp_scale.config import Config, ModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.objective import TapPlace
 from trp_scale.core.run import RunContext
@@ -54,15 +52,6 @@ def test_counts_of_stored_rows_are_those_of_the_losses(stored: Config, reduction
         assert losses.counts.tolist() == found.objective.count(micro).tolist()
         losses.sums.sum().backward()  # type: ignore[no-untyped-call]
         assert losses.sums.isfinite().all() and (losses.sums > 0).all()
-    found.sources.close()
-
-
-def test_given_weights_are_read(stored: Config, tmp_path: Path) -> None:
-    settings = copy.deepcopy(stored)
-    settings.model.weights = str(tmp_path)
-    found = upstream(settings)
-    with pytest.raises(RefusedError, match=r"--model\.weights.*model.safetensors"):
-        found.model()
     found.sources.close()
 
 

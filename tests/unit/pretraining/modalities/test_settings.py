@@ -58,21 +58,6 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"modalities": {"visible_tokens": 587}},
-        {"modalities": {"inputs": ["rgb"], "outputs": ["raw_rgb", "rgb", "depth", "semseg"], "visible_tokens": 195}},
-        {"semseg": {"stride": 16}},
-        {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "visible_tokens": 196}},
-        {"modalities": {"inputs": ["rgb"], "outputs": ["depth"]}, "vision": {"patch_size": 14}},
-        {"adversary": {"kind": "pixels", "eps": 0.01}},
-    ],
-)
-def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
-    check(from_dict(settings(**changes)))
-
-
-@pytest.mark.parametrize(
     ("recipe", "changes", "flag"),
     [
         ("mm_mae_vit_b_in1k_400", {"modalities": {"inputs": ["rgb"], "concentration": 2.0}}, "concentration 2.0"),

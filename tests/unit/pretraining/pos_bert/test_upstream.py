@@ -165,21 +165,6 @@ def test_right_answers_are_counted_where_nothing_is_learned(next_sentence: str) 
     assert losses_of(objective, model.train(), batch).hits is None
 
 
-def test_unused_slots_take_no_part() -> None:
-    model, batch, objective = small_model(), masked_rows(8), objective_of()
-    unused = batch["label_weights"] == 0
-    assert unused.any()
-    other = changed(
-        batch,
-        labels=torch.where(unused, 17, batch["labels"]),
-        label_groups=torch.where(unused, 1, batch["label_groups"]),
-        masked_positions=torch.where(unused, 3, batch["masked_positions"]),
-    )
-    found, expected = losses_of(objective, model, other), losses_of(objective, model, batch)
-    assert torch.equal(found.counts, expected.counts)
-    assert found.sums.tolist() == pytest.approx(expected.sums.tolist(), rel=1e-6)
-
-
 def test_a_group_that_is_absent_has_no_count_no_sum_and_gives_no_gradient() -> None:
     model, objective = small_model(), objective_of()
     losses = losses_of(objective, model, masked_rows(6, without=(ADVERB,)))
