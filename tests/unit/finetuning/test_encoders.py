@@ -19,7 +19,7 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.checkpoint.test_export_images import write_run
 from tests.unit.checkpoint.test_export_mm_mae import write_run as write_multimodal_run
 from tests.unit.models import small_modalities
-from tests.unit.models.encoder_peers import drawn_anew, finetune_config
+from tests.unit.models.encoder_peers import finetune_config, randomise_weights
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_image_encoder import images
 from tests.unit.models.vitmae_peer import vitmae
@@ -115,7 +115,7 @@ def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool,
 def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
     """A fine-tuned run's directory."""
     model = ImageClassifier(settings).eval()
-    drawn_anew(model)
+    randomise_weights(model)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     split = {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items()}
     save_step(run_dir, 4, engine=FakeEngine(0, split, {"weight": weights}, steps=0), config=to_dict(settings), extra={})
@@ -198,7 +198,7 @@ def saved_by_timm(directory: Path, **changes: Any) -> timm.models.VisionTransfor
     """A small model of timm's own maker, saved as timm saves for the hub."""
     sizes = {"img_size": GRID * PATCH, "patch_size": PATCH, "embed_dim": 24, "depth": 2, "num_heads": 2}
     peer = timm.create_model("vit_base_patch16_224", pretrained=False, num_classes=7, **{**sizes, **changes}).eval()
-    drawn_anew(peer)
+    randomise_weights(peer)
     save_for_hf(peer, directory, safe_serialization=True)
     return peer
 

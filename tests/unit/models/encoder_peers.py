@@ -28,7 +28,7 @@ def finetune_config(grid: int = GRID, **downstream: Any) -> ClassificationTaskCo
     )
 
 
-def drawn_anew(model: nn.Module, *, seed: int = 0) -> None:
+def randomise_weights(model: nn.Module, *, seed: int = 0) -> None:
     """Every parameter is drawn, large enough that all of them matter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -42,11 +42,11 @@ def timm_vit(grid: int = GRID, **changes: Any) -> VisionTransformer:
     """timm's model in the sizes of `finetune_config`, in evaluation mode."""
     settings = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 40 / 24, "num_classes": CLASSES, **changes}
     model = VisionTransformer(img_size=grid * PATCH, patch_size=PATCH, **settings)
-    drawn_anew(model)
+    randomise_weights(model)
     return model.eval()
 
 
-def take_timm(encoder: nn.Module, peer: VisionTransformer) -> None:
+def copy_timm_weights(encoder: nn.Module, peer: VisionTransformer) -> None:
     """Copy the weights by hand; positions into the encoder's, those of the class token into the token."""
     state = {name.replace("patch_embed.proj.", "patch_embed."): tensor for name, tensor in peer.state_dict().items()}
     positions = state.pop("pos_embed")[0]

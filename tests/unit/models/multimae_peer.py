@@ -15,7 +15,7 @@ from torch import Tensor
 EPS = 1e-6
 
 
-def drawn_weights(
+def random_weights(
     inputs: dict[str, int],
     outputs: dict[str, tuple[str, int]],
     *,
@@ -113,7 +113,7 @@ def predict(
     Args:
         images: [C, S, S] of each input modality; of semseg [S / stride, S / stride] class numbers.
         visible: modality and place, row by row, of each token that the encoder sees.
-        outputs: as `drawn_weights`'s.
+        outputs: see `random_weights`.
     """
     tokens = {name: _tokens(state, f"input_adapters.{name}", image) for name, image in images.items()}
     entered = torch.stack([*(tokens[name][place] for name, place in visible), state["global_tokens"][0, 0]])

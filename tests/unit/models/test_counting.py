@@ -105,12 +105,12 @@ def test_every_recipe_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", TERAFLOPS)
-def test_a_recipe_s_step_is_that_of_the_closed_form(name: str) -> None:
+def test_step_flops_of_recipes_equal_closed_forms(name: str) -> None:
     assert recipe_flops(name) == pytest.approx(TERAFLOPS[name] * 1e12, rel=1e-3)
 
 
 @pytest.mark.parametrize("head", CASES)
-def test_shapes_alone_give_what_torch_counts_in_the_pass(head: str) -> None:
+def test_counts_on_meta_equal_torch_s_counter(head: str) -> None:
     model = built(head)
     with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(images())
@@ -118,7 +118,7 @@ def test_shapes_alone_give_what_torch_counts_in_the_pass(head: str) -> None:
     assert counted == counter.get_total_flops() > 0
 
 
-def test_equal_blocks_count_each_and_others_for_themselves() -> None:
+def test_equal_blocks_are_counted_each() -> None:
     def make() -> nn.Module:
         return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)])
 
@@ -131,7 +131,7 @@ def test_equal_blocks_count_each_and_others_for_themselves() -> None:
     assert count_flops(make, run) == 2 * 3 * (16 + 16 + 8)
 
 
-def test_a_run_over_text_leaves_out_as_much_padding_as_its_first_rows_have(text_dataset: Path, tmp_path: Path) -> None:
+def test_text_step_leaves_out_the_padding_of_the_first_rows(text_dataset: Path, tmp_path: Path) -> None:
     config = parse(flags(text_dataset, tmp_path)).config
     assert isinstance(config, PosBertConfig)
     task = TextUpstream(config, Environment())
@@ -142,7 +142,7 @@ def test_a_run_over_text_leaves_out_as_much_padding_as_its_first_rows_have(text_
     assert share * whole < task.step_flops < whole
 
 
-def test_an_adversary_adds_next_to_nothing() -> None:
+def test_an_adversary_adds_less_than_one_percent() -> None:
     """0.27 % of one crop's step of adpe_vit_b, once for a micro-batch of any number of crops."""
     config = load_recipe("adpe_vit_b")
     assert isinstance(config, MaskedAutoencoderConfig)

@@ -8,7 +8,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from tests.unit.models import small_modalities
-from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
+from tests.unit.models.encoder_peers import copy_timm_weights, finetune_config, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.initialise import initialise_vision
@@ -39,7 +39,7 @@ def encoder_with(weights: dict[str, Tensor], **settings: object) -> ImageEncoder
 def test_timm_computes_the_same_forward_features() -> None:
     peer = timm_vit().double()
     encoder = ImageEncoder(finetune_config(learned_positions=True)).double()
-    take_timm(encoder, peer)
+    copy_timm_weights(encoder, peer)
     with torch.no_grad():
         torch.testing.assert_close(encoder(images())[0], peer.forward_features(images()), rtol=0, atol=1e-10)
         inner = peer.get_intermediate_layers(images(), n=[0, 1], return_prefix_tokens=True)
@@ -50,7 +50,7 @@ def test_timm_computes_the_same_forward_features() -> None:
 
 @pytest.mark.parametrize("index", ["rounded", "relaxed"])
 @pytest.mark.parametrize("positions", ["absolute", "relative"])
-def test_it_is_the_encoder_that_was_pre_trained(positions: str, index: str) -> None:
+def test_encoder_equals_the_pre_trained_encoder(positions: str, index: str) -> None:
     model = small_model(config(positions=positions, index=index))  # type: ignore[arg-type]
     weights = {name: tensor for name, tensor in model.state_dict().items() if is_encoder(name)}
     encoder = encoder_with(weights, positions=positions, index=index)
@@ -59,7 +59,7 @@ def test_it_is_the_encoder_that_was_pre_trained(positions: str, index: str) -> N
         torch.testing.assert_close(encoder(images())[0], expected, rtol=0, atol=1e-12)
 
 
-def test_it_is_the_encoder_of_several_modalities_seeing_images_alone() -> None:
+def test_encoder_equals_the_multimodal_encoder_on_images() -> None:
     settings = small_modalities.config(encoder_norm=True)
     model = small_modalities.small_model(settings)
     own = finetune_config()
@@ -78,7 +78,7 @@ def test_it_is_the_encoder_of_several_modalities_seeing_images_alone() -> None:
         torch.testing.assert_close(encoder(pixels)[0], expected, rtol=0, atol=1e-12)
 
 
-def test_the_offsets_of_a_batch_of_whole_images_are_made_once() -> None:
+def test_images_of_a_batch_share_their_offsets() -> None:
     settings = finetune_config()
     settings.vision.positions = "relative"
     inputs = ImageEncoder(settings)._relative_inputs(torch.empty(5, 1 + GRID**2, 24))
@@ -97,7 +97,7 @@ def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:
     assert (computed - stretched).abs().max() > 0.1
 
 
-def test_trained_positions_of_a_model_from_scratch_begin_at_sines_and_cosines() -> None:
+def test_trained_positions_start_as_sine_cosine() -> None:
     encoder = ImageEncoder(finetune_config(positions="learned"))
     initialise_vision(encoder, seed=0, std=0.02)
     assert encoder.fixed_positions is None and encoder.pos_embed.requires_grad

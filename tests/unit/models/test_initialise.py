@@ -47,7 +47,7 @@ def test_other_seeds_and_other_names_draw_other_values() -> None:
     assert float(correlation.abs().max()) < 0.08  # of independent draws: 1/64, five standard deviations
 
 
-def test_seed_and_name_are_not_run_together() -> None:
+def test_seed_and_name_are_separated_in_the_hash() -> None:
     seeds = {tensor_seed(seed, name) for seed, name in [(1, "a"), (2, "a"), (1, "b"), (11, "a"), (1, "1a"), (1, "1/a")]}
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_padded_rows(places: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_only_the_places_in_the_list_are_computed() -> None:
+def test_only_kept_positions_are_computed() -> None:
     model, batch = small_model(), keeping(masked_rows(ROWS))
     kept, seen = len(batch["kept"]), []
     assert int(batch["attention_mask"].sum()) <= kept < ROWS * LENGTH

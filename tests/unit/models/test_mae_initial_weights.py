@@ -58,7 +58,7 @@ def test_tokens_are_normal_norms_one_biases_and_tables_zero() -> None:
     assert set(found) == {*tables, *norms, *biases, "cls_token", "mask_token"} | {n for n in found if found[n].ndim > 1}
 
 
-def test_they_follow_from_seed_and_name_alone() -> None:
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
     torch.manual_seed(1)
     first = weights()
     torch.manual_seed(2)

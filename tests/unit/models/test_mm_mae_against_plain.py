@@ -55,7 +55,7 @@ def test_predictions_and_gradients(case: dict[str, Any]) -> None:
         assert case or one.any(), name
 
 
-def test_what_is_masked_is_not_read() -> None:
+def test_masked_patches_are_not_read() -> None:
     """Other values in masked patches change no prediction, and in a visible patch change all of them."""
     settings = config()
     model = small_model(settings)

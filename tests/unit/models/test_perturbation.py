@@ -103,7 +103,7 @@ def test_a_frozen_mask_token_gets_a_gradient_of_zero(given: bool) -> None:
 
 @pytest.mark.parametrize("where", ["encoder", "both"])
 @pytest.mark.parametrize("index", ["rounded", "relaxed"])
-def test_a_vector_shared_by_all_buckets_is_inert(where: str, index: str) -> None:
+def test_a_shared_vector_for_all_buckets_has_no_effect(where: str, index: str) -> None:
     model = built(scope="shared", where=where, **RELATIVE)
     model.vision.index = index  # type: ignore[assignment]
     clean = loss_of(model, crops()).detach()

@@ -12,7 +12,7 @@ WIDTH = 24
 
 
 @pytest.mark.parametrize(("grid", "width"), [(7, 24), (14, 512)])
-def test_they_are_those_of_transformers_vitmae(grid: int, width: int) -> None:
+def test_positions_equal_transformers_vitmae(grid: int, width: int) -> None:
     """Of its decoder: version 5.23 leaves a fresh encoder's at zero."""
     peer = ViTMAEForPreTraining(
         ViTMAEConfig(
@@ -53,7 +53,7 @@ def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int, o
     torch.testing.assert_close(found, grid[3 + row : 6 + row, 3 + column : 5 + column], rtol=0, atol=1e-13)
 
 
-def test_its_gradient_is_that_of_finite_differences() -> None:
+def test_shift_gradient_equals_finite_differences() -> None:
     positions = sine_cosine(4, WIDTH)
     shift = torch.tensor([0.37, -1.21], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value: shift_positions(positions, value), shift)
@@ -64,7 +64,7 @@ def test_half_precision_positions_are_shifted_in_single_precision() -> None:
     assert found.dtype == torch.float32
 
 
-def test_rows_that_many_ask_for_have_the_gradient_of_indexing() -> None:
+def test_index_rows_has_the_gradient_of_indexing() -> None:
     table = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     places = torch.tensor([[0, 2, 2], [5, 2, 0]])
     assert torch.equal(IndexRows.apply(table, places), table[places])  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ def test_weights_are_shares_of_at_most_two_neighbouring_nodes(index: IndexKind, 
 
 
 @given(FAR)
-def test_interpolation_finds_the_index_again(offset: float) -> None:
+def test_interpolated_nodes_equal_the_index(offset: float) -> None:
     """The nodes' own places, interpolated, are the index, up to the clamp: so it is linear between nodes."""
     places = torch.arange(-REACH, REACH + 1).double()
     found = node_weights(real(offset), "relaxed") @ places
@@ -82,7 +82,7 @@ def test_no_gradient_comes_from_beyond_the_clamp(index: IndexKind) -> None:
 
 @given(FAR)
 @example(float(torch.tensor(1.9 * 8 ** (1.1 / 1.9), dtype=torch.float64)))
-def test_shares_sum_to_one_whatever_moves(offset: float) -> None:
+def test_sum_of_weights_has_no_gradient(offset: float) -> None:
     """At the table's very edge too, where torch's versions differ on the slope of a clamp."""
     offsets = real(offset).requires_grad_()
     for index in ("relaxed", "straight_through"):

@@ -27,7 +27,7 @@ def gradients(model: BertForMaskedPositions) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_their_probability_is_exactly_zero_and_the_rest_sums_to_one() -> None:
+def test_padding_has_probability_zero() -> None:
     model = small_model()
     with torch.no_grad():
         out = model(BATCH["tokens"], BATCH["token_types"], BATCH["attention_mask"], BATCH["masked_positions"])
@@ -37,7 +37,7 @@ def test_their_probability_is_exactly_zero_and_the_rest_sums_to_one() -> None:
     assert (probability[..., :VOCABULARY] > 0).all()
 
 
-def test_their_weights_do_not_influence_the_loss_or_any_gradient() -> None:
+def test_padding_weights_do_not_change_loss_or_gradients() -> None:
     model = small_model()
     before, losses = gradients(model), OBJECTIVE(model, BATCH).sums
     with torch.no_grad():

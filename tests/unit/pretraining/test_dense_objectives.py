@@ -87,7 +87,7 @@ def test_sums_and_counts_add_over_any_split(case: Any) -> None:
 
 
 @pytest.mark.parametrize("case", [segmentation_case, depth_case])
-def test_no_gradient_where_nothing_is_known(case: Any) -> None:
+def test_unknown_pixels_get_no_gradient(case: Any) -> None:
     objective, batch, outputs = case()
     leaves = [each.clone().requires_grad_() for each in outputs]
     objective(Fixed(*leaves), batch).sums.backward()
@@ -135,7 +135,7 @@ def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[
     assert abs(per_image - found) > 0.01 * found
 
 
-def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None:
+def test_threshold_pass_and_weighted_pass_have_the_same_dropout() -> None:
     _, batch, (outputs,) = depth_case()
 
     class Dropping(Fixed):
@@ -157,7 +157,7 @@ def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None
     assert all(torch.equal(each.extras[LARGEST], torch.stack(errors).max()) for each in seen)
 
 
-def test_depth_is_learned_standardised_or_as_its_inverse() -> None:
+def test_depth_target_is_standardised_or_inverse() -> None:
     true = torch.tensor([[[1.0, 4.0], [0.0, 2.0]]])
     assert SPACE.target(true).tolist() == true.tolist()
     inverse = DepthSpace(inverse=True, mean=0.0, deviation=1.0, low=0.1, high=10.0)

@@ -35,7 +35,7 @@ class Forward:
         return {name: torch.tensor(place + 1.0) for place, name in enumerate(LOSSES.values())}
 
 
-def test_sums_are_means_times_images_and_rows_that_are_not_there_are_left_out() -> None:
+def test_sums_are_means_times_present_images() -> None:
     objective, forward = Detection(masks=True), Forward()
     losses = objective(forward, batch([1.0, 0.0, 1.0]))
     assert objective.tasks == ("rpn_objectness", "rpn_box", "class", "box", "mask")
@@ -54,7 +54,7 @@ def test_a_batch_without_any_row_runs_the_model_and_counts_nothing() -> None:
     assert len(forward.given) == 1
 
 
-def test_targets_are_the_objects_with_their_masks_in_the_square() -> None:
+def test_targets_have_boxes_labels_and_masks() -> None:
     (target,) = targets(batch([1.0]), [0])
     assert target["boxes"].tolist() == [[2, 2, 10, 12]] and target["labels"].tolist() == [3]
     exact = torch.zeros(16, 16, dtype=torch.uint8)
@@ -62,7 +62,7 @@ def test_targets_are_the_objects_with_their_masks_in_the_square() -> None:
     assert torch.equal(target["masks"], exact[None])
 
 
-def test_without_masks_there_is_no_task_for_them() -> None:
+def test_without_masks_the_mask_task_is_absent() -> None:
     objective = Detection(masks=False)
     assert objective.tasks == ("rpn_objectness", "rpn_box", "class", "box")
     assert objective(Forward(), batch([1.0], masks=False)).sums.tolist() == [1.0, 2.0, 3.0, 4.0]

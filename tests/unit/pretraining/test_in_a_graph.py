@@ -36,7 +36,7 @@ def sentences_case(classes: int) -> tuple[Any, Batch, list[Tensor]]:
     "case",
     [segmentation_case, depth_case, classification_case, lambda: sentences_case(1), lambda: sentences_case(3)],
 )
-def test_losses_and_gradients_of_the_graph_are_the_objective_s_own(case: Any) -> None:
+def test_compiled_losses_and_gradients_equal_eager(case: Any) -> None:
     objective, batch, outputs = case()
     assert objective.in_a_graph
     several = "images" in batch.fields and "targets" not in batch.fields

@@ -18,7 +18,7 @@ from tests.fixtures import small_image_dataset
 from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.finetuning.test_finetune import tuning_flags
-from tests.unit.models.encoder_peers import CLASSES, drawn_anew, finetune_config, take_timm, timm_vit
+from tests.unit.models.encoder_peers import CLASSES, copy_timm_weights, finetune_config, randomise_weights, timm_vit
 from tests.unit.models.test_image_encoder import images
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
@@ -258,7 +258,7 @@ POOL = {"mean": "avg", "class": "token"}
 def test_timm_gives_the_same_logits(pooling: str) -> None:
     peer = timm_vit(global_pool=POOL[pooling]).double()
     model = ImageClassifier(finetune_config(pooling=pooling, learned_positions=True)).double().eval()
-    take_timm(model.encoder, peer)
+    copy_timm_weights(model.encoder, peer)
     model.head.load_state_dict(peer.head.state_dict())
     if model.fc_norm is not None:
         model.fc_norm.load_state_dict(peer.fc_norm.state_dict())
@@ -270,7 +270,7 @@ def test_timm_gives_the_same_logits(pooling: str) -> None:
 @pytest.mark.parametrize("pooling", POOL)
 def test_every_parameter_takes_part(pooling: str) -> None:
     model = ImageClassifier(finetune_config(pooling=pooling)).double()
-    drawn_anew(model)
+    randomise_weights(model)
     model(images()).square().sum().backward()  # type: ignore[no-untyped-call]
     without = [name for name, parameter in model.named_parameters() if not parameter.grad.abs().sum()]  # type: ignore[union-attr]
     assert without == []

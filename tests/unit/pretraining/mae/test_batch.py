@@ -101,7 +101,7 @@ def by_key(config: Config, epochs: int) -> list[dict[int, list[torch.Tensor]]]:
     ]
 
 
-def differing(one: dict[int, list[torch.Tensor]], other: dict[int, list[torch.Tensor]], name: int) -> int:
+def count_differences(one: dict[int, list[torch.Tensor]], other: dict[int, list[torch.Tensor]], name: int) -> int:
     assert one.keys() == other.keys()
     return sum(not torch.equal(values[name], other[key][name]) for key, values in one.items())
 
@@ -111,10 +111,10 @@ def test_draws_repeat_after_as_many_epochs_as_there_are_maskings(images: Path) -
     other = by_key(config_for(images, training={"seed": 1}), 1)[0]
     fresh = by_key(config_for(images), 3)
     for name in range(3):
-        assert differing(first, third, name) == 0
-        assert differing(first, fresh[0], name) == 0  # epoch 0 is masking 0
+        assert count_differences(first, third, name) == 0
+        assert count_differences(first, fresh[0], name) == 0  # epoch 0 is masking 0
         for one, two in ((first, second), (fresh[0], fresh[2]), (first, other)):
-            assert differing(one, two, name) >= 28  # five images have one pixel: all their crops are alike
+            assert count_differences(one, two, name) >= 28  # five images have one pixel: all their crops are alike
 
 
 def test_the_crops_of_an_image_differ_and_do_not_depend_on_their_number(images: Path) -> None:
@@ -178,7 +178,7 @@ def test_images_that_cannot_be_decoded_are_grey_and_named(tmp_path: Path, world:
     assert names == {f"image-000000/n{number:05d}" for number in (1, 4, 7, 10)}
 
 
-def test_a_tar_that_has_gone_leaves_its_rows_grey(tmp_path: Path) -> None:
+def test_rows_of_a_missing_tar_are_grey(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[sample(0, 9, 9)], [sample(1, 9, 9)]])
     sources = open_sources(config_for(data), rank=0, world=1)
     (data / "shards" / "image-000001.tar").unlink()
@@ -188,7 +188,7 @@ def test_a_tar_that_has_gone_leaves_its_rows_grey(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [None, 3, -1, "cat", 1.0, True])
-def test_classes_that_cannot_be_are_refused(tmp_path: Path, label: object) -> None:
+def test_invalid_classes_are_refused(tmp_path: Path, label: object) -> None:
     """They stand in the index. A number beyond the classes' names would fault in the loss, on a GPU for good."""
     data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
     path = data / "shards" / "image-000000.index.json"
@@ -265,7 +265,7 @@ def test_every_set_is_equally_likely() -> None:
     assert sum((count - expected) ** 2 / expected for count in counts) < 43.8
 
 
-def states_of(epoch: int, maskings: int) -> Words:
+def states_in_epoch(epoch: int, maskings: int) -> Words:
     """The states of 12,000 rows with neighbouring keys."""
     keys = np.arange(12_000)
     nowhere = np.zeros_like(keys)
@@ -278,7 +278,7 @@ def states_of(epoch: int, maskings: int) -> Words:
 def test_crops_rows_and_epochs_are_independent() -> None:
     """Overlap of two independent masks of V among N: hypergeometric, mean V^2 / N."""
     first, second, tenth = (
-        shown(draw_masks(crop_words(states_of(epoch, 10), 2), PatchSplit(patches=49, visible=12))[0], 49)
+        shown(draw_masks(crop_words(states_in_epoch(epoch, 10), 2), PatchSplit(patches=49, visible=12))[0], 49)
         for epoch in (0, 1, 10)
     )
     assert (first == tenth).all()

@@ -70,7 +70,7 @@ def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
 
 
 @pytest.mark.parametrize("settings", ADVERSARIES.values(), ids=ADVERSARIES)
-def test_the_weights_gradients_are_those_at_the_perturbed_positions(settings: dict[str, Any]) -> None:
+def test_weight_gradients_at_perturbed_positions(settings: dict[str, Any]) -> None:
     model, batch = built(settings | {"where": "both"}), crops(1)
     vector = perturbation(model, scale=2.0)
     loss_of(model, batch, vector).backward()  # type: ignore[no-untyped-call]

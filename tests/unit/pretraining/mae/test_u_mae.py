@@ -116,7 +116,7 @@ def test_the_reconstruction_is_that_of_the_plain_objective(settings: dict[str, A
     assert (objective().tasks, objective().balanced) == (("reconstruction", "uniformity"), (0,))
 
 
-def test_without_the_global_batch_s_moment_the_task_is_absent() -> None:
+def test_without_a_moment_the_task_is_absent() -> None:
     model, batch = small_model(config()), images([1.0, 1.0])
     losses = objective()(model, batch)
     plain = MaskedPatchReconstruction(SETTINGS, PATCH)(model, batch)
@@ -147,7 +147,7 @@ def test_every_pass_gives_the_same_class_token_and_prediction(settings: dict[str
 PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 
 
-def begun(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity]:
+def start_first_step(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity]:
     """A trainer, the context of its first step, and the hook."""
     layout = Layout(micro_size=micro_size)
     changes["objective"] = {"uniformity": 0.5}
@@ -158,11 +158,11 @@ def begun(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity
     return trainer, ctx, hook
 
 
-def test_the_moment_is_of_the_shifted_pixels_and_the_adversary_s_own_pass_is_without_it(
+def test_moment_uses_shifted_pixels_and_adversary_pass_has_no_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[bool] = []
-    trainer, ctx, hook = begun(4, adversary=PIXELS)
+    trainer, ctx, hook = start_first_step(4, adversary=PIXELS)
     losses_of = trainer.objective.__call__
 
     def watched(forward: Any, batch: Any) -> Any:

@@ -81,7 +81,7 @@ def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weigh
     assert model.extras == {}
 
 
-def test_a_pixel_shift_reaches_the_model_and_not_the_target() -> None:
+def test_pixel_shift_changes_the_model_input_and_not_the_target() -> None:
     rows, model = batch([1.0] * ROWS), Recorder()
     objective = MaskedPatchReconstruction(MaeObjectiveConfig(), PATCH)
     clean = objective(model, rows).sums.item()

@@ -122,7 +122,7 @@ def test_positions_for_timm_are_those_of_its_images() -> None:
     load_weights(small_model(config(), dtype=torch.float32), state)  # another grid is no other model
 
 
-def test_a_class_token_s_position_is_taken_into_the_token() -> None:
+def test_position_of_the_class_token_is_added_to_the_token() -> None:
     state = to_timm(dict(small_model(MAE, dtype=torch.float32).named_parameters()), patch_size=PATCH, image_size=20)
     peer = timm_vit()
     state["pos_embed"][0, 0] = torch.randn(24)
@@ -135,7 +135,7 @@ def test_a_class_token_s_position_is_taken_into_the_token() -> None:
         torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
 
 
-def test_relative_tables_are_left_as_they_are() -> None:
+def test_relative_tables_keep_their_values() -> None:
     relative = config(tokens="visible", positions="relative")
     source = small_model(MAE, dtype=torch.float32)
     state = to_vitmae(dict(source.named_parameters()), grid=GRID)
@@ -144,7 +144,7 @@ def test_relative_tables_are_left_as_they_are() -> None:
     torch.testing.assert_close(model(*batch), source(*batch), rtol=0, atol=1e-5)  # tables of zero
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+def test_mismatched_weights_are_refused_without_changes() -> None:
     model = small_model(MAE, dtype=torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     state = to_vitmae(before, grid=GRID)

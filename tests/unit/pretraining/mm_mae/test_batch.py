@@ -97,7 +97,7 @@ def test_shapes_types_and_counts(data: Path) -> None:
         (["rgb"], ["raw_rgb"], set()),
     ],
 )
-def test_only_what_is_used_is_read(data: Path, inputs: list[str], outputs: list[str], fields: set[str]) -> None:
+def test_only_used_modalities_are_read(data: Path, inputs: list[str], outputs: list[str], fields: set[str]) -> None:
     config = multimodal_config(data, modalities={"inputs": inputs, "outputs": outputs})
     sources = open_sources(config, rank=0, world=1)
     batch = sources.train.next_window()[0]
@@ -116,7 +116,7 @@ def test_ranks_workers_and_batch_sizes_change_nothing(
     assert_same(steps(config, world, 4), reference)
 
 
-def test_maps_beside_the_images_make_the_same_batches(
+def test_external_maps_give_the_same_batches(
     tmp_path: Path, shards: list[list[dict[str, str | bytes]]], reference: list[dict[str, torch.Tensor]]
 ) -> None:
     beside = multimodal_config(write_beside(tmp_path / "data", shards), data={"verify": True})
@@ -138,7 +138,7 @@ def board(height: int, width: int, cell: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("flip", "scaled"), [(0.0, False), (1.0, False), (0.0, True), (1.0, True)])
-def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip: float, scaled: bool) -> None:
+def test_crops_of_three_modalities_stay_aligned(tmp_path: Path, flip: float, scaled: bool) -> None:
     """Wherever a resized colour is clearly one of the two, the depth and the class there are those of that colour.
 
     The colour in between is met within half a pixel of an edge only, so a map that is shifted by a pixel, mirrored or
@@ -186,7 +186,7 @@ def whole(height: int, width: int, flip: bool = False) -> Crops:
     )
 
 
-def test_a_picked_pixel_holds_the_centre_it_is_picked_for() -> None:
+def test_nearest_pixel_contains_the_sample_point() -> None:
     """Exactly, where floating point gives the neighbour at some sizes (torch's nearest-exact does at some of these)."""
     cropper = Cropper(CropsConfig())
     differing = 0

@@ -55,7 +55,7 @@ def test_counts_of_stored_rows_are_those_of_the_losses(stored: Config, reduction
     found.sources.close()
 
 
-def test_what_the_run_is_told(stored: Config) -> None:
+def test_properties_of_the_upstream(stored: Config) -> None:
     found = upstream(stored)
     model = found.model()
     assert isinstance(model, MultimodalMaskedAutoencoder)
@@ -156,7 +156,7 @@ def test_sums_and_counts(case: dict[str, Any], reduction: Any) -> None:
     assert model.extras == {} and losses.shared_inputs is None and set(model.patches) == set(objective.inputs)
 
 
-def test_tasks_and_what_they_are() -> None:
+def test_tasks_and_their_kinds() -> None:
     objective = MultimodalReconstruction(config(outputs=("semseg", "depth", "raw_rgb")))
     assert objective.tasks == ("semseg", "depth", "raw_rgb")
     assert (objective.balanced, objective.regression) == ((0, 1, 2), (1, 2))
@@ -195,7 +195,7 @@ def own_path(model: torch.nn.Module, task: str) -> list[Tensor]:
     return [each for name, each in model.named_parameters() if not name.startswith(others)]
 
 
-def test_a_pixel_shift_reaches_what_is_seen_and_not_the_target() -> None:
+def test_pixel_shift_changes_the_input_and_not_the_target() -> None:
     settings = config(outputs=EVERY_TASK)
     rows, model = rows_for(settings), Recorder(settings)
     objective = MultimodalReconstruction(settings)

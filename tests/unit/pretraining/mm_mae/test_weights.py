@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.grids import always
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch, depth_of
 from tests.unit.checkpoint.test_initial_weights import equal, made_as_shapes
-from tests.unit.models.multimae_peer import drawn_weights, predict
+from tests.unit.models.multimae_peer import predict, random_weights
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.checkpoint.initial_weights import load_given_weights
 from trp_scale.config import Config, RefusedError
@@ -35,7 +35,7 @@ def settings_like_theirs(**changes: Any) -> Config:
 def published(settings: Config, *, inputs: tuple[str, ...] = ALL, void: int = 0) -> dict[str, Tensor]:
     """A MultiMAE of the sizes of the settings, with decoders for all tasks."""
     model, vision = settings.model, settings.vision
-    return drawn_weights(
+    return random_weights(
         {name: CLASSES + void if name == "semseg" else CHANNELS[name] for name in inputs},
         their_outputs(EVERY_TASK),
         patch=PATCH,
@@ -61,7 +61,7 @@ def loaded(settings: Config, state: dict[str, Tensor]) -> MultimodalMaskedAutoen
 
 
 @pytest.mark.parametrize("inputs", [ALL, ("semseg", "rgb"), ("depth",)], ids=" ".join)
-def test_it_predicts_what_multimae_does(inputs: tuple[str, ...]) -> None:
+def test_predictions_equal_multimae(inputs: tuple[str, ...]) -> None:
     """Images go through a convolution there and come together from patches: the order of pixels, rows, columns and
     classes is tried with the rest. Of a modality that is no input theirs has no embedding."""
     settings = settings_like_theirs(inputs=inputs)
@@ -98,7 +98,7 @@ def normalised_pixels(patches: Tensor) -> Tensor:
     return torch.einsum("rabhwc->rcahbw", grid).reshape(-1, 3, SIDE, SIDE)
 
 
-def test_every_parameter_is_taken_and_void_keeps_its_own() -> None:
+def test_all_parameters_are_imported_and_void_keeps_its_vector() -> None:
     settings = settings_like_theirs(outputs=ALL)
     before = {name: parameter.detach().clone() for name, parameter in small_model(settings).named_parameters()}
     state = published(settings)
@@ -113,7 +113,7 @@ def test_every_parameter_is_taken_and_void_keeps_its_own() -> None:
     assert dict(loaded(settings, state).named_parameters())[classes].equal(with_void.flatten())
 
 
-def test_a_run_starts_from_such_a_file(tmp_path: Path) -> None:
+def test_a_run_starts_from_multimae_weights(tmp_path: Path) -> None:
     """Their rgb, which is pixels as they are, has no place among three tasks; norm_rgb has."""
     settings = settings_like_theirs(outputs=ALL)
     state = published(settings)
@@ -132,7 +132,7 @@ def test_a_run_starts_from_such_a_file(tmp_path: Path) -> None:
             assert torch.equal(parameter, expected[name].float()), name
 
 
-def test_what_is_another_network_is_refused(tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     settings = settings_like_theirs()
     state = published(settings)
 
@@ -160,11 +160,11 @@ def test_what_is_another_network_is_refused(tmp_path: Path) -> None:
     "recipe",
     always(["mm_mae_vit_b_in1k_400", "mm_mae_vit_b_in1k_1600", "mm_mae_vit_b_s50_800"], "mm_mae_vit_b_in1k_400"),
 )
-def test_the_paper_s_recipes_are_multimae_s_network(recipe: str) -> None:
+def test_recipes_of_the_paper_import_multimae_b(recipe: str) -> None:
     """Of a MultiMAE-B, here with one block, every weight has its place, and none of ours is left over."""
     settings = load_recipe(recipe)
     settings.model.layers = 1
-    state = drawn_weights(
+    state = random_weights(
         {"rgb": 3, "depth": 1, "semseg": 133},
         {"norm_rgb": ("rgb", 3), "rgb": ("rgb", 3), "depth": ("depth", 1), "semseg": ("semseg", 133)},
         patch=16,

@@ -42,14 +42,14 @@ def drawn(kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", [None, 0.001, 1.0])
 @pytest.mark.parametrize("kind", ["everywhere", "holes", "ties", "flat far away", "few"])
-def test_it_is_what_a_plain_sort_gives(kind: str, scale: float | None) -> None:
+def test_standardised_depth_equals_a_plain_sort(kind: str, scale: float | None) -> None:
     depth = drawn(kind)
     found = of_crop(depth, scale)
     assert found.dtype == np.float32 and (np.isnan(found) == (depth == 0)).all()
     np.testing.assert_allclose(found, plain(depth, scale or 1 / 65535), rtol=3e-7, atol=3e-7)
 
 
-def test_a_constant_crop_is_zero_and_one_without_measurements_nowhere_a_number() -> None:
+def test_constant_crop_is_zero_and_unmeasured_crop_is_nan() -> None:
     assert (of_crop(np.full((8, 8), 777, dtype=np.uint16), None) == 0).all()
     one = np.zeros((8, 8), dtype=np.uint16)
     assert np.isnan(of_crop(one, 0.001)).all()

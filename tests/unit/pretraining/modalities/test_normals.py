@@ -53,7 +53,7 @@ def directions(*shape: int, seed: int = 0) -> Float64:
 
 
 @pytest.mark.parametrize(("bits", "degrees"), [(8, 0.4), (16, 0.002)])
-def test_what_is_stored_is_read_back_with_length_one(bits: int, degrees: float) -> None:
+def test_stored_normals_are_read_with_length_one(bits: int, degrees: float) -> None:
     normals = directions(16, 20)
     numbers = read_png(write_png(stored_normals(normals, bits)))
     found = modality().standardise(numbers, STORED, mirrored=False)
@@ -92,7 +92,7 @@ def test_crops_of_a_batch_are_mirrored_with_their_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["cosine", "l1"])
-def test_losses_are_what_plain_arithmetic_gives(loss: str) -> None:
+def test_losses_equal_plain_arithmetic(loss: str) -> None:
     true = directions(2, 3, 5, seed=1)  # [R, N, L, 3]
     guess = np.random.default_rng(2).normal(size=true.shape)
     expected = np.zeros((2, 3))
@@ -109,7 +109,7 @@ def test_losses_are_what_plain_arithmetic_gives(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["cosine", "l1"])
-def test_gradients_are_numbers_where_nothing_is_known_or_predicted(loss: str) -> None:
+def test_gradients_are_finite_for_unknown_pixels_and_zero_predictions(loss: str) -> None:
     patches = torch.from_numpy(directions(1, 2, 8)).flatten(2)
     guess = torch.zeros_like(patches, requires_grad=True)
     modality(loss).errors("normals", guess, patches).sum().backward()  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ def points(scene: RenderedScene) -> Float64:
     return np.stack([across, -down, -depth], axis=-1)
 
 
-def test_normals_stand_upright_on_the_surface_that_depth_shows(scenes: list[RenderedScene]) -> None:
+def test_normals_are_perpendicular_to_the_depth_surface(scenes: list[RenderedScene]) -> None:
     """Against the cross product of finite differences of depth, which is in whole millimetres: a hundredth of a radian
     in the middle, more beside the edges of a solid."""
     for number, scene in enumerate(scenes):
@@ -190,6 +190,6 @@ def test_four_tasks_pre_train_under_minimax(run: Path) -> None:
     assert (weights > 0).all() and len(np.unique(weights[:, 3])) > 1
 
 
-def test_they_are_in_pictures(run: Path, tmp_path: Path) -> None:
+def test_pictures_show_normals(run: Path, tmp_path: Path) -> None:
     (line,) = draw_pictures(run, tmp_path, rows=2)
     assert "normals " in line

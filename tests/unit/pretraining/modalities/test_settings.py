@@ -68,7 +68,7 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
         ),
     ],
 )
-def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:
+def test_unused_setting_gives_a_caution(recipe: str, changes: dict[str, Any], flag: str) -> None:
     assert cautions(from_dict(settings(recipe))) == []
     (caution,) = cautions(from_dict(settings(recipe, **changes)))
     assert flag in caution and "has no effect" in caution
@@ -86,13 +86,13 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
         ({"crops": {"count": 2}}, "crops.count: a setting of upstream mae; this run's is mm_mae"),
     ],
 )
-def test_what_no_modality_has_is_refused_with_what_there_is(changes: dict[str, Any], words: str) -> None:
+def test_unknown_names_are_refused_with_known_ones(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RefusedError) as caught:
         settings(**changes)
     assert words in str(caught.value) and "has 1 wrong setting(s)" in str(caught.value)
 
 
-def test_a_modality_has_its_section_where_it_is_used() -> None:
+def test_used_modalities_have_a_section() -> None:
     """As an input, or by what is predicted of it; what is said of it elsewhere is refused."""
     both = settings(modalities={"inputs": ["rgb"], "outputs": ["raw_rgb"]})
     assert "semseg" in settings() and "semseg" not in both and "semseg" not in to_dict(load_recipe("mae_vit_b"))
@@ -109,7 +109,7 @@ def words_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_select_modalities_and_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["--recipe", "mm_mae_tiny", "--data.path", "data"]
     assert parse([*tiny, "--semseg.stride", "2"]).config.semseg.stride == 2  # type: ignore[attr-defined]
     two = ["--modalities.inputs", "rgb", "depth", "--modalities.outputs", "raw_rgb", "depth"]
@@ -124,7 +124,7 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
         parse([*tiny, "--modalities.inputs", "dept"])
 
 
-def test_what_is_registered_as_a_modality_and_is_none_is_refused() -> None:
+def test_a_registered_class_must_be_a_modality() -> None:
     from trp_scale.config.registry import component
     from trp_scale.pretraining.mm_mae.batch import RunModalities
 

@@ -104,7 +104,7 @@ def test_lengths_do_not_give_the_label_away() -> None:
     assert total[~wrong].mean() - total[wrong].mean() < 3.0  # sentences have 7 pieces on average
 
 
-def test_all_partners_are_drawn_alike() -> None:
+def test_partners_are_uniform() -> None:
     count = 40_000
     partner = draw_partners(states(count), np.full(count, 2), np.full(count, 5))
     share = np.bincount(partner, minlength=5) / count
@@ -138,7 +138,7 @@ def test_a_single_piece_gets_a_wrong_second_part() -> None:
     assert set(pairs.second_length.tolist()) == {30}
 
 
-def test_a_row_alone_in_its_block_is_always_right() -> None:
+def test_a_single_row_in_a_block_gets_a_right_pair() -> None:
     everybody = ~NOBODY
     assert draw_partners(states(3), np.zeros(3, dtype=np.int64), np.ones(3, dtype=np.int64)).tolist() == [0, 0, 0]
     pairs = draw_pairs(single_row([5, 20], [0]), states(200), everybody)
@@ -149,6 +149,6 @@ def test_a_row_alone_in_its_block_is_always_right() -> None:
     assert set(one_piece.second_length.tolist()) == {0}
 
 
-def test_a_row_without_pieces_has_no_parts() -> None:
+def test_a_row_without_pieces_has_empty_segments() -> None:
     pairs = draw_pairs(single_row([0], [0]), states(200), NOBODY)
     assert set(pairs.first_length.tolist()) == set(pairs.second_length.tolist()) == set(pairs.wrong.tolist()) == {0}

@@ -74,7 +74,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_holds_for_every_kind_of_mask(variant: dict[str, Any]) -> None:
+def test_invariants_of_all_kinds_of_masks(variant: dict[str, Any]) -> None:
     rows = Rows(500)
     masked = rows.masked(**variant)
     flags, used = chosen(masked), masked.weights > 0

@@ -75,7 +75,7 @@ def our_output(model: BertForMaskedPositions, batch: Batch):  # type: ignore[no-
     return model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
 
 
-def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
+def test_import_and_export_keep_transformers_weights() -> None:
     state = random_reference().state_dict()
     model = small_model()
     load_bert(model, dict(state))
@@ -87,7 +87,7 @@ def test_weights_of_transformers_come_in_and_go_out_unchanged() -> None:
     assert len(padded) == 2 and not any(tensor[VOCABULARY:].any() for tensor in padded)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_mismatched_weights_are_refused_by_name() -> None:
     state = to_transformers(weights(small_model()), VOCABULARY)
     name = "cls.predictions.transform.dense.weight"
     lacking = {key: tensor for key, tensor in state.items() if key != name}

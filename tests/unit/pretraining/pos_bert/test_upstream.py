@@ -34,7 +34,7 @@ def upstream(dataset: Path, run_dir: Path, **changes: Any) -> TextUpstream:
     return TextUpstream(config, Environment())
 
 
-def test_pieces_are_counted_as_they_are_stored(text_dataset: Path, tmp_path: Path) -> None:
+def test_piece_counts_equal_stored_rows(text_dataset: Path, tmp_path: Path) -> None:
     """All training rows, whole: without pairs of sentences a row is used once."""
     task = upstream(text_dataset, tmp_path, objective__next_sentence="off")
     table, blocks = table_of(text_dataset)
@@ -47,7 +47,7 @@ def test_pieces_are_counted_as_they_are_stored(text_dataset: Path, tmp_path: Pat
     assert counts.tolist() == stored.tolist() and stored.sum() > 10_000
 
 
-def test_only_the_bias_starts_elsewhere_and_the_order_stays(text_dataset: Path, tmp_path: Path) -> None:
+def test_output_bias_changes_only_the_bias(text_dataset: Path, tmp_path: Path) -> None:
     ours, zero = (upstream(text_dataset, tmp_path, objective__output_bias=kind) for kind in ("frequency", "zero"))
     mine, theirs = (dict(task.model().named_parameters()) for task in (ours, zero))
     assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [BIAS]
@@ -61,7 +61,9 @@ def test_only_the_bias_starts_elsewhere_and_the_order_stays(text_dataset: Path, 
     assert all(torch.equal(one["tokens"], other["tokens"]) for one, other in zip(*windows, strict=True))
 
 
-def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_weights_replace_the_output_bias(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = upstream(text_dataset, tmp_path, objective__output_bias="frequency")
     task.config.model.weights = "elsewhere"
 
@@ -141,7 +143,7 @@ def test_sums_and_counts_are_those_of_single_positions(other: str, next_sentence
 
 
 @pytest.mark.parametrize("next_sentence", ["outside", "off"])
-def test_right_answers_are_counted_where_nothing_is_learned(next_sentence: str) -> None:
+def test_hits_are_counted_in_evaluation(next_sentence: str) -> None:
     """Labels are made the model's own answers for the words of even rows, and others' elsewhere."""
     model, objective = small_model().eval(), objective_of(next_sentence=next_sentence)
     batch = with_absent_row(masked_rows(12), 7)
@@ -203,7 +205,7 @@ def test_next_sentence_off_trains_no_next_sentence_head() -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("next_sentence", NEXT_SENTENCES)
-def test_who_is_in_the_maximum_and_what_the_others_weigh(other: str, next_sentence: str) -> None:
+def test_balanced_tasks_and_outside_weights(other: str, next_sentence: str) -> None:
     objective = objective_of(other=other, next_sentence=next_sentence, next_sentence_weight=0.6)
     expected = (
         {*NINE} | ({OTHER} if other == "task" else set()) | ({NEXT_SENTENCE} if next_sentence == "inside" else set())
