@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config.json_files import LARGEST_INDEX, parse_json
-from trp_scale.config.schema import Fields, FileName, Positive, Whole, is_plain_name
+from trp_scale.config.schema import Fields, FileName, Positive, Whole
 from trp_scale.data.index import BINARY_INDEX, index_path
 from trp_scale.data.stores.tars import TarStore
 from trp_scale.errors import DataError, quote
@@ -369,11 +369,7 @@ class BinaryIndex:
         Raises:
             DataError: tars, members, sizes or blocks differ.
         """
-        directory = self.path.parent
         advice = self._stale_advice
-        for name in shards:
-            if not is_plain_name(name):
-                raise DataError(f"{directory}: shard {quote(name)} is not a plain file name")
         if list(shards) != self.tars:
             raise DataError(f"{self.path}: its tars differ from those of dataset.json; {advice}")
         for what, here, asked in (

@@ -81,9 +81,6 @@ class Fetcher(Dataset[Batch]):
         """Module that defines the builder."""
         return type(self._builder).__module__
 
-    def __getitem__(self, position: int) -> Batch:
-        return self.__getitems__(range(position, position + 1))
-
     def __getitems__(self, positions: range) -> Batch:
         """Build one micro-batch; DataLoader calls this for each range of the batch sampler."""
         if not self._asked:
@@ -211,7 +208,7 @@ class MicroBatches:
                 return
             except WorkerLostError as error:
                 at = ranges.pending[0]
-                if lost_at is None and not _survives(multiprocessing.get_context("forkserver"), _do_nothing):
+                if lost_at is None and not _survives(os.getpid):
                     raise RefusedError(
                         "loader workers end when they import the main script (see their errors above); put its calls "
                         'under if __name__ == "__main__":, or set --data.workers 0'
@@ -248,7 +245,7 @@ class MicroBatches:
             prefetch_factor=self._prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=self._pin_memory,
-            collate_fn=Batch.pack if workers else _keep_batch,  # type: ignore[arg-type]  # not of lists
+            collate_fn=Batch.pack if workers else lambda batch: batch,  # type: ignore[arg-type]  # not of lists
             worker_init_fn=prepare_worker if workers else None,
             multiprocessing_context=multiprocessing.get_context("forkserver") if workers else None,
             generator=torch.Generator(),  # the default would advance the global generator
@@ -273,11 +270,13 @@ class MicroBatches:
                         raise StoppedWaitingError(f"asked to stop, and no rows arrived for {waited:.0f} s") from error
                     if self._stuck:
                         raise WorkerLostError(
-                            f"loader worker {_numbers(self._stuck)}: no batch for {waited:.0f} s "
+                            f"loader worker {', '.join(map(str, self._stuck))}: no batch for {waited:.0f} s "
                             "(--reliability.worker_seconds)"
                         ) from error
                     if ended := self._worker_ended(error):
-                        raise WorkerLostError(f"loader worker {_numbers(ended)} ended unexpectedly") from error
+                        raise WorkerLostError(
+                            f"loader worker {', '.join(map(str, ended))} ended unexpectedly"
+                        ) from error
                     if not _timed_out(error):
                         raise
         finally:
@@ -307,12 +306,11 @@ class MicroBatches:
 
     def _left_out(self, ranges: _Ranges) -> list[int]:
         """Find positions with rows that end a process, and let the fetcher skip them."""
-        context = multiprocessing.get_context("forkserver")
         skipped = []
         for pending in tuple(ranges.pending):
-            if _survives(context, _make, self._fetcher, pending):
+            if _survives(_make, self._fetcher, pending):
                 continue
-            ends = [at for at in pending if not _survives(context, _make, self._fetcher, range(at, at + 1))]
+            ends = [at for at in pending if not _survives(_make, self._fetcher, range(at, at + 1))]
             skipped += ends
             self._fetcher.leave_out(ends)
         return skipped
@@ -337,9 +335,9 @@ class MicroBatches:
             gc.collect()
 
 
-def _survives(context: Any, action: Callable[..., None], *arguments: Any) -> bool:
-    """Whether a process survives an action; Python exceptions do not count."""
-    process = context.Process(target=action, args=arguments, daemon=True)
+def _survives(action: Callable[..., object], *arguments: Any) -> bool:
+    """Whether a process of the worker server survives an action; Python exceptions do not count."""
+    process = multiprocessing.get_context("forkserver").Process(target=action, args=arguments, daemon=True)
     process.start()
     process.join(TRIAL_SECONDS)
     alive = process.is_alive()
@@ -347,10 +345,6 @@ def _survives(context: Any, action: Callable[..., None], *arguments: Any) -> boo
         process.kill()
         process.join()
     return not alive and process.exitcode == 0
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _make(fetcher: Fetcher, positions: range) -> None:
@@ -362,10 +356,6 @@ def _make(fetcher: Fetcher, positions: range) -> None:
 def _timed_out(error: Exception) -> bool:
     """Whether DataLoader reports that no batch arrived within LOOK_SECONDS."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
-
-
-def _numbers(processes: Iterable[int | None]) -> str:
-    return ", ".join(str(number) for number in processes)
 
 
 def _kill(workers: list[BaseProcess]) -> None:
@@ -405,7 +395,3 @@ def _exit_with_parent() -> None:
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
-
-
-def _keep_batch(batch: Batch) -> Batch:
-    return batch

@@ -224,11 +224,10 @@ class Sources:
         self._told = CacheUse()
         self.meta: Any = rows.meta  # the caller knows which of the two types it is
         self.limit = rows.limit
-        self._digest = rows.digest()
 
     def digest(self) -> str:
         """Return `Rows.digest`; ranks compare it at start."""
-        return self._digest
+        return self.opened.digest()
 
     def rows(self) -> dict[str, int]:
         """Return the rows per epoch of each source, and those of a validation pass; empty sources are omitted."""

@@ -187,7 +187,8 @@ class SampleReader(TarReader[int]):
     ) -> None:
         super().__init__(table, verify=verify, keep=keep)
         self._blocks = blocks
-        self._is_limited = False
+        if table.store.uses_cache and 0 < table.store.room() < int(table.sizes.sum()):
+            self._keep = min(keep, OPEN_IN_CACHE)
 
     def members(self, sample: int) -> list[bytearray]:
         """Read the members of an image, in the order of the table's suffixes.
@@ -223,10 +224,6 @@ class SampleReader(TarReader[int]):
     def _stored_part(self, sample: int) -> StoredPart:
         """Return the tar, or the part of it, that holds an image."""
         table = self.table
-        if not self._is_limited:  # on the first read
-            self._is_limited = True
-            if table.store.uses_cache and 0 < table.store.room() < int(table.sizes.sum()):
-                self._keep = min(self._keep, OPEN_IN_CACHE)
         if self._blocks is None:
             shard = table.shard_number(sample)
             return StoredPart(table.shards[shard], int(table.sizes[shard]))

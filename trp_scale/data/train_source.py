@@ -35,8 +35,7 @@ def check_partition(global_size: int, micro_size: int, world: int, *, flags: tup
     steps, rest = divmod(global_size, micro_size * world)
     if rest == 0:
         return steps
-    ranks = _join_numbers(_divisors(global_size // micro_size)) if global_size % micro_size == 0 else "none"
-    micros = _join_numbers(_divisors(global_size // world)) if global_size % world == 0 else "none"
+    ranks, micros = _list_divisors(global_size, micro_size), _list_divisors(global_size, world)
     raise RefusedError(
         f"global batch {global_size} does not divide over {world} ranks x micro-batch {micro_size}: "
         f"ranks that do: {ranks}; micro-batches that do on {world} ranks: {micros} "
@@ -44,12 +43,10 @@ def check_partition(global_size: int, micro_size: int, world: int, *, flags: tup
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _join_numbers(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+def _list_divisors(size: int, factor: int) -> str:
+    """List the divisors of size / factor; "none" if that is not a whole number."""
+    number, rest = divmod(size, factor)
+    return "none" if rest else ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 class TrainSource:

@@ -55,9 +55,9 @@ class CacheUse(NamedTuple):
     ahead: int = 0
     ahead_bytes: int = 0
 
-    def plus(self, other: CacheUse | None) -> CacheUse:
+    def plus(self, other: CacheUse) -> CacheUse:
         """Return the sum of both."""
-        return self if other is None else CacheUse(*map(sum, zip(self, other, strict=True)))
+        return CacheUse(*map(sum, zip(self, other, strict=True)))
 
 
 class Cache:
@@ -200,7 +200,8 @@ class Cache:
                 while not try_lock(descriptor):
                     if not has_name(part, descriptor):
                         break
-                    if os.fstat(descriptor).st_size and _written_lately(descriptor):
+                    status = os.fstat(descriptor)
+                    if status.st_size and time.time() - status.st_mtime < 1.0:
                         end = time.monotonic() + patience()
                     if time.monotonic() > end:
                         raise RemoteError(f"{path}: another process of this machine fetches it without progress")
@@ -282,10 +283,6 @@ def use_of_caches() -> CacheUse | None:
 
 def _part(path: Path) -> Path:
     return path.with_name(path.name + _PART)
-
-
-def _written_lately(descriptor: int) -> bool:
-    return time.time() - os.fstat(descriptor).st_mtime < 1.0
 
 
 def _removed_abandoned(path: Path) -> bool:

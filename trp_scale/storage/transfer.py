@@ -17,8 +17,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -215,7 +215,7 @@ class Remote:
         pieces = [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
 
         def fetch(piece: tuple[int, int]) -> int:
-            content = self._range(name, start + piece[0], start + piece[1], whole=start + size)
+            content = self.read_range(name, start + piece[0], start + piece[1], start + size)
             at = piece[0] if len(content) == piece[1] - piece[0] else 0
             _write(descriptor, content, at)
             return len(content)
@@ -234,15 +234,6 @@ class Remote:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def read_range(self, name: str, start: int, end: int, size: int) -> bytes:
-        """Read bytes start to end of a file of `size` bytes; more of them if the server sends whole files only.
-
-        Raises:
-            NotThereError: the file does not exist.
-            RemoteError: the file cannot be read, or is shorter.
-        """
-        return self._range(name, start, end, whole=size)
 
     def stat_file(self, name: str) -> Stored:
         """Return size and version of a file.
@@ -273,13 +264,18 @@ class Remote:
             if name.startswith(prefix)
         }
 
-    def _range(self, name: str, start: int, end: int, whole: int) -> bytes:
-        """Read bytes start to end; returns bytes 0 to `whole` if the server ignores ranges."""
+    def read_range(self, name: str, start: int, end: int, size: int) -> bytes:
+        """Read bytes start to end of a file of `size` bytes; returns bytes 0 to `size` if the server ignores ranges.
+
+        Raises:
+            NotThereError: the file does not exist.
+            RemoteError: the file cannot be read, or is shorter.
+        """
 
         def ask(seconds: float) -> bytes:
-            most = end - start if start else max(end, whole)
+            most = end - start if start else max(end, size)
             content = self._content(name, seconds, most, start=start, end=end)
-            if len(content) != end - start and not (start == 0 and len(content) == whole):
+            if len(content) != end - start and not (start == 0 and len(content) == size):
                 raise EOFError(f"{len(content)} bytes received, {end - start} requested")
             return content
 
@@ -402,40 +398,24 @@ def _write(descriptor: int, content: bytes, at: int) -> None:
 
 def _lacks_credentials(error: BaseException) -> bool:
     """Whether credentials are missing or insufficient, which waiting does not solve."""
-    for cause in _chain(error):
+    cause: BaseException | None = error
+    while cause is not None:
         status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(cause, PermissionError) or type(cause).__name__ in _UNSIGNED or status in (401, 403):
             return True
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Return the result of `ask`.
-
-    Raises:
-        TimeoutError: it takes more than `seconds`.
-    """
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
+    """Return the result of `ask`, or raise TimeoutError; a daemon thread does not delay the end of the process."""
+    future: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            answers.append(ask())
+            future.set_result(ask())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"no answer within {seconds:.1f} s")
-    return answers[0]
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)

@@ -17,6 +17,7 @@ import numpy as np
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.hashing import Words
 from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
+from trp_scale.data.images.maps import list_classes
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.raw_files import require_dataset
@@ -60,14 +61,15 @@ def shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> list[str
 
     Bytes are only read if length and checksum in the indexes agree.
     """
-    reader, words = SampleReader(test.samples, verify=False), _words(test)
+    reader, words = SampleReader(test.samples, verify=False), _pack_checksums(test)
     names_by_row: dict[int, str] = {}
     for dataset in train:
-        other, others = SampleReader(dataset.samples, verify=False), _words(dataset)
+        other, others = SampleReader(dataset.samples, verify=False), _pack_checksums(dataset)
         order = np.argsort(others)
         first = np.searchsorted(others, words, sorter=order)
         for number in np.flatnonzero(np.isin(words, others)).tolist():
-            if number not in names_by_row and _image(reader, number) == _image(other, int(order[first[number]])):
+            match = int(order[first[number]])
+            if number not in names_by_row and reader.members(number)[0] == other.members(match)[0]:
                 names_by_row[number] = test.samples.key(number)
     return list(names_by_row.values())
 
@@ -105,16 +107,11 @@ def image_datasets(paths: str) -> list[ImageDataset]:
     ]
 
 
-def _words(dataset: ImageDataset) -> Words:
-    """Pack checksum and length of each image's .jpg, [n]."""
+def _pack_checksums(dataset: ImageDataset) -> Words:
+    """Pack checksum and length of each image, [n]; the image is the first member."""
     table = dataset.samples
-    column = table.suffixes.index("jpg")
-    words: Words = (table.checksums[:, column].astype(np.uint64) << np.uint64(32)) | table.lengths[:, column]
+    words: Words = (table.checksums[:, 0].astype(np.uint64) << np.uint64(32)) | table.lengths[:, 0]
     return words
-
-
-def _image(reader: SampleReader, number: int) -> bytearray:
-    return reader.members(number)[reader.table.suffixes.index("jpg")]
 
 
 log = logging.getLogger(__name__)
@@ -150,7 +147,7 @@ def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: 
     known, names = agree_images(train).classes, test_dataset.meta.classes
     if known != names:
         raise RefusedError(
-            f"--test {test}: classes {_join_names(names)} found, those of --data.path are {_join_names(known)}; "
+            f"--test {test}: classes {list_classes(names)} found, those of --data.path are {list_classes(known)}; "
             "give a test set with the same classes in the same order: shard it from a folder with the same "
             "sub-folders, or with the same --class_names"
         )
@@ -160,9 +157,3 @@ def _check_classes(train: list[ImageDataset], test_dataset: ImageDataset, test: 
             f"--test {test}: class {highest} found, the highest of --data.path is {most}; give the test set of "
             "the run's data"
         )
-
-
-def _join_names(names: tuple[str, ...] | None) -> str:
-    if names is None:
-        return "without names"
-    return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"

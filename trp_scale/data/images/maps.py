@@ -224,13 +224,15 @@ def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] |
         if classes != named[0][1]:
             raise DataError(
                 f"data.path: members of a mixture must have the same {what}: {named[0][0]} has "
-                f"{_join_names(named[0][1])}, {name} has {_join_names(classes)}"
+                f"{list_classes(named[0][1])}, {name} has {list_classes(classes)}"
             )
 
 
-def _join_names(classes: tuple[str, ...] | None) -> str:
-    names = classes or ()
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+def list_classes(names: tuple[str, ...] | None) -> str:
+    """List the first names of classes, for a message."""
+    if names is None:
+        return "without names"
+    return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
 
 
 def require_maps(directory: Path, stored: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:

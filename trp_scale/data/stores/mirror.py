@@ -124,7 +124,6 @@ class _Update:
 
     def _fetch(self, names: Iterable[str], listed: dict[str, Stored] | None, before: dict[str, Any]) -> None:
         wanted = [n for n in names if not (self._is_current(n, listed, before) and self._is_whole(n, listed))]
-        optional = listed is None
 
         def fetch(name: str) -> None:
             try:
@@ -137,7 +136,7 @@ class _Update:
             except KeyError as error:
                 raise NotThereError(f"{self._url}/{name}: not found") from error
             except NotThereError:
-                if not (optional and name.startswith("tokenizer/")):
+                if listed is not None or not name.startswith("tokenizer/"):
                     raise
 
         with ThreadPoolExecutor(AT_ONCE) as pool:

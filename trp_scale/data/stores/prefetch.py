@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,14 +133,11 @@ class TarsAhead:
     def _look_ahead(self) -> None:
         """Queue the tars that are missing from the planned position on; one thread at a time."""
         wanted: deque[tuple[TarStore, StoredPart]] = deque()
-        try:
+        with suppress(RefusedError, OSError):  # as above
             wanted.extend(self._missing(self._planned))
-        except (RefusedError, OSError):  # as above
-            pass
-        finally:
-            with self._changed:
-                self._wanted, self._planning = wanted, False
-                self._changed.notify_all()
+        with self._changed:
+            self._wanted, self._planning = wanted, False
+            self._changed.notify_all()
 
     def _missing(self, position: int) -> Iterator[tuple[TarStore, StoredPart]]:
         """Yield the next missing tars in the order of their use."""

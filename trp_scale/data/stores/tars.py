@@ -354,8 +354,7 @@ class _Pieces(io.RawIOBase):
     """Stream over a remote file that buffers one piece."""
 
     def __init__(self, source: ExternalTar) -> None:
-        directory, _, self._name = source.place.rpartition("/")
-        self._remote = shared_remote(directory)
+        self._remote, self._name = _split_url(source.place)
         self._size = source.size
         self._at = 0
         self._piece, self._first = b"", 0
