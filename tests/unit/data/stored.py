@@ -6,6 +6,7 @@ import io
 import tarfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +47,10 @@ def draw_rows(
     return tokens, tags, ends
 
 
-def npy(array: npt.NDArray[np.generic]) -> bytes:
+def npy(array: npt.NDArray[Any], allow_pickle: bool = False) -> bytes:
     """The content of a .npy file."""
     stream = io.BytesIO()
-    np.lib.format.write_array(stream, array, allow_pickle=False)
+    np.lib.format.write_array(stream, array, allow_pickle=allow_pickle)
     return stream.getvalue()
 
 

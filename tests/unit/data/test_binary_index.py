@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.grids import always
 from tests.unit.data import loaded, stored
 from tests.unit.data.images import stored as images
 from trp_scale.cli.main import main
@@ -75,14 +74,6 @@ def test_text_is_the_same_with_it(text: Path) -> None:
     assert plain.blocks.index is None and mapped.blocks.index is not None
     assert_tables_equal(plain.blocks, mapped.blocks)
     assert plain.digest() == mapped.digest()
-
-
-@pytest.mark.parametrize("workers", always([0, 1], 0))
-def test_global_batches_of_images_are_the_same_with_it(pictures: Path, workers: int) -> None:
-    config = images.config_for(pictures, data={"validation_fraction": 0.2, "workers": workers})
-    plain = loaded.steps(config, world=2, count=3)
-    indexed(pictures)
-    loaded.assert_same(plain, loaded.steps(config, world=2, count=3))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -50,11 +50,16 @@ def gone(process: int, within: float) -> bool:
     return False
 
 
-def test_signals_to_the_group_do_not_stop_the_workers(train: TrainSource) -> None:
-    """As when a scheduler signals every process of a job: the loader must live until all ranks have agreed to stop."""
+def start_workers(train: TrainSource) -> list[int]:
+    """Read a window; returns the processes of the workers."""
     before = set(multiprocessing.active_children())
     train.next_window()
-    workers = [child.pid for child in multiprocessing.active_children() if child not in before]
+    return [child.pid for child in multiprocessing.active_children() if child not in before and child.pid is not None]
+
+
+def test_signals_to_the_group_do_not_stop_the_workers(train: TrainSource) -> None:
+    """As when a scheduler signals every process of a job: the loader must live until all ranks have agreed to stop."""
+    workers = start_workers(train)
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     assert len(workers) == 2
     for number in STOP_SIGNALS:
@@ -73,22 +78,17 @@ def test_the_caller_still_hears_its_signals(train: TrainSource) -> None:
 
 
 def test_close_ends_the_workers(train: TrainSource) -> None:
-    before = set(multiprocessing.active_children())
-    train.next_window()
-    workers = [child.pid for child in multiprocessing.active_children() if child not in before]
+    workers = start_workers(train)
     train.close()
-    assert all(gone(process, within=5.0) for process in workers if process is not None)
+    assert all(gone(process, within=5.0) for process in workers)
 
 
 @pytest.mark.exhaustive
 def test_close_ends_a_worker_that_does_not_answer(train: TrainSource) -> None:
-    before = set(multiprocessing.active_children())
-    train.next_window()
-    workers = [child for child in multiprocessing.active_children() if child not in before]
-    assert workers[0].pid is not None
-    os.kill(workers[0].pid, signal.SIGSTOP)
+    workers = start_workers(train)
+    os.kill(workers[0], signal.SIGSTOP)
     train.close()
-    assert gone(workers[0].pid, within=5.0)
+    assert gone(workers[0], within=5.0)
 
 
 def training_process(dataset: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:

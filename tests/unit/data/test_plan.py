@@ -87,11 +87,6 @@ def test_rows_stay_within_their_group_of_blocks() -> None:
     assert sorted(block for group in groups for block in group) == list(range(7))
 
 
-def test_rows_of_a_group_mix() -> None:
-    blocks = order(blocks_per_group=7).locate(np.arange(23)).block
-    assert (np.diff(blocks) != 0).sum() > 10  # unshuffled there would be six changes of block
-
-
 def test_row_identities_fit_into_int64() -> None:
     top = np.array([2**64 - 1], dtype=np.uint64)
     assert row_identities(top, np.array([0])).astype(np.int64).tolist() == [2**63 - 1]

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.unit.data.stored import config_for, dataset_with, members, write_dataset, write_shard
+from tests.unit.data.stored import config_for, members, write_dataset, write_shard
 from trp_scale.data.index import index_path
 from trp_scale.data.samples import read_samples
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
-
-
-def test_missing_and_misplaced_members_are_refused(tmp_path: Path) -> None:
-    without = {suffix: content for suffix, content in members().items() if suffix != "tags.npy"}
-    with pytest.raises(DataError, match=r"block x .*\.tags\.npy"):
-        open_sources(config_for(dataset_with(tmp_path / "a", x=without)), rank=0, world=1)
-    dataset = dataset_with(tmp_path / "b", x=members())
-    index = index_path(dataset / "shards" / "text-000000.tar")
-    document = json.loads(index.read_text())
-    document["blocks"][0]["members"]["tags.npy"]["length"] = 10**9
-    index.write_text(json.dumps(document))
-    with pytest.raises(DataError, match=r"text-000000\.tar"):
-        open_sources(config_for(dataset), rank=0, world=1)
 
 
 def test_shards_are_checked_at_the_start(tmp_path: Path) -> None:

@@ -116,12 +116,6 @@ def test_every_row_once_an_epoch(dataset: Path) -> None:
         assert sorted(keys.tolist()) == expected
 
 
-def test_a_batch_may_span_two_epochs(reference: list[dict[str, torch.Tensor]]) -> None:
-    keys = torch.cat([step["keys"] for step in reference])  # [120]: two epochs and four rows
-    assert len(set(keys[:58].tolist())) == len(set(keys[58:116].tolist())) == 58
-    assert keys[:58].tolist() != keys[58:116].tolist()
-
-
 @pytest.mark.parametrize("workers", always([0, 1], 1))
 def test_resume_equals_the_uninterrupted_run(
     dataset: Path, reference: list[dict[str, torch.Tensor]], workers: int

@@ -41,14 +41,6 @@ def test_at_least_one_and_never_all() -> None:
         held_out(few, 1.0, where="d")
 
 
-def test_downstream_share_and_stability() -> None:
-    every = np.ones(20_000, dtype=np.bool_)
-    chosen = downstream_validation(identities(20_000), 0.2, training=every, where="d")
-    assert abs(chosen.mean() - 0.2) < 0.012  # 4 standard deviations
-    more = downstream_validation(identities(30_000), 0.2, training=np.ones(30_000, dtype=np.bool_), where="d")
-    assert (more[:20_000] == chosen).all()  # new blocks move no old one
-
-
 def test_downstream_knows_nothing_of_what_is_held_out() -> None:
     """By the same hash, holding out a fifth would leave D_val empty."""
     held = held_out(identities(20_000), 0.2, where="d")

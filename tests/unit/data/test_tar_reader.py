@@ -65,18 +65,6 @@ def test_npy_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "caught").exists()
 
 
-def test_checksum_is_checked_when_asked(tmp_path: Path) -> None:
-    dataset = dataset_with(tmp_path / "data", a=members())
-    shard = dataset / "shards" / "text-000000.tar"
-    table, blocks = read_samples(shard.parent, [shard.name], SUFFIXES, None)
-    content = bytearray(shard.read_bytes())
-    content[int(table.offsets[0, 0]) + int(table.lengths[0, 0]) - 1] ^= 1  # a bit of the last token
-    shard.write_bytes(content)
-    assert ArrayReader(table, blocks, verify=False).arrays(0)[0].shape == (2, 21)
-    with pytest.raises(DataError, match=r"a\.tokens\.npy: checksum"):
-        ArrayReader(table, blocks, verify=True).arrays(0)
-
-
 def test_reader_gives_what_was_stored_and_pickles_without_maps(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", block_rows=[[2, 3], [4]])
     table, blocks = read_samples(dataset / "shards", ["text-000000.tar", "text-000001.tar"], SUFFIXES, None)

@@ -47,11 +47,15 @@ def test_a_file_is_fetched_once(files: Cache) -> None:
     assert held(files) == ["a.tar"]
 
 
-def test_files_opened_longest_ago_go_first(files: Cache) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_files_opened_longest_ago_go_first(kept: bool, files: Cache) -> None:
     for place, name in enumerate("abcd"):
         take(files, f"{name}.tar")
         os.utime(files.root / "s3" / f"{name}.tar", (place, place))
-    take(files, "a.tar")  # opened again
+    if kept:
+        assert files.keep(files.root / "s3" / "a.tar") and not files.keep(files.root / "s3" / "x.tar")
+    else:
+        take(files, "a.tar")  # opened again
     take(files, "e.tar")
     assert "a.tar" in held(files) and "e.tar" in held(files) and "b.tar" not in held(files)
     total = sum(path.stat().st_size for path in files.root.rglob("*.tar"))
@@ -100,15 +104,6 @@ def test_a_fetch_that_fails_leaves_nothing(files: Cache, method: str, error: Exc
     assert held(files) == [] and files.used.ahead == 0
     assert files._used_bytes() == 0, "what was not fetched takes no room"
     take(files, "a.tar")
-
-
-def test_files_that_are_kept_go_last(files: Cache) -> None:
-    for place, name in enumerate("abcd"):
-        take(files, f"{name}.tar")
-        os.utime(files.root / "s3" / f"{name}.tar", (place, place))
-    assert files.keep(files.root / "s3" / "a.tar") and not files.keep(files.root / "s3" / "x.tar")
-    take(files, "e.tar")
-    assert "a.tar" in held(files) and "b.tar" not in held(files)
 
 
 def test_an_open_file_that_goes_can_still_be_read(files: Cache) -> None:

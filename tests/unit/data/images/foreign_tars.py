@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,23 +9,16 @@ from typing import Any
 
 import numpy as np
 import webdataset
-from PIL import Image
 
+from tests.unit.data.images.source_images import encoded
 from tests.unit.data.images.stored import photograph
-
-
-def encoded(image: Image.Image, form: str) -> bytes:
-    """The content of an image file; WebP without loss."""
-    stream = io.BytesIO()
-    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}}.get(form, {})
-    image.save(stream, form, **options)  # type: ignore[arg-type]
-    return stream.getvalue()
 
 
 def of_format(number: int, suffix: str) -> bytes:
     """Image `number`, 40 x 48 pixels, as .jpg, .jpeg, .png or .webp."""
     form = {"jpg": "JPEG", "jpeg": "JPEG"}.get(suffix, suffix.upper())
-    return encoded(photograph(40 + number, 48, number), form)
+    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}}.get(form, {})
+    return encoded(photograph(40 + number, 48, number), form, **options)
 
 
 def write_foreign(path: Path, samples: list[Mapping[str, Any]]) -> Path:

@@ -43,15 +43,13 @@ def rotated_jpeg(orientation: int, seed: int = 0) -> bytes:
     return jpeg(seed, exif=exif)
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it has width x height pixels."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    content = zlib.compress(b"\0" * 1000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+def png_of_size(height: int, width: int, bits: int = 8, colour_type: int = 2) -> bytes:
+    """A PNG of a few bytes whose header claims this size."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
 
 
 def decoded(content: bytes) -> np.ndarray:

@@ -25,7 +25,6 @@ from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.crops import Cropper, on_scaled_pixels
 from trp_scale.data.images.dataset import ImageDataset, decode_image, decode_scaled, jpeg_size, open_image_dataset
 from trp_scale.data.index import index_path, read_index, read_json, write_json
-from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
 from trp_scale.sharding.verify import verify_dataset
@@ -51,16 +50,6 @@ def test_blocks_are_consecutive_images_of_one_shard(images: Path) -> None:
     assert blocks.rows.tolist() == [4, 4, 4, 2, 4, 3, 4, 4, 4, 1]
     assert blocks.first.tolist() == [0, 4, 8, 12, 14, 18, 21, 25, 29, 33]
     assert blocks.identities.tolist() == [name_hash(key) for key in blocks.keys]
-
-
-def test_members_of_other_objectives_are_known_but_not_opened(tmp_path: Path) -> None:
-    samples = [sample(number, 8, 8, **{"depth.png": b"16 bits", "semseg.png": b"8 bits"}) for number in range(3)]
-    suffixes = ["jpg", "semseg.png", "cls", "depth.png"]
-    data = write_images(tmp_path / "data", [samples], changes={"suffixes": suffixes})
-    dataset = open_image_dataset(data)
-    assert dataset.samples.suffixes == ("jpg",) and dataset.meta.suffixes == tuple(suffixes)
-    (jpg,) = SampleReader(dataset.samples, verify=True).members(2)
-    assert bytes(jpg) == samples[2]["jpg"] and dataset.samples.labels.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "png", "npy"])
@@ -93,14 +82,6 @@ def test_other_members_refuse_the_shard(tmp_path: Path, suffix: str) -> None:
 def test_descriptions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_image_dataset(small_images(tmp_path / "data", **changes))
-
-
-def test_a_shard_that_differs_from_its_index_is_refused(tmp_path: Path) -> None:
-    data = small_images(tmp_path / "data")
-    shard = data / "shards" / "image-000001.tar"
-    shard.write_bytes(shard.read_bytes()[:-512])
-    with pytest.raises(DataError, match=r"image-000001\.tar: \d+ "):
-        open_image_dataset(data)
 
 
 def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:

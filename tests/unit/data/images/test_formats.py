@@ -25,8 +25,10 @@ from tests.unit.data.images.source_images import (
     jpeg,
     pixels,
     png,
+    png_of_size,
     shard,
 )
+from tests.unit.data.stored import npy
 from trp_scale.data.images.dataset import decode_image, decode_scaled
 from trp_scale.data.images.formats import MOST_PIXELS, MOST_SCANS, jpeg_frame_size
 from trp_scale.data.images.maps import map_formats
@@ -46,15 +48,6 @@ def jpeg_of_size(height: int, width: int) -> bytes:
     place = next(n for n in range(len(content)) if content[n] == 0xFF and content[n + 1] in (0xC0, 0xC2))
     struct.pack_into(">HH", content, place + 5, height, width)
     return bytes(content)
-
-
-def png_of_size(height: int, width: int, bits: int, colour_type: int) -> bytes:
-    """A PNG with little in it and a header of this size."""
-    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
 
 
 def in_file(folder: Path, content: bytes) -> Path:
@@ -153,13 +146,6 @@ def test_what_has_no_frame_has_no_size(content: bytes) -> None:
 
 METRES = {"scale": 0.001}
 RELATIVE = {"relative": True}
-
-
-def npy(array: np.ndarray, **options: Any) -> bytes:
-    """The content of a .npy file."""
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, array, **{"allow_pickle": False, **options})
-    return stream.getvalue()
 
 
 def metres(seed: int) -> np.ndarray:
@@ -285,11 +271,6 @@ def test_two_maps_of_one_image_are_refused(tmp_path: Path) -> None:
     (place / "depth" / "c0" / "image1.png").write_bytes(png(depth_map()))
     with pytest.raises(DataError, match=r"image1\.npy .*image1\.png"):
         sharded(place, METRES)
-
-
-def test_maps_shrink_with_their_images(tmp_path: Path) -> None:
-    found = sharded(folder(tmp_path, lambda number: npy(metres(number))), METRES, short_side=14)
-    assert all(stored.shape == (14, 20) for stored in found.values())
 
 
 def test_no_memory_is_taken_for_what_a_header_claims() -> None:

@@ -66,13 +66,6 @@ def test_samples_with_a_bad_map_are_named_and_left_out(tmp_path: Path) -> None:
     assert (batch["images"][~there] == 128).all() and (batch["labels"][~there] == -1).all()
 
 
-def test_maps_that_are_not_read_may_be_bad(tmp_path: Path) -> None:
-    bad = [sample(number, 40, 50, **{"semseg.png": b"x"}) for number in range(3)]
-    data = write_multimodal(tmp_path / "data", [bad])
-    config = multimodal_config(data, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
-    assert all(batch.corrupt == [] for batch in first_window(config))
-
-
 def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
     contents = [{name: one[name] for name in ("__key__", "jpg", "cls", "depth.png")} for one in samples(3)]
     plain = write_images(tmp_path / "plain", [contents], changes={"suffixes": SUFFIXES[:3]})

@@ -26,7 +26,7 @@ from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
-from trp_scale.storage.transfer import DataReplacedError, RemoteError
+from trp_scale.storage.transfer import DataReplacedError
 
 
 @pytest.fixture
@@ -73,15 +73,6 @@ def test_one_index_comes_in_place_of_one_for_each_tar(stored: Path) -> None:
     look_again(here)
     with pytest.raises(DataError, match=r"text-000000.tar: \d+ .*index.bin .*\d+ bytes"):
         steps(config_for(url), world=1, count=1)
-
-
-def test_images_under_a_url(image_dataset: Path) -> None:
-    theirs = open_image_dataset(image_dataset)
-    ours = open_image_dataset(local_directory(f"file://{image_dataset}"))
-    assert ours.digest() == theirs.digest()
-    for number in (0, ours.samples.rows - 1):
-        found = SampleReader(ours.samples, verify=True).members(number)
-        assert found == SampleReader(theirs.samples, verify=True).members(number)
 
 
 def test_few_tars_are_kept_open_that_the_cache_cannot_hold_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,41 +142,12 @@ def test_over_http_with_failures(stored: Path, cache: Path) -> None:
         assert (faults.gets("text-000002.tar"), faults.gets(".index.json")) == (1, before)
 
 
-def test_a_network_that_is_down_ends_the_run_and_damages_no_blocks(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of blocks that cannot be read a run leaves out as many as allowed; these can be, later."""
-    config = config_for("", data={"max_corrupt_blocks": 1000})
-    monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.3")
-    with faulty_server(directory(stored.parent)) as (url, faults):
-        config.data.path = f"{url}/books"
-        sources = open_sources(config, rank=0, world=1)
-        faults.of[".tar"] = ["500"] * 10_000
-        with pytest.raises(RemoteError, match=r"text-00000\d.tar: .* 0.3 s"):
-            sources.train.next_window()
-
-
-def test_data_that_has_changed_is_fetched_again(stored: Path) -> None:
-    url = f"file://{stored}"
-    steps(config_for(url), world=1, count=4)
-    place = local_directory(url)
-    shutil.rmtree(stored)
-    write_dataset(stored, block_rows=[[5, 7], [6], [4, 3, 2], [8]], seed=1)  # other content, the same sizes
-    look_again(place)
-    assert_same(steps(config_for(url), world=1, count=4), steps(config_for(stored), world=1, count=4))
-
-
 def test_ranks_of_a_machine_look_once(stored: Path) -> None:
     with faulty_server(directory(stored.parent)) as (url, faults):
         for _ in range(3):
             as_new_process()
             parse_paths(f"{url}/books")
         assert faults.gets("dataset.json") == 1
-
-
-def test_mixtures_may_have_urls(stored: Path) -> None:
-    found = parse_paths(f"near:1={stored},far:2=file://{stored}")
-    assert [path.path for path in found] == [stored, local_directory(f"file://{stored}")]
 
 
 def test_a_tar_that_is_missing_or_of_another_size_refuses_the_data_at_once(stored: Path) -> None:

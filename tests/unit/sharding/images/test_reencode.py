@@ -13,7 +13,6 @@ from PIL import Image
 from tests.unit.data.images.source_images import (
     HEIGHT,
     WIDTH,
-    bomb,
     class_map,
     decoded,
     depth_map,
@@ -21,6 +20,7 @@ from tests.unit.data.images.source_images import (
     jpeg,
     pixels,
     png,
+    png_of_size,
     rotated_jpeg,
 )
 from trp_scale.data.images.maps import map_formats
@@ -144,8 +144,8 @@ def test_a_palette_with_a_transparent_colour_shows_white_there() -> None:
         (jpeg(progressive=True)[:-100], "damaged"),
         (png(pixels())[:-400], "damaged"),
         (png(pixels())[:60] + b"\xff" * 40 + png(pixels())[100:], "damaged"),
-        (bomb(1001, 1000), "too_many_pixels"),
-        (bomb(60_000, 60_000), "too_many_pixels"),
+        (png_of_size(1000, 1001), "too_many_pixels"),
+        (png_of_size(60_000, 60_000), "too_many_pixels"),
         (encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"), "unsupported_mode"),
         (encoded(Image.fromarray(np.ones((8, 8), np.int32)), "TIFF"), "unsupported_mode"),
     ],

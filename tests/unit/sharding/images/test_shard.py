@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.fixtures import small_image_dataset
-from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
+from tests.unit.data.images.source_images import class_folder, jpeg, png, png_of_size, rotated_jpeg, stored
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import read_index, read_json
@@ -157,7 +157,7 @@ def test_bad_images_of_every_kind_are_counted_and_listed(tmp_path: Path) -> None
         "c0/text.jpg": (b"no image at all", "not_an_image"),
         "c1/truncated.jpg": (jpeg()[:-200], "damaged"),
         "c1/truncated.png": (png(np.asarray(Image.open(io.BytesIO(jpeg()))))[:-200], "duplicate_key"),
-        "c2/bomb.png": (bomb(100_000, 100_000), "too_many_pixels"),
+        "c2/bomb.png": (png_of_size(100_000, 100_000), "too_many_pixels"),
         "c2/floats.tif": (b"", "unsupported_mode"),
         "c2/link.jpg": (b"", "unreadable"),
     }
