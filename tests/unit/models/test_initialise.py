@@ -1,4 +1,4 @@
-"""Initial weights follow from the seed and each tensor's name, and from nothing else."""
+"""Initial weights depend only on the seed and each tensor's name."""
 
 from __future__ import annotations
 

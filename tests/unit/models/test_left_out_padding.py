@@ -1,4 +1,4 @@
-"""What is padded is not computed, and nothing else changes."""
+"""Padding is not computed, with equal results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_kept_positions_are_computed() -> None:
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 8), (3, 24), (32, 128), (5, 77)])
 def test_lists_have_few_lengths(rows: int, length: int) -> None:
-    """They hold each real place, in order, and the first that are padded up to the next 64th."""
+    """Lists contain each real position, in order, and the first padding positions up to the next 64th."""
     generator, lengths = np.random.default_rng(0), set()
     for _ in range(200):
         real = np.arange(length) < generator.integers(3, length + 1, (rows, 1))

@@ -1,4 +1,4 @@
-"""The multi-modal masked autoencoder computes what the plain one does: values, and gradients of all weights."""
+"""The multi-modal masked autoencoder equals the plain reference: values and gradients of all weights."""
 
 from __future__ import annotations
 

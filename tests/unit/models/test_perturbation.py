@@ -1,4 +1,4 @@
-"""Perturbed positions: nothing at zero, the right gradient, and the effect that each kind must or must not have."""
+"""Perturbed positions: no effect at zero, gradients, and the effects of each kind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradient(model: MaskedAutoencoder, vector: Tensor) -> Tensor:
     ids=KINDS,
 )
 def test_at_zero_it_is_the_model_without_an_adversary(settings: dict[str, Any], reference: dict[str, Any]) -> None:
-    """For relative coordinates, the one with the relaxed table in all rows."""
+    """For relative coordinates, compare with the model with a relaxed index."""
     model, clean = built(**settings), built(**reference)
     assert clean.shape is None
     zeros = torch.zeros_like(perturbation(model))
@@ -92,7 +92,7 @@ def test_a_learned_mask_token_can_undo_an_embedding() -> None:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_frozen_mask_token_gets_a_gradient_of_zero(given: bool) -> None:
-    """Zero, not none: ZeRO-3 would keep the last one."""
+    """The gradient is zero, not `None`, because ZeRO-3 would keep the last one."""
     model = built(kind="absolute_embedding", mask_token="frozen")
     loss_of(model, crops(), perturbation(model) if given else None).backward()  # type: ignore[no-untyped-call]
     assert model.mask_token.grad is not None and not model.mask_token.grad.any()

@@ -1,4 +1,4 @@
-"""Sine-cosine positions: He et al.'s, and shifted by any distance."""
+"""Sine-cosine positions (He et al.) and their shifts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 24
 
 @pytest.mark.parametrize(("grid", "width"), [(7, 24), (14, 512)])
 def test_positions_equal_transformers_vitmae(grid: int, width: int) -> None:
-    """Of its decoder: version 5.23 leaves a fresh encoder's at zero."""
+    """Compare with the decoder: transformers 5.23 leaves the positions of a new encoder at zero."""
     peer = ViTMAEForPreTraining(
         ViTMAEConfig(
             hidden_size=16,

@@ -1,4 +1,4 @@
-"""Relative positions: Wu et al.'s rounded index, AdPE's relaxed one, and the lookups made of them."""
+"""Relative positions: Wu et al.'s rounded index, AdPE's relaxed index, and the attention bias."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_weights_are_shares_of_at_most_two_neighbouring_nodes(index: IndexKind, 
 
 @given(FAR)
 def test_interpolated_nodes_equal_the_index(offset: float) -> None:
-    """The nodes' own places, interpolated, are the index, up to the clamp: so it is linear between nodes."""
+    """Interpolating the node coordinates gives the clamped index, so weights are linear between nodes."""
     places = torch.arange(-REACH, REACH + 1).double()
     found = node_weights(real(offset), "relaxed") @ places
     torch.testing.assert_close(found, relaxed_index(real(offset)).clamp(-3, 3), rtol=0, atol=1e-12)
@@ -156,7 +156,7 @@ class Pairs:
 
 
 SHIFTS = [(0.0, 0.0), (0.7, -2.6), (-9.45, 0.5), (21.0, -30.3)]
-"""Whole, between patches, and where some of the offsets of an axis or all of them are clamped."""
+"""Zero, between patches, and shifts that clamp some or all offsets of an axis."""
 
 
 @pytest.mark.parametrize(("grid", "patches"), [(3, 9), (7, 12), (8, 15), (9, 15), (14, 20)])
@@ -217,7 +217,7 @@ def test_the_last_tokens_alone_have_the_same_bias(index: IndexKind, grid: int) -
     [("rounded", 14, 49), ("relaxed", 3, 25), ("relaxed", 7, 169), ("relaxed", 8, 225), ("straight_through", 14, 225)],
 )
 def test_offsets_that_are_alike_share_a_vector(index: IndexKind, grid: int, count: int) -> None:
-    """Beside the class token's and a zero, up to a multiple of 8."""
+    """The class token and a zero vector are added, up to a multiple of 8."""
     found = grid_offsets(grid, index, real(0.4, 0.0), 8)
     assert len(found.weights) == -(-(count + 2) // 8) * 8
     assert int(found.numbers[:-2].max()) < count
@@ -236,7 +236,7 @@ def test_blocks_may_be_shifted_differently(grid: int) -> None:
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_autocast_rounds_no_weights(shifted: bool) -> None:
-    """Only the vectors, and what is computed with them."""
+    """Autocast rounds only the vectors and later results."""
     pairs, module = Pairs(7, 12), RelativePositions(8)
     with torch.no_grad():
         module.table.copy_(pairs.module.table)

@@ -1,4 +1,4 @@
-"""Rows beyond the vocabulary: there for the hardware, without any influence."""
+"""Padding rows of the vocabulary have no influence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of images: the same rows however they are fetched, what is in them, and images that cannot be decoded."""
+"""Batches of images: fields, order, resume, masks, and images that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_validation_covers_the_held_out_images_once_as_epoch_zero(images: Path, 
 
 
 def bad_jpegs() -> dict[str, bytes]:
-    """Contents that no decoder makes a whole image of."""
+    """Return contents that cannot be decoded."""
     whole = jpeg(photograph(40, 50))
     picture = io.BytesIO()
     photograph(40, 50).save(picture, "GIF")
@@ -189,7 +189,7 @@ def test_rows_of_a_missing_tar_are_grey(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [None, 3, -1, "cat", 1.0, True])
 def test_invalid_classes_are_refused(tmp_path: Path, label: object) -> None:
-    """They stand in the index. A number beyond the classes' names would fault in the loss, on a GPU for good."""
+    """The index stores the classes. A number without a class name would fail in the loss on the GPU."""
     data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
     path = data / "shards" / "image-000000.index.json"
     index = read_json(path)
@@ -202,7 +202,7 @@ def test_invalid_classes_are_refused(tmp_path: Path, label: object) -> None:
 
 
 def test_classes_are_those_of_the_index(tmp_path: Path) -> None:
-    """What .cls members hold is for other readers of the tars; `verify` compares both."""
+    """.cls members are for other readers of the tars; `verify` compares them with the index."""
     data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
     shard = data / "shards" / "image-000000.tar"
     member = read_index(shard).blocks[1].members["cls"]
@@ -225,7 +225,7 @@ def test_labels_without_class_names(tmp_path: Path) -> None:
 
 
 def test_checksums_are_checked_when_asked(tmp_path: Path) -> None:
-    """A byte changed in the middle decodes to something: only the checksum tells."""
+    """An image with a changed byte still decodes; only the checksum detects it."""
     data = write_images(tmp_path / "data", [[sample(0, 90, 90)]])
     shard = data / "shards" / "image-000000.tar"
     content = bytearray(shard.read_bytes())

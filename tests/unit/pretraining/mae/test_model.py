@@ -1,4 +1,4 @@
-"""The masked autoencoder computes what the plain one does, perturbed or not: values, and gradients of all weights."""
+"""The masked autoencoder equals the plain reference, perturbed or not: values and gradients of all weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ADVERSARIES: dict[str, dict[str, Any]] = {
 
 
 def built(settings: dict[str, Any]) -> MaskedAutoencoder:
-    """`index` of an adversary is the adversary's."""
+    """Build a small model; `index` sets the adversary's index if there is an adversary."""
     settings = dict(settings)
     index = settings.pop("index", None) if "kind" in settings else None
     made = config(**settings)
@@ -57,7 +57,7 @@ def test_the_prediction(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("where", ["encoder", "both"])
 @pytest.mark.parametrize("settings", ADVERSARIES.values(), ids=ADVERSARIES)
 def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
-    """Two patches of shift, so that the table's edge and the logarithm are in play."""
+    """A shift of two patches reaches the edge of the table and the logarithm."""
     model, batch = built(settings | {"where": where}), crops(1)
     vector = perturbation(model, scale=2.0)
     assert model.shape is not None
@@ -109,14 +109,14 @@ def named(case: dict[str, Any]) -> str:
 
 
 def vector_of(model: MaskedAutoencoder) -> Tensor | None:
-    """As the adversary holds it: a leaf in single precision."""
+    """Return a perturbation as a leaf in fp32, as the adversary has it."""
     return None if model.shape is None else perturbation(model).detach().float().requires_grad_()
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["perturbed", "clean"])
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_every_parameter_takes_part_in_every_forward_pass(case: dict[str, Any], given: bool) -> None:
-    """ZeRO-3 keeps the last gradient of one that does not."""
+    """ZeRO-3 keeps the last gradient of unused parameters."""
     model = small_model(config(**case), dtype=torch.float32)
     vector = vector_of(model) if given else None
     loss_of(model, crops(dtype=torch.float32), vector).backward()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def test_low_precision_is_near_single_precision(case: dict[str, Any], way: str) 
     "case", [{"tokens": "visible"}, {"positions": "relative", "kind": "relative_coordinate"}], ids=named
 )
 def test_it_is_one_graph_of_static_shapes(case: dict[str, Any]) -> None:
-    """A look at a value on the host, or a branch on one, would break the graph, which fullgraph refuses."""
+    """fullgraph refuses reads of values on the host and branches on values."""
     settings = config(**case)
     settings.model.layers = settings.vision.decoder_layers = 1
     model = small_model(settings, dtype=torch.float32)

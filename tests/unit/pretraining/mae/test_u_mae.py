@@ -1,4 +1,4 @@
-"""U-MAE's loss and its gradient against all pairs written out, in float64, and what it is without its task."""
+"""U-MAE's loss and its gradient against all pairs in float64, and the losses without this task."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def objective() -> UniformPatchReconstruction:
 
 
 def all_pairs(model: MaskedAutoencoder, batches: list[Batch]) -> Tensor:
-    """The mean over pairs of rows that are there, pair by pair, with a graph through both of each."""
+    """Return the mean over pairs of present rows, pair by pair, with a graph through both rows."""
     tokens = [model(objective().patches(one), one["visible"].flatten(0, 1), one["masked"].flatten(0, 1),
                     output="prediction_and_class").class_token for one in batches]  # fmt: skip
     there = torch.cat([one["row_weights"].repeat_interleave(CROPS) for one in batches]) > 0
@@ -75,7 +75,7 @@ def gradients(model: MaskedAutoencoder, loss: Tensor) -> dict[str, Tensor]:
 
 
 def split(batches: list[Batch], model: MaskedAutoencoder) -> list[Batch]:
-    """With what the hook adds: the rows where there is one micro-batch, the moment where there are several."""
+    """Add the extras of the hook: the rows for one micro-batch, the moment for several."""
     rows = torch.stack([objective().count(one)[1] for one in batches]).sum()
     if len(batches) == 1:
         return [replace(batches[0], extras={ROWS: rows})]
@@ -148,7 +148,7 @@ PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 
 
 def start_first_step(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity]:
-    """A trainer, the context of its first step, and the hook."""
+    """Return a trainer, the context of its first step, and the hook."""
     layout = Layout(micro_size=micro_size)
     changes["objective"] = {"uniformity": 0.5}
     trainer, _ = image_trainer(layout, image_config(layout, **changes))

@@ -1,4 +1,4 @@
-"""The masked autoencoder's loss: against a plain computation, over masked patches of rows that are there."""
+"""The masked autoencoder's loss against a plain computation over masked patches of present rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch(weights: list[float]) -> Batch:
 
 
 class Recorder:
-    """A stand-in for the model that predicts fixed values and keeps what it was given."""
+    """A model that predicts fixed values and records its inputs."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def slow_sum(rows: Batch, prediction: Tensor, normalised: bool) -> float:
-    """Patch by patch, pixel by pixel, in Python."""
+    """Return the sum of errors, patch by patch and pixel by pixel."""
     total = 0.0
     for row in range(ROWS):
         for crop in range(CROPS):

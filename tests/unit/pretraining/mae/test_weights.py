@@ -1,4 +1,4 @@
-"""Loss and gradients of the masked autoencoder against transformers' ViTMAE, and weights from and to it and timm."""
+"""Loss and gradients against transformers' ViTMAE; import and export of weights for ViTMAE and timm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def random_images() -> Tensor:
 
 
 def timm_vit(image_size: int = GRID * PATCH) -> VisionTransformer:
-    """Of the encoder's sizes."""
+    """Return timm's model with the encoder's sizes."""
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 40 / 24, "num_classes": 0}
     return VisionTransformer(img_size=image_size, patch_size=PATCH, **sizes).eval()
 

@@ -1,4 +1,4 @@
-"""Batches of images with depth and segmentation: what is in them, that the modalities stay aligned, and bad maps."""
+"""Batches of images with depth and segmentation: fields, alignment of modalities, mixtures, and visible patches."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_external_maps_give_the_same_batches(
 
 
 def test_images_and_labels_are_those_of_plain_masked_autoencoding(data: Path) -> None:
-    """The same crops: one code cuts them."""
+    """Both kinds of batches have the same crops."""
     (plain,) = steps(config_for(data, crops={"count": 1}), 1, 1)
     (ours,) = steps(multimodal_config(data), 1, 1)
     assert torch.equal(ours["images"], plain["images"][:, 0]) and torch.equal(ours["labels"], plain["labels"])
 
 
 def board(height: int, width: int, cell: int) -> np.ndarray:
-    """A checkerboard [height, width], and one corner that breaks its symmetry."""
+    """Return a checkerboard [height, width] with one corner that breaks its symmetry."""
     squares = (np.arange(height)[:, None] // cell + np.arange(width) // cell) % 2 == 0
     squares[: height // 3, : width // 3] = True
     return squares
@@ -139,11 +139,11 @@ def board(height: int, width: int, cell: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("flip", "scaled"), [(0.0, False), (1.0, False), (0.0, True), (1.0, True)])
 def test_crops_of_three_modalities_stay_aligned(tmp_path: Path, flip: float, scaled: bool) -> None:
-    """Wherever a resized colour is clearly one of the two, the depth and the class there are those of that colour.
+    """Where a resized colour is clearly black or white, depth and class are those of that colour.
 
-    The colour in between is met within half a pixel of an edge only, so a map that is shifted by a pixel, mirrored or
-    of another crop is found. Scaled: all but the first are decoded at a half to an eighth of their size, and one pixel
-    in a thousand may lie on the other side of an edge (the large images decoded whole have some such too).
+    Colours in between occur only within half a pixel of an edge, so this detects maps that are shifted by a pixel,
+    mirrored, or from another crop. Scaled: all but the first image are decoded at a half to an eighth of their size,
+    and one pixel in a thousand may be on the other side of an edge, as in large images that are decoded whole.
     """
     painted = []
     sizes = [(150, 200), (96, 64), (64, 64), (131, 77), (333, 250), (127, 255)]
@@ -187,7 +187,7 @@ def whole(height: int, width: int, flip: bool = False) -> Crops:
 
 
 def test_nearest_pixel_contains_the_sample_point() -> None:
-    """Exactly, where floating point gives the neighbour at some sizes (torch's nearest-exact does at some of these)."""
+    """Exact, while floating point (torch's nearest-exact) selects a neighbour at some sizes."""
     cropper = Cropper(CropsConfig())
     differing = 0
     for length in [*range(1, 60), 97, 127, 224, 255, 333, 375, 427, 500, 640, 1023]:
@@ -204,7 +204,7 @@ def test_nearest_pixel_contains_the_sample_point() -> None:
 
 
 def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_classes(tmp_path: Path) -> None:
-    """A floor that is flat up to 3 mm, in units of 1 and of 0.1 mm: the variance floor of 1 mm^2 damps both alike."""
+    """A floor that is flat up to 3 mm, in units of 1 and 0.1 mm: the variance floor of 1 mm^2 affects both equally."""
     heights = 1000 + np.random.default_rng(0).integers(0, 4, (40, 40))
     described = {"semseg": {"classes": ["a", "b", "c"]}}
     for number, per_millimetre in enumerate((1, 10)):
@@ -226,7 +226,7 @@ def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_cla
 
 
 def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> None:
-    """The maps of DPT's inverse depth are larger where it is nearer; of maps without a word, larger is farther."""
+    """In DPT's inverse depth larger is nearer; without a description larger is farther."""
     for name, said in (("silent", {}), ("metres", {"larger_is": "farther"}), ("labelled", {"larger_is": "nearer"})):
         described = {**DESCRIBED, "depth": {"scale": None, **said}}
         write_multimodal(tmp_path / name, [samples(2)], modalities=described)
@@ -285,7 +285,7 @@ def test_every_patch_of_every_modality_is_visible_equally_often() -> None:
 
 
 def test_modalities_and_rows_are_independent() -> None:
-    """Two modalities with c and d patches have c d / 196 places in common on average, and so have two rows."""
+    """Two modalities with c and d patches share c d / 196 positions on average, and so do two rows."""
     visible = masks().draw(WORDS)
     flags = np.zeros((10_000, 588), dtype=np.int64)
     np.put_along_axis(flags, visible, 1, axis=1)
@@ -296,7 +296,7 @@ def test_modalities_and_rows_are_independent() -> None:
 
 
 def exact_quotas(shares: list[Fraction], total: int, most: int) -> list[Fraction]:
-    """What a modality cannot take goes to the others in proportion, by the definition."""
+    """Return the quotas by definition: the excess of a full modality goes to the others in proportion."""
     full: set[int] = set()
     while True:
         rest = [number for number in range(len(shares)) if number not in full]

@@ -1,4 +1,4 @@
-"""What training asks of the multi-modal masked autoencoder: low precision, one static graph, weights by their names."""
+"""The multi-modal masked autoencoder: low precision, one static graph, initial weights."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_low_precision_is_near_single_precision(way: str) -> None:
 
 
 def test_it_is_one_graph_of_static_shapes_with_and_without_taps() -> None:
-    """A look at a value on the host, or a branch on one, would break the graph, which fullgraph refuses; other shares
-    of the modalities do not compile it anew."""
+    """fullgraph refuses reads of values on the host and branches on values; other shares of modalities do not
+    recompile."""
     settings = config(outputs=("depth", "raw_rgb"))
     settings.model.layers = 1
     model = small_model(settings, dtype=torch.float32)
@@ -71,8 +71,8 @@ def test_initial_weights_follow_from_seed_and_name_alone() -> None:
 
 
 def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed() -> None:
-    """Decay is of matrices; a class's vectors are one long vector for that. Queries, keys and values are drawn as
-    matrices of their own (MultiMAE's code)."""
+    """Weight decay is for matrices, so class embeddings are one vector. Queries, keys and values are drawn as separate
+    matrices (MultiMAE's code)."""
     settings = config(outputs=EVERY_TASK)
     settings.model.initializer_range, settings.semseg.class_embedding = 0.03, 64
     found = dict(MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES}).named_parameters())

@@ -1,5 +1,5 @@
-"""Stored images with depth and segmentation, model and objective of MM-MAE: they fit each other, losses against plain
-loops over rows, patches and pixels, and taps that tell the tasks' gradients apart."""
+"""MM-MAE on stored images: losses against plain loops over rows, patches and pixels, and gradients of single tasks by
+taps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Recorder:
-    """A stand-in for the model that predicts fixed values and keeps what it was given."""
+    """A model that predicts fixed values and records its inputs."""
 
     def __init__(self, settings: Config) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -138,7 +138,7 @@ def slow(task: str, number: int, settings: Config, rows: Batch, model: Recorder)
 @pytest.mark.parametrize("reduction", ["sample", "element"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_sums_and_counts(case: dict[str, Any], reduction: Any) -> None:
-    """The last row is not there."""
+    """The last row is absent."""
     settings = config(**case)
     settings.objective.reduction = reduction
     there = torch.tensor([1.0, 1.0, 0.0])
@@ -164,7 +164,7 @@ def test_tasks_and_their_kinds() -> None:
 
 
 def test_logits_are_compared_in_single_precision() -> None:
-    """bf16 has 8 bits: a loss of its logits taken in bf16 would be off by up to half a percent."""
+    """bf16 has 8 bits: a loss in bf16 would be off by up to half a percent."""
     settings = config(outputs=("semseg",))
     rows, model = rows_for(settings), Recorder(settings)
     model.predictions = (model.predictions[0].bfloat16(),)
@@ -174,8 +174,7 @@ def test_logits_are_compared_in_single_precision() -> None:
 
 @pytest.mark.parametrize("reduction", ["sample", "element"])
 def test_a_task_without_elements_is_absent_and_still_in_the_graph(reduction: Any) -> None:
-    """Labels all void; depth never measured, so that every number of it is not one: the sum is exactly 0, and every
-    parameter gets a gradient of exactly 0."""
+    """With void labels and unmeasured depth, the sum and all gradients are exactly 0."""
     settings = config(outputs=EVERY_TASK)
     settings.objective.reduction = reduction
     model = small_model(settings, dtype=torch.float32)
@@ -190,7 +189,7 @@ def test_a_task_without_elements_is_absent_and_still_in_the_graph(reduction: Any
 
 
 def own_path(model: torch.nn.Module, task: str) -> list[Tensor]:
-    """Parameters on the way from the inputs to a task's prediction."""
+    """Return the parameters between the inputs and a task's prediction."""
     others = tuple(f"decoders.{name}." for name in EVERY_TASK if name != task)
     return [each for name, each in model.named_parameters() if not name.startswith(others)]
 
@@ -220,7 +219,7 @@ def tapped(objective: MultimodalReconstruction, rows: Batch, at: TapPlace) -> tu
 
 @pytest.mark.parametrize("reduction", ["sample", "element"])
 def test_each_task_s_gradient_of_the_last_shared_weights(reduction: Any) -> None:
-    """As one backward pass for each task gives it."""
+    """Compare with one backward pass per task."""
     settings = config(outputs=EVERY_TASK)
     settings.objective.reduction = reduction
     objective, model, rows = MultimodalReconstruction(settings), small_model(settings), batch(range(3))

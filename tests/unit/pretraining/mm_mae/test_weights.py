@@ -1,4 +1,4 @@
-"""MultiMAE's weights in our model predict what MultiMAE does, from the same images."""
+"""With MultiMAE's weights, our model predicts the same as MultiMAE for the same images."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def loaded(settings: Config, state: dict[str, Tensor]) -> MultimodalMaskedAutoen
 
 @pytest.mark.parametrize("inputs", [ALL, ("semseg", "rgb"), ("depth",)], ids=" ".join)
 def test_predictions_equal_multimae(inputs: tuple[str, ...]) -> None:
-    """Images go through a convolution there and come together from patches: the order of pixels, rows, columns and
-    classes is tried with the rest. Of a modality that is no input theirs has no embedding."""
+    """MultiMAE reads whole images by convolutions and assembles predictions, so this checks the order of pixels, rows,
+    columns and classes too. It has no embedding of a modality that is not an input."""
     settings = settings_like_theirs(inputs=inputs)
     state = published(settings, inputs=inputs)
     model = loaded(settings, state)
@@ -114,7 +114,7 @@ def test_all_parameters_are_imported_and_void_keeps_its_vector() -> None:
 
 
 def test_a_run_starts_from_multimae_weights(tmp_path: Path) -> None:
-    """Their rgb, which is pixels as they are, has no place among three tasks; norm_rgb has."""
+    """Of MultiMAE's decoders rgb and norm_rgb, our three tasks use norm_rgb."""
     settings = settings_like_theirs(outputs=ALL)
     state = published(settings)
     save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "multimae.safetensors")
@@ -161,7 +161,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     always(["mm_mae_vit_b_in1k_400", "mm_mae_vit_b_in1k_1600", "mm_mae_vit_b_s50_800"], "mm_mae_vit_b_in1k_400"),
 )
 def test_recipes_of_the_paper_import_multimae_b(recipe: str) -> None:
-    """Of a MultiMAE-B, here with one block, every weight has its place, and none of ours is left over."""
+    """All weights of a MultiMAE-B, here with one block, are imported, and all of ours are set."""
     settings = load_recipe(recipe)
     settings.model.layers = 1
     state = random_weights(

@@ -1,4 +1,4 @@
-"""Settings of MM-MAE that no run can have are refused with the flag to change; what nobody reads is cautioned of."""
+"""Invalid settings of MM-MAE are refused with the flag to change; unused ones give a caution."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_unknown_names_are_refused_with_known_ones(changes: dict[str, Any], word
 
 
 def test_used_modalities_have_a_section() -> None:
-    """As an input, or by what is predicted of it; what is said of it elsewhere is refused."""
+    """A section of a modality is refused unless it is an input or predicted."""
     both = settings(modalities={"inputs": ["rgb"], "outputs": ["raw_rgb"]})
     assert "semseg" in settings() and "semseg" not in both and "semseg" not in to_dict(load_recipe("mae_vit_b"))
     assert settings(modalities={"inputs": ["rgb"], "outputs": ["semseg"]})["semseg"]["stride"] == 4

@@ -1,4 +1,4 @@
-"""Our model beside transformers' BertForPreTraining with the same weights."""
+"""Our model against transformers' BertForPreTraining with the same weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights(model: BertForMaskedPositions) -> dict[str, Tensor]:
 
 
 def random_reference() -> BertForPreTraining:
-    """transformers' model with no weight at 0 or 1, and so none that would be right by accident."""
+    """Return transformers' model without weights of exactly 0 or 1, which could match by accident."""
     torch.manual_seed(4)
     reference = BertForPreTraining(bert_config(small_sizes(), VOCABULARY))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_logits_agree_at_masked_positions_of_padded_rows(training: bool) -> None
 
 
 def test_rows_without_padding_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And torch is given none: its flash attention refuses masks."""
+    """torch gets no mask either, because its flash attention refuses masks."""
     model, batch = small_model().double(), masked_rows(6)
     batch = changed(batch, attention_mask=torch.ones_like(batch["attention_mask"]))
     objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=16)

@@ -1,5 +1,4 @@
-"""PoS-BERT's objective against a loop over single positions in float64; the word prediction may start at how often each
-piece occurs."""
+"""PoS-BERT's objective against a loop over single positions in float64, and the initial output bias."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def losses_of(objective: PosMaskedLanguageModelling, model: BertForMaskedPositio
 
 
 def with_absent_row(batch: Batch, row: int) -> Batch:
-    """A row that could not be read: it keeps its place and has no elements."""
+    """Return the batch with an unreadable row, which has no elements."""
     label_weights, row_weights = batch["label_weights"].clone(), batch["row_weights"].clone()
     label_weights[row] = 0.0
     row_weights[row] = 0.0
@@ -144,7 +143,7 @@ def test_sums_and_counts_are_those_of_single_positions(other: str, next_sentence
 
 @pytest.mark.parametrize("next_sentence", ["outside", "off"])
 def test_hits_are_counted_in_evaluation(next_sentence: str) -> None:
-    """Labels are made the model's own answers for the words of even rows, and others' elsewhere."""
+    """Labels equal the model's predictions in even rows, and differ in odd rows."""
     model, objective = small_model().eval(), objective_of(next_sentence=next_sentence)
     batch = with_absent_row(masked_rows(12), 7)
     with torch.no_grad():
