@@ -132,14 +132,10 @@ def is_run(path: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint: str = "") -> None:
-    """Copy weights into a module by name.
-
-    Args:
-        where: file or flag of the weights, for messages.
-        hint: likely reason, appended to the message.
+    """Copy weights of the file or flag `where` into a module by name.
 
     Raises:
-        RefusedError: names are missing or unexpected, or shapes differ.
+        RefusedError: names are missing or unexpected, or shapes differ; the message ends with `hint`.
     """
     parameters = dict(module.named_parameters())
     try:
@@ -158,14 +154,7 @@ def encoder_from_run(
     tokenizer: Path | None = None,
     checkpoint: Path | None = None,
 ) -> EncoderSource:
-    """Return the encoder of a run.
-
-    Args:
-        config: settings of the run.
-        path: name in messages.
-        stored: returns the weights of the whole model by name.
-        tokenizer: directory of the tokenizer of a run on text.
-        checkpoint: of the weights; `None` for weights in memory.
+    """Return the encoder of a run; `stored` returns the weights of the whole model by name.
 
     Raises:
         RefusedError: the encoder reads neither text nor images.

@@ -129,14 +129,7 @@ def read_finished(run_dir: Path, config: Config) -> SeedResult | None:
 
 
 def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -> None:
-    """Refuse to join seeds that were trained or measured on different data.
-
-    Args:
-        digest: of the seed's data; empty = unknown.
-
-    Raises:
-        RefusedError: naming the other seeds.
-    """
+    """Refuse to join seeds that were trained or measured on different data; an empty digest is unknown."""
     others = [str(result.seed) for result in earlier if "" not in (result.data, digest) and result.data != digest]
     if others:
         raise RefusedError(

@@ -140,11 +140,7 @@ def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> Encode
     """Return timm's vision transformer, or an export with relative positions.
 
     Sine-cosine positions stay fixed, others become weights. The model's pixel mean and deviation are folded into the
-    patch embedding, which then reads pixels normalised with ours.
-
-    Args:
-        document: config.json.
-        where: its name in messages.
+    patch embedding, which then reads pixels normalised with ours. `document` is config.json.
     """
     index = ""
     if document["architecture"] == RELATIVE_ARCHITECTURE:  # an export: timm's plain ViT with position tables
@@ -186,11 +182,7 @@ def encoder_from_timm(path: str, document: dict[str, Any], where: str) -> Encode
 
 
 def _build_timm(path: str, fields: Fields) -> Any:
-    """Build timm's model on the meta device.
-
-    Raises:
-        RefusedError: timm cannot build it, or `ImageEncoder` does not support it.
-    """
+    """Build timm's model on the meta device."""
     import timm
 
     architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
@@ -221,9 +213,6 @@ def _model_arguments(fields: Fields) -> dict[str, Any]:
     """Return the file's arguments of timm's `VisionTransformer`.
 
     `timm.create_model` also accepts others, such as a checkpoint that it would unpickle.
-
-    Raises:
-        RefusedError: an unknown argument, or a size that is too large.
     """
     from timm.models.vision_transformer import VisionTransformer
 

@@ -66,11 +66,7 @@ class Predictions(Collector, Protocol):
 def predict(
     engine: Engine, compute: Callable[..., Any], windows: Iterable[Batch], collectors: Sequence[Collector]
 ) -> None:
-    """Pass the outputs of all measured rows to the collectors. Collective.
-
-    Args:
-        compute: `DownstreamTask.predict`.
-    """
+    """Pass the outputs of `compute` (`DownstreamTask.predict`) for all rows to the collectors. Collective."""
     corrupt: set[str] = set()
     engine.train(False)
     with torch.no_grad():
@@ -110,11 +106,7 @@ def all_blocks(blocks: Sequence[Blocks]) -> list[Chosen]:
 
 
 def refuse_unreadable_rows(corrupt: Iterable[str], group: Group) -> None:
-    """Raise `UnreadableError` if any rank has unreadable rows: metrics are of all rows. Collective.
-
-    Args:
-        corrupt: names of this rank's unreadable rows.
-    """
+    """Raise `UnreadableError` if any rank has unreadable rows `corrupt`: metrics are of all rows. Collective."""
     if unread := sorted(set().union(*group.gather_objects(set(corrupt)))):
         raise UnreadableError(
             f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), but metrics need all "
@@ -171,10 +163,6 @@ def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
     For a sharded folder the key is the image's path without suffix. Keys of a mixture are MEMBER/KEY. If several tars
     of a data set repeat keys, its keys are TAR/KEY.
 
-    Args:
-        plan: of the measured rows.
-        datasets: members of the mixture.
-
     Raises:
         DataError: an index is missing, or a key is not a relative path within a folder.
     """
@@ -222,11 +210,7 @@ class ReadRun:
 
 
 def open_run(source: Path, weights: Weights = "last") -> ReadRun:
-    """Open a checkpoint, or the newest checkpoint of a run directory.
-
-    Raises:
-        RefusedError: no checkpoint exists.
-    """
+    """Open a checkpoint, or the newest checkpoint of a run directory."""
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
     return ReadRun(
@@ -260,11 +244,7 @@ def read_run(directory: Path, weights: Weights = "last") -> ReadRun:
 
 
 def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[ReadRun]]:
-    """Open all tasks and seeds of a `trp-scale finetune` directory, or a single run; returns the runs by task.
-
-    Raises:
-        RefusedError: no run exists, or `read_run` refuses one.
-    """
+    """Open all tasks and seeds of a `trp-scale finetune` directory, or a single run; returns the runs by task."""
     if (run / "checkpoints").is_dir():
         directories = [run]
     else:

@@ -180,11 +180,7 @@ class ImageTask(DownstreamTask[ImageRun]):
         return plan
 
     def take_encoder(self, model: OnImageEncoder, *, last_norm: bool = True) -> None:
-        """Load the encoder of --from into a model; no-op for scratch.
-
-        Args:
-            last_norm: whether the model's encoder has a last norm.
-        """
+        """Load the encoder of --from into a model, with or without its last norm; no-op for scratch."""
         if (path := self.config.model.weights) and path != SCRATCH:
             weights = open_encoder(path).image_weights(self.config)
             if not last_norm:
@@ -271,11 +267,7 @@ def open_task_sources(
 def select_training_blocks(
     blocks: Sequence[Blocks], paths: Sequence[MemberPath], fraction: float
 ) -> list[npt.NDArray[np.bool_]]:
-    """Return masks [n] of the blocks that are not held out.
-
-    Args:
-        fraction: data.validation_fraction; 0 with a separate test set.
-    """
+    """Return masks [n] of the blocks that are not held out; `fraction` is 0 with a separate test set."""
     return [
         ~held_out(table.identities, fraction, where=str(path.path)) for table, path in zip(blocks, paths, strict=True)
     ]
@@ -306,12 +298,7 @@ def build_task(config: FinetuneConfig, environment: Environment, *, figures: boo
 
 
 def seed_result(task: DownstreamTask[Any], seed: int, metrics: dict[str, Any], **fields: Any) -> SeedResult:
-    """Return the result of one run.
-
-    Args:
-        metrics: values that `DownstreamTask.metrics` returned, with `detail`.
-        fields: further fields of the result, such as `settings`.
-    """
+    """Return the result of one run; `fields` are further fields of `SeedResult`."""
     detail = metrics.pop("detail", {})
     return SeedResult(
         task=task.name,
@@ -364,12 +351,9 @@ class SampledRowsBuilder:
 
 
 def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
-    """Sample `count` rows by the seed, stratified by label. A larger sample contains a smaller one, up to rounding.
+    """Sample `count` rows of the allowed blocks by the seed, stratified by label if `whole` has labels.
 
-    Args:
-        whole: the data sets; `labels` `None` = not stratified.
-        allowed: masks [n] of blocks to sample from.
-        count: rows in total.
+    A larger sample contains a smaller one, up to rounding.
 
     Raises:
         RefusedError: fewer rows exist, or a data set gets none.

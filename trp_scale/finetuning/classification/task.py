@@ -101,13 +101,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
 
 class PredictedClasses:
     """Writes a CSV file with a line for each image: key, number and name of the predicted class, its probability, and
-    the true class, empty if unknown; see `Predictions`.
-
-    Args:
-        classes: names.
-        plan, datasets: of the measured rows.
-        group: ranks that predict.
-    """
+    the true class, empty if unknown; see `Predictions`."""
 
     columns = ("key", "predicted", "class", "probability", "label")
 
@@ -139,12 +133,7 @@ class PredictedClasses:
 
 
 class Accuracy:
-    """Top-1 and top-5 accuracy, and accuracy per class; see `Metrics`.
-
-    Args:
-        classes: names.
-        constant: class of the constant baseline; `None` = no baseline.
-    """
+    """Top-1, top-5 and per-class accuracy, and that of always predicting the class `constant`; see `Metrics`."""
 
     def __init__(self, classes: tuple[str, ...], constant: int | None = None) -> None:
         self._classes, self._constant = classes, constant
@@ -199,11 +188,7 @@ class LabelledImages:
     classes: tuple[str, ...]
 
     def most_frequent(self, fraction: float) -> int:
-        """Return the most frequent class of the training images; ties go to the lower class.
-
-        Args:
-            fraction: of held-out blocks.
-        """
+        """Return the most frequent class of the images that are not held out; ties go to the lower class."""
         blocks = [dataset.blocks for dataset in self.datasets]
         counts = np.zeros(len(self.classes), dtype=np.int64)
         for dataset, chosen in zip(self.datasets, select_training_blocks(blocks, self.paths, fraction), strict=True):

@@ -182,10 +182,6 @@ UNMEASURED = 0.0
 class SegmentationMaps:
     """Reads segmentation maps [H, W] uint8, with classes renumbered from 0 without ignored ones; 255 = void.
 
-    Args:
-        classes: names of the classes of the stored maps.
-        ignored: numbers of classes that become void.
-
     Attributes:
         name: of the modality and of the batch's field.
         all_classes: names of the classes of the stored maps.
@@ -237,10 +233,6 @@ class SegmentationMaps:
 
 class DepthMaps:
     """Reads depth maps [H, W] float32 in metres, or in shares of the map's range for relative depth; 0 = unknown.
-
-    Args:
-        datasets: members of the mixture.
-        dense: limits of the depth.
 
     Attributes:
         name: of the modality and of the batch's field.

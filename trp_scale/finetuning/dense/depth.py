@@ -86,11 +86,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return 1
 
     def _statistics(self, data: DenseData) -> tuple[float, float]:
-        """Return mean and deviation of the measured pixels of the first maps in training order, the same on all ranks.
-
-        Raises:
-            DataError: none of these maps has a measured pixel.
-        """
+        """Return mean and deviation of the first maps in training order, which is the same on all ranks."""
         config = self.config
         paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
@@ -308,11 +304,7 @@ class DepthErrors:
 
 
 def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
-    """Return [7] float64: the number of pixels, then sums over pixels for each metric of NAMES.
-
-    Args:
-        predicted, true: [n] positive depth.
-    """
+    """Return for depth [n] the number of pixels, then sums over pixels for each metric of NAMES, [7] float64."""
     ratio = torch.maximum(predicted / true, true / predicted)
     logarithms = (predicted.log10() - true.log10()).abs()
     parts = [torch.ones_like(true), *((ratio < DELTA**power).to(true.dtype) for power in (1, 2, 3))]

@@ -28,7 +28,7 @@ OUTPUT_SCALE = 0.01
 
 
 class DenseHead(nn.Module):
-    """Converts tokens of encoder blocks to maps.
+    """Converts tokens of encoder blocks to maps. Arguments of heads: `width` is D of tokens, `outputs` is C of maps.
 
     Attributes:
         after: numbers of the blocks to read, ascending, with possible repeats; empty = the encoder's normalised output.
@@ -102,12 +102,7 @@ def _fan_in(module: nn.Module) -> int:
 
 
 class LinearHead(DenseHead):
-    """1 x 1 convolution of the encoder's normalised output.
-
-    Args:
-        width: D of tokens.
-        outputs: C of maps.
-    """
+    """1 x 1 convolution of the encoder's normalised output."""
 
     outputs = ("classifier",)
 
@@ -131,13 +126,7 @@ CONVNEXT_WIDTH = 384
 
 class ConvNextHead(DenseHead):
     """Splits each token into 4 x 4 cells, then applies timm's ConvNeXt blocks without layer scale (Liu et al. 2022) and
-    a 1 x 1 convolution.
-
-    Args:
-        width: D of tokens.
-        outputs: C of maps.
-        cell: channels of a cell.
-    """
+    a 1 x 1 convolution."""
 
     outputs = ("classifier",)
 
@@ -171,11 +160,7 @@ class DptHead(DenseHead):
     Two modules of transformers are removed: the first residual unit of the first fusion, whose weights get no gradient;
     and the last ReLU, since outputs are standardised depth of either sign and start near zero.
 
-    Args:
-        width: D of tokens.
-        outputs: 1.
-        after: four blocks.
-        channels: of the fused maps; maps before fusion have 3/8, 3/4, 3/2 and 3 times as many.
+    Fused maps have `channels` channels; maps before fusion have 3/8, 3/4, 3/2 and 3 times as many.
     """
 
     def __init__(self, width: int, outputs: int, after: tuple[int, ...], channels: int = DPT_WIDTH) -> None:
@@ -212,15 +197,8 @@ AUXILIARY_LEVEL = 2
 
 class UperNetHead(DenseHead):
     """Transformers' UPerNet on tokens of four blocks, rescaled to 4, 2, 1 and 1/2 times the patch grid by transposed
-    convolutions and pooling (Bao et al. 2022, He et al.). Batch norms are replaced by `group_norm`.
-
-    Args:
-        width: D of tokens.
-        outputs: C of maps.
-        after: four blocks.
-        channels: within the head.
-        auxiliary: add a small second head on the third map.
-    """
+    convolutions and pooling (Bao et al. 2022, He et al.). Batch norms are replaced by `group_norm`. `auxiliary` adds a
+    small second head on the third map."""
 
     def __init__(
         self, width: int, outputs: int, after: tuple[int, ...], channels: int = UPERNET_WIDTH, *, auxiliary: bool

@@ -72,14 +72,7 @@ MapConverter = Callable[[Tensor, int], Map]
 
 
 class PredictedMaps:
-    """Writes DIRECTORY/KEY.png for each image, batch by batch; see `Predictions`.
-
-    Args:
-        directory: of the files.
-        convert: converts a prediction.
-        plan, datasets: of the measured rows.
-        group: ranks that predict.
-    """
+    """Writes DIRECTORY/KEY.png for each image, batch by batch; see `Predictions`."""
 
     def __init__(
         self, directory: Path, convert: MapConverter, plan: Plan, datasets: Sequence[ImageDataset], group: Group
@@ -142,11 +135,7 @@ class DenseTask(ImageTask[DenseRun]):
 
     @abstractmethod
     def derive_settings(self, data: DenseData, measured: DenseData) -> int:
-        """Set the settings that follow from the data; returns C, the model's output channels.
-
-        Args:
-            data: for training.
-            measured: for evaluation; may be the same.
+        """Set the settings that follow from training and measured data; returns C, the model's output channels.
 
         Raises:
             RefusedError: the data sets do not fit each other or the settings.
@@ -159,11 +148,7 @@ class DenseTask(ImageTask[DenseRun]):
 
     @abstractmethod
     def to_stored_map(self, predicted: Tensor, member: int) -> Map:
-        """Convert a prediction [H, W] to the number format of the measured data set's maps, [H, W] uint8 or uint16.
-
-        Args:
-            member: number of the data set in the mixture.
-        """
+        """Convert a prediction [H, W] to the numbers of maps of data set `member`, [H, W] uint8 or uint16."""
 
     def model(self) -> nn.Module:
         model = PixelModel(self.config, self._outputs)

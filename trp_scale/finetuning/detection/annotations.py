@@ -144,11 +144,7 @@ def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **field
 
     Args:
         images: key, height, width and objects of each image.
-        digest: of the file's bytes.
         fields: further fields of `Annotations`.
-
-    Raises:
-        DataError: no image, or a repeated one.
     """
     skipped = dict.fromkeys((BOX, OUTSIDE, MASK), 0)
     keys, sizes, firsts, objects = list[str](), list[tuple[int, int]](), [0], list[ReadObject]()
@@ -224,12 +220,7 @@ LARGEST_XML = 16 << 20
 
 
 def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
-    """Read a COCO file. Classes are its categories by ascending id, which need not be contiguous.
-
-    Args:
-        path: of the JSON file.
-        images: folder of the images; empty = search the usual folders.
-        masks: read masks too.
+    """Read a COCO file; see `open_detection`. Classes are its categories by ascending id, which may have gaps.
 
     Raises:
         DataError: the file is damaged or of another format; names the annotation.
@@ -358,14 +349,10 @@ def _folder(path: Path, images: str, names: list[str]) -> Path:
 
 
 def read_voc(path: Path, images: str = "") -> Annotations:
-    """Read all annotations of a Pascal VOC folder, or those of a list of images.
+    """Read a Pascal VOC folder (VOC2007), or a list in it (VOC2007/ImageSets/Main/trainval.txt); see `open_detection`.
 
     Classes are the sorted names of objects. VOC's boxes are first and last pixel, counted from 1; here a box extends
     from the left side of the first pixel to the right side of the last.
-
-    Args:
-        path: folder (VOC2007), or a list in it (VOC2007/ImageSets/Main/trainval.txt).
-        images: folder of the images; empty = JPEGImages.
 
     Raises:
         DataError: a file is missing, damaged or of another format; names the file.

@@ -125,7 +125,6 @@ def draw_placements(
     Args:
         states: [R] of `plan.row_states`.
         sizes: [R, 2] height and width of the images.
-        side: of the squares.
         scales: range of the longer side after resizing, in units of `side`.
         flip: probability of a flip.
     """
@@ -160,10 +159,7 @@ class DetectionBatchBuilder:
         image [R, 2] int64: number of the data set in the mixture, and of the image in it.
         row_weights [R] float32: 1; 0 for a padding row or an unreadable image, which is grey.
 
-    Args:
-        config: with detection.masks on or off.
-        datasets: members of the mixture, of the same classes.
-        augment: random placements; otherwise whole images.
+    Placements are random with `augment`; otherwise images are whole.
     """
 
     def __init__(self, config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> None:

@@ -28,11 +28,7 @@ LONGEST_NUMBER = 60
 
 
 def mask_functions() -> Any:
-    """Import pycocotools.mask.
-
-    Raises:
-        RefusedError: it is not installed.
-    """
+    """Import pycocotools.mask."""
     try:
         from pycocotools import mask
     except ImportError as error:
@@ -46,12 +42,7 @@ def mask_functions() -> Any:
 def encode_segmentation(segmentation: object, height: int, width: int, *, where: str) -> bytes:
     """Return compressed run lengths for a COCO mask of polygons, run lengths or compressed run lengths.
 
-    Args:
-        height, width: of the image.
-        where: annotation, for messages.
-
-    Returns:
-        Run lengths; b"" for a mask without an area.
+    Masks without an area give b"".
 
     Raises:
         DataError: the mask is of another format or size.

@@ -47,12 +47,7 @@ def rescale(width: int, level: int) -> tuple[nn.Module, int]:
 
 class SimplePyramid(nn.Module):
     """Computes all levels from the last block's map (Li et al. 2022, section 3): rescaling, then a 1 x 1 and a 3 x 3
-    convolution, each with a norm over channels.
-
-    Args:
-        width: D of tokens.
-        channels: of each level.
-    """
+    convolution, each with a norm over channels. `width` is D of tokens."""
 
     def __init__(self, width: int, channels: int) -> None:
         super().__init__()
@@ -142,10 +137,7 @@ class Detector(OnImageEncoder):
 
     Images are normalised squares, so torchvision's transform is not used. Anchor sizes and the levels of proposals are
     proportional to the encoder's stride p, with torchvision's values at p = 16: anchors of 32 to 512 pixels, and a
-    proposal of 224 pixels on the map of stride 16.
-
-    Args:
-        config: with detection.masks on or off, and `downstream.classes` without background.
+    proposal of 224 pixels on the map of stride 16. `downstream.classes` excludes the background.
     """
 
     def __init__(self, config: DetectionTaskConfig) -> None:

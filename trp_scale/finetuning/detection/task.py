@@ -67,14 +67,7 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
 
 
 def resolve_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
-    """Resolve detection.masks auto in place: on if all data sets have masks.
-
-    Args:
-        datasets: for training and evaluation.
-
-    Raises:
-        RefusedError: detection.masks is on, but a data set has no masks.
-    """
+    """Resolve detection.masks auto in place: on if all data sets have masks. Refuse on without masks."""
     without = [dataset for dataset in datasets if dataset.masks is None]
     if config.detection.masks == "on" and without:
         raise RefusedError(f"--detection.masks on: objects of {without[0].path} have no masks; allowed: auto, off")
@@ -94,11 +87,7 @@ def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations],
 
 
 def select_learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
-    """Return masks [n] of the images to train on.
-
-    Raises:
-        RefusedError: no image has an object.
-    """
+    """Return masks [n] of the images to train on."""
     counts = [dataset.counts() for dataset in datasets]
     if not any((objects > 0).any() for objects in counts):
         raise RefusedError(f"{datasets[0].path}: no image has an object; expected: training images with objects")

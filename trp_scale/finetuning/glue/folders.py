@@ -88,14 +88,7 @@ def split_name(file: str) -> str:
 
 
 def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:
-    """Read splits of one task from a dataset directory.
-
-    Args:
-        files: possible file stems of each set; the first that exists is read, and missing sets are skipped.
-
-    Raises:
-        DataError: `datasets` is not installed, or the directory is damaged or of another format.
-    """
+    """Read splits of one task from a dataset directory: of each set in `files` the first stem that exists."""
     try:
         import datasets
     except ImportError as error:
@@ -224,12 +217,7 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
 
 
 def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int) -> GlueData:
-    """Read the training and measured examples of a task.
-
-    Args:
-        root: GLUE directory.
-        split: dev or test.
-        max_bad_lines: largest number of skipped lines for each file.
+    """Read the training and measured examples of a task; skip up to `max_bad_lines` lines of each file.
 
     Raises:
         DataError: a file or folder is missing, damaged or of another format.
@@ -383,11 +371,7 @@ UNKNOWN = ("", "-1", "-1.0")
 
 
 def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[int], int | None, int | None]:
-    """Return the numbers of the columns of sentences, label and index; `None` for a missing label or index.
-
-    Raises:
-        DataError: a sentence's column is missing.
-    """
+    """Return the numbers of the columns of sentences, label and index; `None` for a missing label or index."""
 
     def find(allowed: Sequence[str]) -> int | None:
         return next((names.index(name) for name in allowed if name in names), None)
@@ -402,11 +386,7 @@ def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[i
 def number_labels(
     texts: Sequence[str], task: GlueFormat, line_numbers: Sequence[int], where: str
 ) -> npt.NDArray[np.float64] | None:
-    """Convert a file's labels to numbers [n]; `None` if all are unknown.
-
-    Raises:
-        DataError: a label is unknown or not of the task; names file and line.
-    """
+    """Convert a file's labels to numbers [n]; `None` if all are unknown."""
     if all(text in UNKNOWN for text in texts):
         return None
     if task.values:

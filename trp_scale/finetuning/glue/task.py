@@ -159,11 +159,7 @@ def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[Tok
 
 
 def tokenizer_directory(config: GlueTaskConfig, encoder: EncoderSource | None) -> Path:
-    """Return --downstream.tokenizer, or the encoder's tokenizer.
-
-    Raises:
-        RefusedError: neither exists.
-    """
+    """Return --downstream.tokenizer, or the encoder's tokenizer."""
     if config.downstream.tokenizer:
         return Path(config.downstream.tokenizer)
     if encoder is None or encoder.tokenizer is None:
@@ -263,13 +259,7 @@ CORRELATIONS = ("matthews", "pearson", "spearman")
 
 
 def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
-    """Return a metric of the constant prediction that is best on the training rows.
-
-    Args:
-        figure: name of the metric.
-        learned: labels of the training rows.
-        labels: of the measured rows.
-    """
+    """Return a metric of the constant prediction that is best on the training labels `learned`."""
     if figure in CORRELATIONS:
         return 0.0
     best = max(np.unique(learned), key=lambda value: compute(np.full(len(learned), value), learned))
@@ -280,7 +270,6 @@ class GlueMetrics:
     """Metrics of one task on each of its measured sets; see `Metrics`.
 
     Args:
-        task: name of the task.
         sets: names of the measured sets; "" for a single set.
         learned: labels or scores of the training rows, for constant baselines; `None` = no baselines.
     """
@@ -334,14 +323,7 @@ LEAST_SCORE, LARGEST_SCORE = 0.0, 5.0
 
 
 class GlueSubmission:
-    """Writes a file for GLUE's server for each measured set; see `Predictions`.
-
-    Args:
-        task: name of the task.
-        measured: examples by set, in the order of `measured_set` in batches.
-        directory: of the files.
-        group: ranks that predict.
-    """
+    """Writes a file for GLUE's server for each measured set; see `Predictions`."""
 
     def __init__(self, task: str, measured: Mapping[str, Examples], directory: Path, group: Group) -> None:
         self._form, self._measured = FORMATS[task], measured
