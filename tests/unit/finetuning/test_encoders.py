@@ -44,7 +44,7 @@ BERT = {
 }
 
 
-def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, ClassificationTaskConfig]:
+def load_source(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, ClassificationTaskConfig]:
     """The encoder at `path` in a run on images of this grid, whose recipe has other sizes."""
     settings = finetune_config(**downstream)
     settings.model.layers, settings.model.hidden_size, settings.model.layer_norm_eps = 3, 48, 1e-3
@@ -62,7 +62,7 @@ def features(encoder: ImageEncoder, pixels: Tensor | None = None) -> Tensor:
         return encoder(images().float() if pixels is None else pixels)[0]
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5)
 
 
@@ -70,22 +70,22 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("tokens", ["visible", "all"])
 def test_a_run_of_ours(tmp_path: Path, tokens: Any, positions: Any) -> None:
     model = write_run(tmp_path, config(tokens=tokens, positions=positions))
-    encoder, settings = taken(tmp_path)
+    encoder, settings = load_source(tmp_path)
     assert (settings.vision.positions, settings.downstream.pretraining_grid) == (positions, GRID)
     every = torch.arange(GRID**2).expand(3, -1)
     with torch.no_grad():
-        close(features(encoder), model.features(patchify(images().float(), PATCH), every))
+        assert_close(features(encoder), model.features(patchify(images().float(), PATCH), every))
 
 
 def test_a_run_with_a_coordinate_adversary_keeps_the_adversarys_index(tmp_path: Path) -> None:
     settings = config(positions="relative", kind="relative_coordinate")
     settings.adversary.index = "relaxed"
     model = write_run(tmp_path, settings)
-    encoder, found = taken(tmp_path)
+    encoder, found = load_source(tmp_path)
     assert (settings.vision.index, found.vision.index) == ("rounded", "relaxed")
     with torch.no_grad():
         every = torch.arange(GRID**2).expand(3, -1)
-        close(features(encoder), model.features(patchify(images().float(), PATCH), every))
+        assert_close(features(encoder), model.features(patchify(images().float(), PATCH), every))
 
 
 @pytest.mark.parametrize("order", ["column_row", "row_column"])
@@ -99,7 +99,7 @@ def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool,
     model = write_multimodal_run(tmp_path / "run", given)
     if exported:
         export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=given.crops.size)
-    encoder, settings = taken(tmp_path / ("timm" if exported else "run"), model.grid)
+    encoder, settings = load_source(tmp_path / ("timm" if exported else "run"), model.grid)
     assert (settings.vision.position_order, settings.downstream.learned_positions) == (order, False)
     side = settings.crops.size
     pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
@@ -109,7 +109,7 @@ def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool,
         expected = model.features({"rgb": patches}, tokens)
         if not norm:
             expected = torch.nn.functional.layer_norm(expected, expected.shape[-1:], eps=1e-6)
-        close(features(encoder, pixels), expected)
+        assert_close(features(encoder, pixels), expected)
 
 
 def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
@@ -126,21 +126,21 @@ def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> Image
 @pytest.mark.parametrize("pooling", ["mean", "class"])
 def test_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
     model = write_classifier(tmp_path, finetune_config(pooling=pooling, learned_positions=learned))
-    encoder, settings = taken(tmp_path)
+    encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions is learned
     found, pixels = features(encoder), images().float()
     with torch.no_grad():
         if pooling == "class":
-            close(found, model.encoder(pixels)[0])
+            assert_close(found, model.encoder(pixels)[0])
         else:  # the norm of the mean is the only one that there is
             assert model.fc_norm is not None
-            close(found, model.fc_norm(model.encoder(pixels)[0]))
+            assert_close(found, model.fc_norm(model.encoder(pixels)[0]))
 
 
 def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_path: Path) -> None:
     settings = finetune_config(GRID, positions="interpolated", pretraining_grid=3)
     model = write_classifier(tmp_path, settings)
-    encoder, found = taken(tmp_path, positions="interpolated")
+    encoder, found = load_source(tmp_path, positions="interpolated")
     assert found.downstream.pretraining_grid == 3
     assert encoder.fixed_positions is not None and model.encoder.fixed_positions is not None
     assert encoder.fixed_positions.equal(model.encoder.fixed_positions)
@@ -149,8 +149,8 @@ def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_p
 @pytest.mark.parametrize("grid", [GRID, GRID + 2])
 def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_path: Path, grid: int) -> None:
     write_run(tmp_path, config(tokens="visible"))
-    fixed, _ = taken(tmp_path, grid, positions="interpolated")
-    encoder, _ = taken(tmp_path, grid, positions="learned")
+    fixed, _ = load_source(tmp_path, grid, positions="interpolated")
+    encoder, _ = load_source(tmp_path, grid, positions="learned")
     before = torch.cat([torch.zeros(1, 24), sine_cosine(GRID, 24).float()])[None]
     torch.testing.assert_close(encoder.pos_embed.detach(), resample_abs_pos_embed(before, [grid, grid])[0])
     pixels = torch.randn(2, 3, grid * PATCH, grid * PATCH, generator=torch.Generator().manual_seed(1))
@@ -164,20 +164,20 @@ def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_pa
 
 def test_a_run_that_has_learned_positions_hands_them_on(tmp_path: Path) -> None:
     model = write_classifier(tmp_path, finetune_config(positions="learned"))
-    encoder, settings = taken(tmp_path)
+    encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions
     assert encoder.pos_embed.equal(model.encoder.pos_embed)
 
 
 def test_exports_of_a_run_are_the_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", config(tokens="visible"))
-    expected = features(taken(tmp_path / "run")[0])
+    expected = features(load_source(tmp_path / "run")[0])
     export(tmp_path / "run", tmp_path / "hf", to="hf")
     export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=GRID * PATCH)
     for library in ("hf", "timm"):
-        encoder, settings = taken(tmp_path / library)
+        encoder, settings = load_source(tmp_path / library)
         assert not settings.downstream.learned_positions  # fixed ones stay fixed
-        close(features(encoder), expected)
+        assert_close(features(encoder), expected)
 
 
 def test_what_transformers_saves(tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_what_transformers_saves(tmp_path: Path) -> None:
     with torch.no_grad():
         peer.vit.embeddings.position_embeddings[0, 0] = torch.randn(peer.config.hidden_size)  # the class token's own
     peer.save_pretrained(tmp_path)
-    encoder, found = taken(tmp_path)
+    encoder, found = load_source(tmp_path)
     assert (found.model.layers, found.downstream.pretraining_grid) == (2, GRID)
     peer.vit.config.mask_ratio = 0.0
     with torch.no_grad():
         expected = peer.vit(images().float(), noise=torch.arange(GRID**2).float().expand(3, -1)).last_hidden_state
-    close(features(encoder), expected)
+    assert_close(features(encoder), expected)
 
 
-def saved_by_timm(directory: Path, **changes: Any) -> timm.models.VisionTransformer:
+def save_timm_model(directory: Path, **changes: Any) -> timm.models.VisionTransformer:
     """A small model of timm's own maker, saved as timm saves for the hub."""
     sizes = {"img_size": GRID * PATCH, "patch_size": PATCH, "embed_dim": 24, "depth": 2, "num_heads": 2}
     peer = timm.create_model("vit_base_patch16_224", pretrained=False, num_classes=7, **{**sizes, **changes}).eval()
@@ -206,29 +206,29 @@ def saved_by_timm(directory: Path, **changes: Any) -> timm.models.VisionTransfor
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_what_timm_saves(tmp_path: Path, pool: str) -> None:
     """Its own mean and deviation, 0.5, are in the patch embedding afterwards."""
-    peer = saved_by_timm(tmp_path, global_pool=pool)
+    peer = save_timm_model(tmp_path, global_pool=pool)
     statistics = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
     assert statistics["mean"] == [0.5, 0.5, 0.5]
-    encoder, settings = taken(tmp_path)
+    encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions
     pixels = torch.rand(3, 3, GRID * PATCH, GRID * PATCH, generator=torch.Generator().manual_seed(2))
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_DEVIATION))
     with torch.no_grad():
         expected = peer.fc_norm(peer.forward_features((pixels - 0.5) / 0.5))
-    close(features(encoder, (pixels - mean) / deviation), expected)
+    assert_close(features(encoder, (pixels - mean) / deviation), expected)
 
 
 def test_learned_positions_are_stretched_to_the_images(tmp_path: Path) -> None:
-    saved_by_timm(tmp_path)
+    save_timm_model(tmp_path)
     grid = GRID + 2
     described = json.loads((tmp_path / "config.json").read_text())
     described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    encoder, _ = taken(tmp_path, grid)
+    encoder, _ = load_source(tmp_path, grid)
     larger = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=grid * PATCH).eval()
     assert larger.pos_embed.shape[1] == 1 + grid**2
     with torch.no_grad():
-        close(features(encoder, images(grid=grid).float()), larger.forward_features(images(grid=grid).float()))
+        assert_close(features(encoder, images(grid=grid).float()), larger.forward_features(images(grid=grid).float()))
 
 
 def refuse_to_open(path: Path, *named: str) -> None:
@@ -253,11 +253,11 @@ def refuse_to_open(path: Path, *named: str) -> None:
     ],
 )
 def test_a_transformer_that_computes_something_else_is_refused(tmp_path: Path, changes: Any, difference: str) -> None:
-    saved_by_timm(tmp_path, **changes)
+    save_timm_model(tmp_path, **changes)
     refuse_to_open(tmp_path, "vit_base_patch16_224", difference)
 
 
-def described(directory: Path, weights: dict[str, Tensor] | None = None, **document: Any) -> Path:
+def write_description(directory: Path, weights: dict[str, Tensor] | None = None, **document: Any) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(document))
     save_file(weights or {"nothing": torch.zeros(1)}, directory / "model.safetensors")
@@ -277,14 +277,14 @@ def described(directory: Path, weights: dict[str, Tensor] | None = None, **docum
     ids=str,
 )
 def test_other_and_incomplete_descriptions_are_refused(tmp_path: Path, document: dict[str, Any], named: str) -> None:
-    refuse_to_open(described(tmp_path, **document), named)
+    refuse_to_open(write_description(tmp_path, **document), named)
 
 
 def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     refuse_to_open(tmp_path / "nowhere", "nowhere")
     refuse_to_open(tmp_path, str(tmp_path))
-    saved_by_timm(tmp_path / "timm")
-    for directory in (described(tmp_path / "bert", **BERT), tmp_path / "timm"):
+    save_timm_model(tmp_path / "timm")
+    for directory in (write_description(tmp_path / "bert", **BERT), tmp_path / "timm"):
         (directory / "model.safetensors").write_bytes(b"cut off")
         refuse_to_open(directory, f"{directory}: model.safetensors")
         for content in ("{", "[1]"):
@@ -307,7 +307,7 @@ def test_a_masked_autoencoder_of_another_kind_is_refused(tmp_path: Path) -> None
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
-    saved_by_timm(tmp_path)
+    save_timm_model(tmp_path)
     weights, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
     save_file({**weights, "adapter.weight": torch.zeros(2)}, path)
     refuse_to_open(tmp_path, "adapter")
@@ -315,13 +315,13 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     refuse_to_open(tmp_path, "cls_token")
     save_file({name: tensor for name, tensor in weights.items() if name != "blocks.1.norm2.bias"}, path)
     with pytest.raises(RefusedError, match=r"blocks.1.norm2.bias"):
-        taken(tmp_path)
+        load_source(tmp_path)
 
 
 def test_encoders_that_read_no_images_are_refused(tmp_path: Path) -> None:
     write_multimodal_run(tmp_path / "blind", small_modalities.config(inputs=("depth", "semseg")))
     refuse_to_open(tmp_path / "blind", "modalities.inputs", "depth, semseg")
-    source = open_encoder(str(described(tmp_path / "bert", **BERT)))
+    source = open_encoder(str(write_description(tmp_path / "bert", **BERT)))
     with pytest.raises(RefusedError, match=r"--downstream.kind classification"):
         source.adopt(finetune_config())
 

@@ -56,7 +56,7 @@ class Table:
         return np.full(len(self.keys), 10)
 
 
-class Tells:
+class AddressBuilder:
     """A builder that hands over the addresses."""
 
     def build(self, addresses: Addresses, start: int) -> Batch:
@@ -70,10 +70,10 @@ PATHS = [MemberPath(name=name, weight=Fraction(1, 2), path=None) for name in "ab
 
 
 def whole() -> Rows:
-    return Rows(blocks=TABLES, meta=None, limit=0, builder=Tells(), digests=["", ""], labels=LABELS)
+    return Rows(blocks=TABLES, meta=None, limit=0, builder=AddressBuilder(), digests=["", ""], labels=LABELS)
 
 
-def places(rows: Rows) -> set[tuple[int, int, int]]:
+def training_rows(rows: Rows) -> set[tuple[int, int, int]]:
     """(data set, block, row) of all that a long run would learn from, as the builder is told."""
     chosen = [np.ones(len(table.rows), dtype=np.bool_) for table in rows.blocks]
     plan = TrainPlan(seed=3, members=rows.members(PATHS, chosen), blocks_per_group=4)
@@ -81,26 +81,28 @@ def places(rows: Rows) -> set[tuple[int, int, int]]:
     return set(zip(*(batch[name].tolist() for name in ("member", "block", "row")), strict=True))
 
 
-def everywhere() -> list[np.ndarray]:
+def all_blocks() -> list[np.ndarray]:
     return [np.ones(len(table.rows), dtype=np.bool_) for table in TABLES]
 
 
 def test_as_many_as_asked_each_label_alike() -> None:
-    found = places(sample_rows(whole(), everywhere(), 60, seed=0))
+    found = training_rows(sample_rows(whole(), all_blocks(), 60, seed=0))
     assert len(found) == 60
     labels = [int(LABELS[member][10 * block + row]) for member, block, row in found]
     assert np.bincount(labels).tolist() == [6] * 10
 
 
 def test_the_seed_draws_them_and_more_hold_fewer() -> None:
-    few, more, other = (places(sample_rows(whole(), everywhere(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1)))
+    few, more, other = (
+        training_rows(sample_rows(whole(), all_blocks(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1))
+    )
     assert few < more
     assert few != other
 
 
 def test_only_allowed_blocks_are_drawn_from() -> None:
     allowed = [np.arange(20) < 7, np.arange(10) < 3]
-    found = places(sample_rows(whole(), allowed, 100, seed=0))
+    found = training_rows(sample_rows(whole(), allowed, 100, seed=0))
     assert found == {(0, block, row) for block in range(7) for row in range(10)} | {
         (1, block, row) for block in range(3) for row in range(10)
     }
@@ -111,8 +113,8 @@ def test_only_allowed_blocks_are_drawn_from() -> None:
 def test_rows_of_one_data_set_keep_their_keys() -> None:
     """So that crops and masks are those of the whole data set."""
     path = [MemberPath(name="", weight=Fraction(1), path=None)]  # type: ignore[arg-type]
-    every_row = Rows(blocks=TABLES[:1], meta=None, limit=0, builder=Tells(), digests=[""], labels=LABELS[:1])
-    chosen = sample_rows(every_row, everywhere()[:1], 40, seed=0)
+    every_row = Rows(blocks=TABLES[:1], meta=None, limit=0, builder=AddressBuilder(), digests=[""], labels=LABELS[:1])
+    chosen = sample_rows(every_row, all_blocks()[:1], 40, seed=0)
     located = []
     for rows in (chosen, every_row):
         plan = TrainPlan(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
@@ -161,15 +162,11 @@ class WholeBatchBuilder:
 
 def _join_windows(windows: Sequence[ImageWindows]) -> dict[str, Tensor]:
     """Stack the windows of all rows, padded with zeros to the largest number of windows."""
-    most, first = max(len(cut.images) for cut in windows), windows[0].images
-    images = torch.zeros(len(windows), most, *first.shape[1:], dtype=torch.uint8)
-    corners = torch.zeros(len(windows), most, 2, dtype=torch.int64)
-    for row, cut in enumerate(windows):
-        images[row, : len(cut.images)] = cut.images
-        corners[row, : len(cut.images)] = torch.from_numpy(cut.corners)
     return {
-        "windows": images,
-        "window_corners": corners,
+        "windows": pad_sequence([cut.images for cut in windows], batch_first=True),  # [R, K, 3, S, S]
+        "window_corners": pad_sequence(
+            [torch.from_numpy(cut.corners) for cut in windows], batch_first=True
+        ),  # [R, K, 2]
         "window_counts": torch.tensor([len(cut.images) for cut in windows], dtype=torch.int64),
         "scaled_sizes": torch.tensor([cut.scaled for cut in windows], dtype=torch.int64),
     }

@@ -35,8 +35,6 @@ from trp_scale.reporting.results import CONSTANT
 SAMPLED_MAPS = 256
 """Number of training maps for the mean and deviation of depth."""
 
-NEARER = {True: "nearer", False: "farther"}
-
 
 class DepthTask(DenseTask[DepthTaskConfig]):
     """Depth estimation; see `DownstreamTask`."""
@@ -71,8 +69,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
             )
         if maps.nearer is not measured.maps.nearer:
             raise RefusedError(
-                f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, those of {path} "
-                f"{NEARER[maps.nearer]}; allowed: the same direction"
+                f"larger_is in dataset.json differs between {test_path} and {path}; allowed: the same direction"
             )
         for target, where in ((maps, path), (measured.maps, test_path)):
             if not target.metric and dense.alignment == "none":

@@ -47,7 +47,7 @@ class Annotations:
         labels: [m] 1 + number of the class.
         ignored: [m] crowds (COCO) and difficult objects (VOC), which are neither learned nor required.
         areas: [m] pixels of the mask, or of the box.
-        masks: of all objects; `None` if an object that is not ignored has no mask.
+        masks: of all objects; `None` if an object has no mask.
         classes: names, by number.
         skipped: number of skipped objects, by reason.
         digest: hash of the files.
@@ -170,8 +170,7 @@ def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **field
     boxes = np.array([read.box for read in objects], dtype=np.float64).reshape(-1, 4)
     box_areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1).tolist()
     areas = [area if read.area is None else read.area for read, area in zip(objects, box_areas, strict=True)]
-    masked = objects and all(read.runs is not None or read.ignored for read in objects)
-    runs = [read.runs or b"" for read in objects]
+    runs = [read.runs for read in objects if read.runs is not None]
     names = "\n".join(keys)
     return Annotations(
         path=path,
@@ -184,7 +183,9 @@ def join_images(path: Path, images: Iterable[ReadImage], *, digest: str, **field
         labels=np.array([read.label for read in objects], dtype=np.int64),
         ignored=np.array([read.ignored for read in objects], dtype=np.bool_),
         areas=np.array(areas, dtype=np.float64),
-        masks=StoredMasks(runs=b"".join(runs), ends=np.cumsum([0, *map(len, runs)])) if masked else None,
+        masks=StoredMasks(runs=b"".join(runs), ends=np.cumsum([0, *map(len, runs)]))
+        if objects and len(runs) == len(objects)
+        else None,
         skipped=skipped,
         digest=hashlib.blake2b(f"{digest}\n{names}".encode(), digest_size=16).hexdigest(),
         **fields,

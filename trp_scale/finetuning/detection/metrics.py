@@ -290,9 +290,7 @@ def _coco_truths(
             }
             if kind == "segm":
                 assert data.masks is not None, "masks are measured only if the annotations have them"
-                # A crowd without a mask fills its box.
-                runs = data.masks[number] or _encode_box(data.boxes[number], image.size)
-                entry["segmentation"] = {"size": list(image.size), "counts": runs}
+                entry["segmentation"] = {"size": list(image.size), "counts": data.masks[number]}
             yield entry
 
 
@@ -303,13 +301,6 @@ def _coco_detections(images: Sequence[ImageDetections], kind: str, classes: int)
             width, height = entry["bbox"][2:]
             area = functions.area(entry["segmentation"]) if kind == "segm" else width * height
             yield {**entry, "area": float(area), "iscrowd": 0}
-
-
-def _encode_box(box: Floats, size: tuple[int, int]) -> bytes:
-    mask = np.zeros(size, dtype=np.uint8)
-    left, top, right, bottom = np.rint(np.clip(box, 0, None)).astype(np.int64).tolist()
-    mask[top:bottom, left:right] = 1
-    return encode(mask)
 
 
 def corner_and_size(box: Floats) -> list[float]:

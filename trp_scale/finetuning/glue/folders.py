@@ -79,12 +79,10 @@ MAX_TSV_BYTES = 4 << 30
 DICT_FILE = "dataset_dict.json"
 """File that save_to_disk writes for a DatasetDict."""
 
-TRAIN, DEV = "train", "validation"
-
 
 def split_name(file: str) -> str:
     """Convert the stem of GLUE's file to Hugging Face's split: dev_matched -> validation_matched."""
-    return file.replace("dev", DEV, 1)
+    return file.replace("dev", "validation", 1)
 
 
 def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:

@@ -194,9 +194,7 @@ def f1(predicted: Values, labels: Values) -> float:
     """Return F1 of label 1."""
     from sklearn.metrics import f1_score
 
-    if not (predicted == 1).any() and not (labels == 1).any():
-        return _warn_undefined("F1", "label 1 is neither present nor predicted")
-    return float(f1_score(labels, predicted, zero_division=0.0))
+    return float(f1_score(labels, predicted))
 
 
 def matthews(predicted: Values, labels: Values) -> float:
@@ -222,22 +220,11 @@ def spearman(predicted: Values, scores: Values) -> float:
 
 def _correlate(figure: str, compute: Callable[[], float], predicted: Values, labels: Values) -> float:
     """Compute a correlation, or return 0 with a warning if it is undefined."""
-    if reason := _constant(predicted, labels):
-        return _warn_undefined(figure, reason)
+    for name, values in (("predictions", predicted), ("labels", labels)):
+        if not 0 < np.ptp(values) < np.inf:
+            logger.warning("%s is undefined: %s are all %g or not finite; 0 is reported", figure, name, values[0])
+            return 0.0
     return float(compute())
-
-
-def _constant(predicted: Values, labels: Values) -> str:
-    if not np.isfinite(predicted).all():
-        return "predictions are not finite"
-    if (predicted == predicted[0]).all():
-        return f"all {len(predicted)} predictions are {predicted[0]:g}"
-    return f"all {len(labels)} labels are {labels[0]:g}" if (labels == labels[0]).all() else ""
-
-
-def _warn_undefined(figure: str, reason: str) -> float:
-    logger.warning("%s is undefined (%s); 0 is reported", figure, reason)
-    return 0.0
 
 
 FIGURES: dict[str, dict[str, Figure]] = {

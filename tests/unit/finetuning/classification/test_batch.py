@@ -58,7 +58,7 @@ def config_for(path: Path, *, seed: int = 0, micro_size: int = 4, **augmentation
     return config
 
 
-def opened(config: ClassificationTaskConfig, world: int = 1) -> list[Sources]:
+def open_sources(config: ClassificationTaskConfig, world: int = 1) -> list[Sources]:
     """The sources of all ranks."""
     environments = [
         SimpleNamespace(data=Group("data", rank, world), device=torch.device("cpu"), cpus=2) for rank in range(world)
@@ -68,7 +68,7 @@ def opened(config: ClassificationTaskConfig, world: int = 1) -> list[Sources]:
 
 def steps(config: ClassificationTaskConfig, count: int, world: int = 1) -> list[dict[str, Tensor]]:
     """The first global batches, put together from all ranks."""
-    ranks = opened(config, world)
+    ranks = open_sources(config, world)
     found = [joined([sources.train.next_window() for sources in ranks]) for _ in range(count)]
     for sources in ranks:
         sources.close()
@@ -126,12 +126,12 @@ def test_targets_are_the_classes_of_the_images_that_were_mixed(dataset: Path) ->
 
 
 def test_pairs_across_micro_batches_are_not_made(dataset: Path) -> None:
-    (sources,) = opened(config_for(dataset, micro_size=1, mixup=0.8))
+    (sources,) = open_sources(config_for(dataset, micro_size=1, mixup=0.8))
     with pytest.raises(ValueError, match=r"rows 0 to 1:"):
         sources.train.next_window()
 
 
-def measured(dataset: Path, numbers: list[int], size: int, **augmentation: Any) -> Any:
+def build_measured(dataset: Path, numbers: list[int], size: int, **augmentation: Any) -> Any:
     config = config_for(dataset, **augmentation)
     config.crops.size, config.downstream.classes = size, len(CLASSES)
     labelled = open_labelled(str(dataset))
@@ -158,17 +158,17 @@ def by_pillow(number: int, *changes: Any) -> Tensor:
 
 def test_the_centre_of_a_measured_image_is_what_mae_sees(dataset: Path) -> None:
     numbers = [0, 1, 3, 4]
-    batch = measured(dataset, numbers, 28)
+    batch = build_measured(dataset, numbers, 28)
     for image, number in zip(batch["images"], numbers, strict=True):
         expected = by_pillow(number, transforms.Resize(32, BICUBIC), transforms.CenterCrop(28))
         assert (image.int() - expected.int()).abs().max() <= 1
-    wider = measured(dataset, [0], 28, centre_share=1.0)["images"][0]
+    wider = build_measured(dataset, [0], 28, centre_share=1.0)["images"][0]
     expected = by_pillow(0, transforms.Resize(28, BICUBIC), transforms.CenterCrop(28))
     assert (wider.int() - expected.int()).abs().max() <= 1
 
 
 def test_a_whole_image_is_squashed_and_absent_ones_are_grey(dataset: Path) -> None:
-    batch = measured(dataset, [0, 5, 12], 16, measured="whole", mixup=0.8, magnitude=9, smoothing=0.1)
+    batch = build_measured(dataset, [0, 5, 12], 16, measured="whole", mixup=0.8, magnitude=9, smoothing=0.1)
     expected = by_pillow(0, transforms.Resize([16, 16], BICUBIC))
     assert (batch["images"][0].int() - expected.int()).abs().max() <= 1
     assert (batch["images"][1:] == GREY).all()
@@ -192,7 +192,7 @@ def picture(seed: int = 0) -> Tensor:
     return (smooth[0] * 255).to(torch.uint8)
 
 
-def augmented(words: list[int], **settings: float) -> list[Tensor]:
+def augment(words: list[int], **settings: float) -> list[Tensor]:
     augmentation = ImageAugmentation(AugmentationConfig(**settings), CROPS)  # type: ignore[arg-type]
     with restored_generators():
         return [augmentation(picture(), word) for word in words]
@@ -200,7 +200,7 @@ def augmented(words: list[int], **settings: float) -> list[Tensor]:
 
 def test_the_process_s_generators_are_as_before() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[union-attr]
-    augmented(WORDS[:3], magnitude=9, colour_jitter=0.4, erasing=1.0)
+    augment(WORDS[:3], magnitude=9, colour_jitter=0.4, erasing=1.0)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[union-attr]
     with pytest.raises(KeyError), restored_generators():
         seed_generators(WORDS[0])
@@ -210,11 +210,11 @@ def test_the_process_s_generators_are_as_before() -> None:
 
 @pytest.mark.parametrize("settings", [{"magnitude": 9}, {"colour_jitter": 0.4}, {"erasing": 1.0}], ids=str)
 def test_an_image_follows_from_its_word_alone(settings: dict[str, float]) -> None:
-    first = augmented(WORDS[:40], **settings)
+    first = augment(WORDS[:40], **settings)
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
-    again = augmented(WORDS[39::-1], **settings)[::-1]
+    again = augment(WORDS[39::-1], **settings)[::-1]
     assert all(one.equal(other) for one, other in zip(first, again, strict=True))
     assert len({one.numpy().tobytes() for one in first}) > 20, "all images were changed alike"
 
@@ -222,7 +222,7 @@ def test_an_image_follows_from_its_word_alone(settings: dict[str, float]) -> Non
 def test_every_operation_of_rand_augment_works_at_every_magnitude() -> None:
     """Pillow refuses what timm's posterising asks of it at magnitude 10, which noise reaches from 9 on."""
     for magnitude in (1, 9, 10):
-        found = augmented(WORDS, magnitude=magnitude, magnitude_deviation=2.0, operations=3)
+        found = augment(WORDS, magnitude=magnitude, magnitude_deviation=2.0, operations=3)
         assert all(one.shape == (3, SIZE, SIZE) and one.dtype == torch.uint8 for one in found)
 
 
@@ -235,7 +235,7 @@ def test_rand_augment_is_timms_in_the_settings_of_its_training() -> None:
         "magnitude_max": 9.999,
     }
     theirs = rand_augment_transform("rand-m9-mstd0.5-inc1", described)
-    found = augmented(WORDS[:200], magnitude=9)
+    found = augment(WORDS[:200], magnitude=9)
     with restored_generators():
         for word, ours in zip(WORDS, found, strict=False):
             seed_generators(word)
@@ -244,7 +244,7 @@ def test_rand_augment_is_timms_in_the_settings_of_its_training() -> None:
 
 
 def test_erasing_puts_noise_into_one_rectangle_as_often_as_it_says() -> None:
-    found = augmented(WORDS, erasing=0.25)
+    found = augment(WORDS, erasing=0.25)
     differs = [(one != picture()).any(0) for one in found]
     erased = [mask for mask in differs if mask.any()]
     assert abs(len(erased) / len(found) - 0.25) < 4 * (0.25 * 0.75 / len(found)) ** 0.5
@@ -261,7 +261,7 @@ def test_the_data_s_statistics_are_those_of_the_model() -> None:
     assert (CHANNEL_MEAN, CHANNEL_DEVIATION) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 
 
-def mixed(words: list[int], **settings: float) -> list[tuple[Tensor, Tensor]]:
+def mix_pairs(words: list[int], **settings: float) -> list[tuple[Tensor, Tensor]]:
     mixing = PairMixing(AugmentationConfig(**settings), 3)  # type: ignore[arg-type]
     pair = torch.stack([picture(1), picture(2)])
     with restored_generators():
@@ -270,7 +270,7 @@ def mixed(words: list[int], **settings: float) -> list[tuple[Tensor, Tensor]]:
 
 def test_mixup_mixes_pixels_and_classes_in_the_same_share() -> None:
     first, second = picture(1).float(), picture(2).float()
-    for images, targets in mixed(WORDS[:50], mixup=0.8):
+    for images, targets in mix_pairs(WORDS[:50], mixup=0.8):
         share = float(targets[0, 0])
         torch.testing.assert_close(targets, torch.tensor([[share, 0, 1 - share], [1 - share, 0, share]]))
         for image, (one, other) in zip(images, ((first, second), (second, first)), strict=True):
@@ -285,9 +285,9 @@ def test_half_of_the_pairs_each_where_both_are_on_and_only_some_where_asked() ->
         own = (images[0] == picture(1)).all(0) | (images[0] == picture(2)).all(0)
         return "cutmix" if own.all() else "mixup"
 
-    both = [kind(*pair) for pair in mixed(WORDS, mixup=0.8, cutmix=1.0)]
+    both = [kind(*pair) for pair in mix_pairs(WORDS, mixup=0.8, cutmix=1.0)]
     assert abs(both.count("cutmix") / len(WORDS) - 0.5) < 4 * 0.5 / len(WORDS) ** 0.5 + 0.03  # a box may be empty
-    some = [kind(*pair) for pair in mixed(WORDS, mixup=0.8, mixing=0.3)]
+    some = [kind(*pair) for pair in mix_pairs(WORDS, mixup=0.8, mixing=0.3)]
     assert abs(some.count("mixup") / len(WORDS) - 0.3) < 4 * (0.21 / len(WORDS)) ** 0.5
 
 
@@ -297,6 +297,6 @@ def test_smoothing_is_spread_over_all_classes() -> None:
     expected = torch.full((2, 4), 0.025)
     expected[0, 3] = expected[1, 1] = 0.925
     torch.testing.assert_close(mixing.targets(torch.tensor([3, 1])), expected)
-    for _, targets in mixed(WORDS[:5], mixup=0.8, smoothing=0.3):
+    for _, targets in mix_pairs(WORDS[:5], mixup=0.8, smoothing=0.3):
         torch.testing.assert_close(targets.sum(1), torch.ones(2))
         torch.testing.assert_close(targets[:, 1], torch.full((2,), 0.1))

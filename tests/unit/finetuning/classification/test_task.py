@@ -40,7 +40,7 @@ from trp_scale.reporting.results import read_results
 NAMES = tuple(f"class {number}" for number in range(12))
 
 
-def measured(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> dict[str, Any]:
+def compute_metrics(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> dict[str, Any]:
     """The figures, in three micro-batches that come in another order."""
     accuracy = Accuracy(NAMES[: logits.shape[1]])
     weights = torch.ones(len(labels)) if weights is None else weights
@@ -55,7 +55,7 @@ def test_figures_are_scikit_learns() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 12, generator=generator)
     labels = torch.randint(0, 11, (300,), generator=generator)  # class 11 has no images
-    found = measured(logits, labels)
+    found = compute_metrics(logits, labels)
     every = list(range(12))
     assert found["accuracy"] == pytest.approx(top_k_accuracy_score(labels, logits, k=1, labels=every))
     assert found["accuracy_top5"] == pytest.approx(top_k_accuracy_score(labels, logits, k=5, labels=every))
@@ -80,28 +80,28 @@ def test_filler_rows_count_nowhere() -> None:
     logits, labels = torch.eye(12), torch.arange(12)
     logits[3] = logits[3].flip(0)  # the one that is wrong
     weights = torch.ones(12)
-    assert measured(logits, labels, weights)["accuracy"] == pytest.approx(11 / 12)
+    assert compute_metrics(logits, labels, weights)["accuracy"] == pytest.approx(11 / 12)
     weights[3] = 0
-    found = measured(logits, labels, weights)
+    found = compute_metrics(logits, labels, weights)
     assert found["accuracy"] == 1.0 and found["detail"]["classes"]["class 3"]["images"] == 0
 
 
 def test_of_equal_logits_the_lower_class_comes_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
     assert label_ranks(logits, torch.arange(4)).tolist() == [2, 0, 1, 3]
-    constant = measured(torch.zeros(12, 12), torch.arange(12))
+    constant = compute_metrics(torch.zeros(12, 12), torch.arange(12))
     assert (constant["accuracy"], constant["accuracy_top5"]) == pytest.approx((1 / 12, 5 / 12))
 
 
 def test_a_model_that_gives_no_numbers_is_wrong() -> None:
     for broken in (float("nan"), float("inf")):
         logits = torch.full((12, 12), broken)
-        found = measured(logits, torch.arange(12))
+        found = compute_metrics(logits, torch.arange(12))
         assert (found["accuracy"], found["accuracy_top5"]) == (0.0, 0.0)
 
 
 def test_top_5_of_few_classes_is_not_given() -> None:
-    assert "accuracy_top5" not in measured(torch.randn(12, 9), torch.zeros(12, dtype=torch.int64))
+    assert "accuracy_top5" not in compute_metrics(torch.randn(12, 9), torch.zeros(12, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "class"])

@@ -48,15 +48,15 @@ def addresses(data: DenseData, config: DenseTaskConfig, path: Path, count: int) 
     return HeldOutPlan(members=rows.members(parse_paths(str(path)), everything)).locate(np.arange(count))
 
 
-def opened(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[DenseTaskConfig, DenseData]:
+def open_data(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[DenseTaskConfig, DenseData]:
     config = settings(kind, **changes)
     return config, open_dense(config, parse_paths(str(path)), kind)
 
 
 def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, SegmentationMaps, ignored=[1, 4])
+    config, data = open_data(image_dataset, SegmentationMaps, ignored=[1, 4])
     assert isinstance(data.maps, SegmentationMaps)
-    all_config, all_data = opened(image_dataset, SegmentationMaps)
+    all_config, all_data = open_data(image_dataset, SegmentationMaps)
     names = all_data.maps.all_classes
     assert names is not None and data.maps.classes == tuple(n for i, n in enumerate(names) if i not in (1, 4))
     where = addresses(data, config, image_dataset, 6)
@@ -70,7 +70,7 @@ def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", [SegmentationMaps, DepthMaps])
 def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[DenseMaps], whole: bool) -> None:
-    config, data = opened(image_dataset, kind)
+    config, data = open_data(image_dataset, kind)
     count = data.meta.rows
     batch = data.rows(config, whole=whole).builder.build(addresses(data, config, image_dataset, count + 2), 0)
     assert batch["row_weights"][count:].tolist() == [0.0, 0.0] and batch["row_weights"][:count].all()
@@ -83,7 +83,7 @@ def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[De
 
 
 def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, DepthMaps)
+    config, data = open_data(image_dataset, DepthMaps)
     where = addresses(data, config, image_dataset, 8)
     builder = WholeBatchBuilder(config, data)
     whole = builder.build(where, 0)["whole_depth"]
@@ -92,7 +92,10 @@ def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
         whole[3], torch.from_numpy(stored.maps["depth"].astype(np.float32) * np.float32(0.001))
     )
     middle = float(whole.median())
-    near, far = opened(image_dataset, DepthMaps, max_depth=middle), opened(image_dataset, DepthMaps, min_depth=middle)
+    near, far = (
+        open_data(image_dataset, DepthMaps, max_depth=middle),
+        open_data(image_dataset, DepthMaps, min_depth=middle),
+    )
     parts = [WholeBatchBuilder(config, data).build(where, 0)["whole_depth"] for config, data in (near, far)]
     assert float(parts[0].max()) <= middle and float(parts[1][parts[1] > 0].min()) >= middle
     assert (parts[0] > 0).sum() + (parts[1] > 0).sum() >= (whole > 0).sum()
@@ -115,7 +118,7 @@ def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path:
 
 
 def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, SegmentationMaps)
+    config, data = open_data(image_dataset, SegmentationMaps)
     builder = JitteredBatchBuilder(config, data)
     where = addresses(data, config, image_dataset, 6)
     one = Addresses(**{name: getattr(where, name)[4:5] for name in vars(where)})
@@ -184,11 +187,11 @@ def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_da
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(RefusedError, match=r"trp-scale shard-images.*semseg=MAPS"):
-        opened(folder, SegmentationMaps)
+        open_data(folder, SegmentationMaps)
     with pytest.raises(RefusedError, match=r"--dense.ignored 10: .* classes 0 to 9"):
-        opened(image_dataset, SegmentationMaps, ignored=[10])
+        open_data(image_dataset, SegmentationMaps, ignored=[10])
     with pytest.raises(RefusedError, match=r"--dense.ignored"):
-        opened(image_dataset, SegmentationMaps, ignored=list(range(1, 10)))
+        open_data(image_dataset, SegmentationMaps, ignored=list(range(1, 10)))
     copy = tmp_path / "copy"
     shutil.copytree(image_dataset, copy)
     document = json.loads((copy / "dataset.json").read_text())
@@ -196,8 +199,8 @@ def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_da
     document["suffixes"].remove("depth.png")
     (copy / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(RefusedError, match=r"depth=MAPS"):
-        opened(copy, DepthMaps)
+        open_data(copy, DepthMaps)
     document["modalities"]["semseg"]["classes"] = None
     (copy / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(RefusedError, match=r"copy/dataset\.json .* --semseg\.classes"):
-        opened(copy, SegmentationMaps)
+        open_data(copy, SegmentationMaps)

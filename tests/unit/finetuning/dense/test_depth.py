@@ -27,11 +27,11 @@ def batch_of(maps: torch.Tensor, there: int | None = None) -> Batch:
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
-def drawn(*shape: int, seed: int = 0, low: float = 0.5, high: float = 9.0) -> torch.Tensor:
+def random_depth(*shape: int, seed: int = 0, low: float = 0.5, high: float = 9.0) -> torch.Tensor:
     return torch.empty(*shape).uniform_(low, high, generator=torch.Generator().manual_seed(seed))
 
 
-def measured(
+def compute_errors(
     predicted: torch.Tensor, true: torch.Tensor, space: DepthSpace = METRES, **settings: Any
 ) -> dict[str, Any]:
     metric = DepthErrors(space, **settings)
@@ -52,10 +52,10 @@ def by_definition(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def test_figures_are_those_of_their_definitions() -> None:
-    true, predicted = drawn(3, 8, 9), drawn(3, 8, 9, seed=1)
+    true, predicted = random_depth(3, 8, 9), random_depth(3, 8, 9, seed=1)
     true[:, :3, :4] = 0
     true[1, 4:] = 0
-    found = measured(predicted, true)
+    found = compute_errors(predicted, true)
     expected = by_definition(predicted.double().numpy(), true.double().numpy())
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
     images = [by_definition(p.double().numpy(), t.double().numpy()) for p, t in zip(predicted, true, strict=True)]
@@ -66,21 +66,21 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 
 def test_what_was_not_measured_counts_nowhere() -> None:
-    true, predicted = drawn(2, 6, 6), drawn(2, 6, 6, seed=1)
+    true, predicted = random_depth(2, 6, 6), random_depth(2, 6, 6, seed=1)
     true[:, 2] = 0
-    first = measured(predicted, true)
+    first = compute_errors(predicted, true)
     predicted[:, 2] = 1e6
-    assert measured(predicted, true) == first
+    assert compute_errors(predicted, true) == first
     assert first["detail"]["pixels"] == 60
     with pytest.raises(RefusedError, match=r"--dense.min_depth"):
-        measured(predicted, torch.zeros(2, 6, 6))
+        compute_errors(predicted, torch.zeros(2, 6, 6))
 
 
 def test_rows_that_only_fill_a_batch_count_nowhere() -> None:
-    true, predicted = drawn(3, 6, 6), drawn(3, 6, 6, seed=1)
+    true, predicted = random_depth(3, 6, 6), random_depth(3, 6, 6, seed=1)
     metric = DepthErrors(METRES)
     metric.add(list(predicted), batch_of(true, there=2))
-    assert metric.finish(ALONE) == measured(predicted[:2], true[:2])
+    assert metric.finish(ALONE) == compute_errors(predicted[:2], true[:2])
 
 
 def test_eigen_s_region_of_nyuv2_is_the_published_one() -> None:
@@ -88,10 +88,10 @@ def test_eigen_s_region_of_nyuv2_is_the_published_one() -> None:
     expected = torch.zeros(480, 640, dtype=torch.bool)
     expected[45:471, 41:601] = True
     assert torch.equal(mask, expected)
-    true, predicted = drawn(1, 480, 640), drawn(1, 480, 640, seed=1)
+    true, predicted = random_depth(1, 480, 640), random_depth(1, 480, 640, seed=1)
     predicted[0, ~expected] = 0.01
-    cut = measured(predicted[:, 45:471, 41:601], true[:, 45:471, 41:601])
-    found = measured(predicted, true, region="eigen")
+    cut = compute_errors(predicted[:, 45:471, 41:601], true[:, 45:471, 41:601])
+    found = compute_errors(predicted, true, region="eigen")
     assert {name: found[name] for name in ("delta_1", "rmse", "rel")} == pytest.approx(
         {name: cut[name] for name in ("delta_1", "rmse", "rel")}, abs=1e-12
     )
@@ -99,33 +99,33 @@ def test_eigen_s_region_of_nyuv2_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("space", [METRES, INVERSE])
 def test_alignment_takes_out_any_scale_and_shift(space: DepthSpace) -> None:
-    true = drawn(4, 12, 12)
+    true = random_depth(4, 12, 12)
     true[:, 0] = 0
     target = space.target(true)
     predicted = -3.0 * target + torch.arange(4.0).view(4, 1, 1)
-    found = measured(predicted, true, space, alignment="scale_shift")
+    found = compute_errors(predicted, true, space, alignment="scale_shift")
     assert found["rmse"] == pytest.approx(0, abs=1e-4) and found["delta_1"] == 1.0
-    noise = target + 0.1 * drawn(4, 12, 12, seed=2, low=-1, high=1)
-    scaled = measured(7 * noise + 2, true, space, alignment="scale_shift")
-    plain = measured(noise, true, space, alignment="scale_shift")
+    noise = target + 0.1 * random_depth(4, 12, 12, seed=2, low=-1, high=1)
+    scaled = compute_errors(7 * noise + 2, true, space, alignment="scale_shift")
+    plain = compute_errors(noise, true, space, alignment="scale_shift")
     assert scaled["rel"] == pytest.approx(plain["rel"], rel=1e-4)
     assert plain["rel"] > 0.005
 
 
 def test_the_alignment_is_the_least_squares_one_and_that_of_a_constant_is_the_mean() -> None:
-    true, predicted = drawn(1, 9, 9, low=2.0), drawn(1, 9, 9, seed=5)
+    true, predicted = random_depth(1, 9, 9, low=2.0), random_depth(1, 9, 9, seed=5)
     columns = np.stack([predicted.double().numpy().ravel(), np.ones(81)], axis=1)
     solution, *_ = np.linalg.lstsq(columns, true.double().numpy().ravel())
     expected = by_definition((columns @ solution).reshape(9, 9), true[0].double().numpy())
-    found = measured(predicted, true, alignment="scale_shift")
+    found = compute_errors(predicted, true, alignment="scale_shift")
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-9)
-    constant = measured(torch.full((1, 9, 9), 5.0), true, alignment="scale_shift")
+    constant = compute_errors(torch.full((1, 9, 9), 5.0), true, alignment="scale_shift")
     mean = by_definition(np.full((9, 9), true.double().numpy().mean()), true[0].double().numpy())
     assert {name: constant[name] for name in mean} == pytest.approx(mean, abs=1e-9)
 
 
 def test_predictions_out_of_the_limits_are_the_limits() -> None:
     true = torch.full((1, 2, 2), 5.0)
-    assert measured(torch.full((1, 2, 2), -4.0), true)["rmse"] == pytest.approx(5.0 - 1e-3)
-    assert measured(torch.full((1, 2, 2), 40.0), true)["rmse"] == pytest.approx(5.0)
-    assert measured(torch.full((1, 2, 2), -4.0), true, INVERSE)["rmse"] == pytest.approx(5.0), "1 / 0 is far away"
+    assert compute_errors(torch.full((1, 2, 2), -4.0), true)["rmse"] == pytest.approx(5.0 - 1e-3)
+    assert compute_errors(torch.full((1, 2, 2), 40.0), true)["rmse"] == pytest.approx(5.0)
+    assert compute_errors(torch.full((1, 2, 2), -4.0), true, INVERSE)["rmse"] == pytest.approx(5.0), "1 / 0 is far away"

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def built(head: str, layers: int = 4, seed: int = 0) -> PixelModel:
+def build_model(head: str, layers: int = 4, seed: int = 0) -> PixelModel:
     config = DenseTaskConfig()
     config.training.seed = seed
     config.model.layers, config.model.hidden_size, config.model.heads = layers, 32, 2
@@ -47,7 +47,7 @@ def images(rows: int = 3, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("head", CASES)
 def test_every_pixel_gets_its_values_and_every_parameter_a_gradient(head: str, layers: int) -> None:
-    model = built(head, layers)
+    model = build_model(head, layers)
     found = model(images())
     assert [each.shape[1:] for each in found] == [(1 if head == "dpt" else 5, 32, 32)] * len(found)
     assert len(found) == (2 if head == "upernet" else 1)
@@ -61,7 +61,7 @@ def test_every_pixel_gets_its_values_and_every_parameter_a_gradient(head: str, l
 @pytest.mark.parametrize("head", CASES)
 def test_an_image_s_result_does_not_depend_on_its_batch(head: str) -> None:
     """What a batch norm would break: the same global batch may be split in any way."""
-    model = built(head).double()
+    model = build_model(head).double()
     together = model(images().double())
     alone = [model(images().double()[row : row + 1]) for row in range(3)]
     for number, each in enumerate(together):
@@ -73,14 +73,14 @@ def test_an_image_s_result_does_not_depend_on_its_batch(head: str) -> None:
 @pytest.mark.parametrize("head", CASES)
 def test_heads_start_near_zero_and_differ_by_seed_alone(head: str) -> None:
     with torch.no_grad():
-        found, again, other = (built(head, seed=seed)(images())[0] for seed in (0, 0, 1))
+        found, again, other = (build_model(head, seed=seed)(images())[0] for seed in (0, 0, 1))
     assert 0 < float(found.abs().max()) < 0.2
     assert torch.equal(found, again) and not torch.equal(found, other)
 
 
 @pytest.mark.parametrize("head", CASES)
 def test_the_head_learns_at_the_full_rate(head: str) -> None:
-    model = built(head)
+    model = build_model(head)
     scale = layer_scales(model, 0.5)
     assert {scale(name) for name, _ in model.named_parameters() if name.startswith("head.")} == {1.0}
     assert scale("encoder.blocks.3.norm1.weight") == 0.5 and scale("encoder.patch_embed.weight") == 0.5**5
@@ -117,7 +117,7 @@ def test_the_dpt_head_is_transformers_but_for_its_last_relu() -> None:
 
 
 def test_upernet_reads_its_maps_from_the_finest_on_and_its_second_head_the_third() -> None:
-    model = built("upernet")
+    model = build_model("upernet")
     given: list[list[Tensor]] = []
     seen: list[Tensor] = []
     model.head.decoder.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))  # type: ignore[union-attr]

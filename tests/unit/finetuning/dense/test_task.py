@@ -132,7 +132,7 @@ def test_settings_that_cannot_be_are_refused_by_their_flag(
     assert message in str(caught.value)
 
 
-def relabelled(dataset: Path, directory: Path, **depth: Any) -> Path:
+def copy_with_depth(dataset: Path, directory: Path, **depth: Any) -> Path:
     """A copy whose dataset.json says something else of its depth maps."""
     shutil.copytree(dataset, directory)
     document = json.loads((directory / "dataset.json").read_text())
@@ -144,8 +144,8 @@ def relabelled(dataset: Path, directory: Path, **depth: Any) -> Path:
 def test_depth_without_metres_and_inverse_depth(
     image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    relative = relabelled(image_dataset, tmp_path / "relative", scale=None)
-    nearer = relabelled(image_dataset, tmp_path / "nearer", scale=None, larger_is="nearer")
+    relative = copy_with_depth(image_dataset, tmp_path / "relative", scale=None)
+    nearer = copy_with_depth(image_dataset, tmp_path / "nearer", scale=None, larger_is="nearer")
     short = {"downstream__epochs": 0, "training__steps": 1, "dense__head": "linear"}
     aligned = {**short, "dense__alignment": "scale_shift"}
     for data, changes, message in (
@@ -234,14 +234,14 @@ def batch_of(maps: list[torch.Tensor]) -> Batch:
     return Batch(fields={"whole_semseg": whole, "sizes": sizes}, keys=torch.arange(len(maps)), start=0)
 
 
-def drawn(classes: int, *sizes: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
+def random_labels(classes: int, *sizes: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, classes, size, generator=generator, dtype=torch.uint8) for size in sizes]
 
 
 def test_figures_are_scikit_learn_s_and_void_counts_nowhere() -> None:
     sizes = ((7, 9), (5, 20), (13, 4))
-    labels, predicted = drawn(5, *sizes), drawn(5, *sizes, seed=1)
+    labels, predicted = random_labels(5, *sizes), random_labels(5, *sizes, seed=1)
     for each in labels:
         each[:2, :3] = 255
     metric = ConfusionMatrix(NAMES)
@@ -269,10 +269,10 @@ def test_a_class_that_is_nowhere_is_left_out_of_the_means() -> None:
 
 
 def test_the_constant_prediction_s_figure_is_what_it_would_get() -> None:
-    labels = drawn(4, (30, 40))[0]
+    labels = random_labels(4, (30, 40))[0]
     labels[:20] = 2
     metric, constant = ConfusionMatrix(NAMES), ConfusionMatrix(NAMES)
-    metric.add([drawn(5, (30, 40), seed=3)[0].long()], batch_of([labels]))
+    metric.add([random_labels(5, (30, 40), seed=3)[0].long()], batch_of([labels]))
     constant.add([torch.full((30, 40), 2)], batch_of([labels]))
     assert metric.finish(ALONE)["constant_mean_iou"] == pytest.approx(constant.finish(ALONE)["mean_iou"], abs=1e-12)
 

@@ -39,7 +39,7 @@ def truth(*boxes: list[float], difficult: tuple[int, ...] = ()) -> Truth:
     return np.array(boxes, dtype=np.float64).reshape(-1, 4), marks
 
 
-def found(*detections: tuple[int, list[float], float]) -> ClassDetections:
+def class_detections(*detections: tuple[int, list[float], float]) -> ClassDetections:
     return ClassDetections(
         image=np.array([one[0] for one in detections], dtype=np.int64),
         boxes=np.array([one[1] for one in detections], dtype=np.float64).reshape(-1, 4),
@@ -49,50 +49,50 @@ def found(*detections: tuple[int, list[float], float]) -> ClassDetections:
 
 def test_all_found_first_is_one_and_nothing_found_is_zero() -> None:
     truths = [truth(UNIT, AWAY), truth(UNIT)]
-    assert average_precision(truths, found((0, UNIT, 0.9), (1, UNIT, 0.8), (0, AWAY, 0.7))) == 1.0
-    assert average_precision(truths, found()) == 0.0
-    assert average_precision(truths, found((1, AWAY, 0.9))) == 0.0
+    assert average_precision(truths, class_detections((0, UNIT, 0.9), (1, UNIT, 0.8), (0, AWAY, 0.7))) == 1.0
+    assert average_precision(truths, class_detections()) == 0.0
+    assert average_precision(truths, class_detections((1, AWAY, 0.9))) == 0.0
 
 
 def test_a_class_without_objects_to_find_has_no_precision() -> None:
-    assert average_precision([truth(), truth(UNIT, difficult=(0,))], found((0, UNIT, 0.9))) is None
+    assert average_precision([truth(), truth(UNIT, difficult=(0,))], class_detections((0, UNIT, 0.9))) is None
 
 
 def test_an_overlap_of_exactly_a_half_is_enough() -> None:
-    assert average_precision([truth(UNIT)], found((0, HALF, 0.5))) == 1.0
-    assert average_precision([truth(UNIT)], found((0, [0, 0, 10, 4.99], 0.5))) == 0.0
+    assert average_precision([truth(UNIT)], class_detections((0, HALF, 0.5))) == 1.0
+    assert average_precision([truth(UNIT)], class_detections((0, [0, 0, 10, 4.99], 0.5))) == 0.0
 
 
 def test_an_object_is_found_once_by_the_highest_score() -> None:
     # The second detection of the object is wrong, although it lies better.
-    twice = found((0, HALF, 0.9), (0, UNIT, 0.8), (0, AWAY, 0.7))
+    twice = class_detections((0, HALF, 0.9), (0, UNIT, 0.8), (0, AWAY, 0.7))
     assert average_precision([truth(UNIT, AWAY)], twice) == pytest.approx((6 * 1.0 + 5 * 2 / 3) / 11)
 
 
 def test_a_detection_belongs_to_the_object_that_it_overlaps_most() -> None:
     # Both lie on the first object; that the second overlaps the other object by a half as well does not help.
     near = [0.0, 0.0, 10.0, 6.0]
-    both = found((0, UNIT, 0.9), (0, [0.0, 0.0, 10.0, 9.0], 0.8))
+    both = class_detections((0, UNIT, 0.9), (0, [0.0, 0.0, 10.0, 9.0], 0.8))
     assert average_precision([truth(UNIT, near)], both) == pytest.approx(6 / 11)
 
 
 def test_difficult_objects_count_neither_way() -> None:
     truths = [truth(UNIT, AWAY, difficult=(1,))]
-    assert average_precision(truths, found((0, AWAY, 0.9), (0, AWAY, 0.85), (0, UNIT, 0.8))) == 1.0
-    assert average_precision(truths, found((0, AWAY, 0.9))) == 0.0
+    assert average_precision(truths, class_detections((0, AWAY, 0.9), (0, AWAY, 0.85), (0, UNIT, 0.8))) == 1.0
+    assert average_precision(truths, class_detections((0, AWAY, 0.9))) == 0.0
 
 
 def test_equal_scores_go_in_the_order_they_are_given() -> None:
     truths = [truth(UNIT)]
-    assert average_precision(truths, found((0, UNIT, 0.5), (0, AWAY, 0.5))) == 1.0
+    assert average_precision(truths, class_detections((0, UNIT, 0.5), (0, AWAY, 0.5))) == 1.0
     # 21 better ones, all wrong, then 20 equal ones, the first of them right. Of few, any sort keeps the order.
     many = [(0, AWAY, 0.5 if place % 2 else 0.7) for place in range(41)]
     many[1] = (0, UNIT, 0.5)
-    assert average_precision(truths, found(*many)) == pytest.approx(1 / 22)
-    assert average_precision(truths, found((0, AWAY, 0.5), (0, UNIT, 0.5))) == pytest.approx(1 / 2)
+    assert average_precision(truths, class_detections(*many)) == pytest.approx(1 / 22)
+    assert average_precision(truths, class_detections((0, AWAY, 0.5), (0, UNIT, 0.5))) == pytest.approx(1 / 2)
 
 
-def plainly(right: list[bool], objects: int) -> float:
+def average_precision_by_loops(right: list[bool], objects: int) -> float:
     """The definition, in loops: at each recall the best precision of any longer list of detections."""
     total = 0.0
     for point in range(11):
@@ -111,8 +111,8 @@ def test_the_mean_of_eleven_points_is_the_definition(right: list[bool], more: in
     boxes = [[20.0 * number, 0.0, 20.0 * number + 10, 10.0] for number in range(objects)]
     hits = iter(boxes)
     listed = [(0, next(hits) if hit else AWAY, 1.0 - 0.01 * place) for place, hit in enumerate(right)]
-    value = average_precision([truth(*boxes)], found(*listed))
-    assert value is None if objects == 0 else value == pytest.approx(plainly(right, objects))
+    value = average_precision([truth(*boxes)], class_detections(*listed))
+    assert value is None if objects == 0 else value == pytest.approx(average_precision_by_loops(right, objects))
 
 
 SCALE = 4.0
@@ -120,7 +120,7 @@ SCALE = 4.0
 
 
 @dataclass(frozen=True)
-class Joined(Group):
+class TwoRanks(Group):
     """A group whose other rank has found `others`."""
 
     others: tuple[Any, ...] = ()
@@ -143,15 +143,15 @@ def batch_of(data: Annotations, images: list[int], start: int = 0, there: list[f
     )
 
 
-def detections(*found: tuple[list[float], int, float], masks: bool = True) -> dict[str, torch.Tensor]:
+def detections(*objects: tuple[list[float], int, float], masks: bool = True) -> dict[str, torch.Tensor]:
     """Of one image, boxes in its own pixels, with masks that fill them."""
-    boxes = torch.tensor([one[0] for one in found]).reshape(-1, 4) * SCALE
+    boxes = torch.tensor([one[0] for one in objects]).reshape(-1, 4) * SCALE
     target = {
         "boxes": boxes,
-        "labels": torch.tensor([one[1] for one in found], dtype=torch.int64),
-        "scores": torch.tensor([one[2] for one in found]),
+        "labels": torch.tensor([one[1] for one in objects], dtype=torch.int64),
+        "scores": torch.tensor([one[2] for one in objects]),
     }
-    return {**target, "masks": torch.ones(len(found), 1, 28, 28)} if masks else target
+    return {**target, "masks": torch.ones(len(objects), 1, 28, 28)} if masks else target
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_two_ranks_say_what_one_says_and_filler_rows_nothing(coco: Annotations) 
     alone.add(rows, batch_of(coco, [0, 1]))
     second.add(rows[1:] + rows[:1], batch_of(coco, [1, 0], start=1, there=[1.0, 0.0]))
     first.add(rows[:1], batch_of(coco, [0]))
-    group = Joined("data", rank=1, size=2, others=tuple(second._detections))
+    group = TwoRanks("data", rank=1, size=2, others=tuple(second._detections))
     assert first.finish(cast(Group, group)) == (figures := alone.finish(ALONE))
     assert figures["detail"]["AP"]["plane"] == pytest.approx(0.5)
 
