@@ -150,7 +150,7 @@ class Clock(transformers.TrainerCallback):  # type: ignore[misc]
 def peer_rows(options: Options, encoder: Path, order: np.ndarray, *, static: bool) -> tuple[list[dict[str, Any]], Any]:
     """Tokenised rows in our order and what makes batches of them, as transformers' own examples do."""
     tokenizer = AutoTokenizer.from_pretrained(str(encoder), local_files_only=True, trust_remote_code=False)
-    data = read_glue(options.data, options.task, split="dev", allowed_bad=10)
+    data = read_glue(options.data, options.task, split="dev", max_bad_lines=10)
     sentences = [[texts[row] for row in order] for texts in data.train.sentences]
     padding: dict[str, Any] = {"padding": "max_length"} if static else {}
     encoded = tokenizer(*sentences, truncation=True, max_length=options.length, **padding)

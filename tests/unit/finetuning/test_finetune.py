@@ -213,11 +213,11 @@ def test_runs_of_two_commands_do_not_share_a_directory(
     assert pretrain_here(pretrained) == 0
     before = sorted(path.name for path in (tmp_path / "pretrained").iterdir())
     assert cli.main([*command, "--run_dir", str(tmp_path / "pretrained")]) == 2
-    assert "/pretrained holds" in capsys.readouterr().err
+    assert "/pretrained contains" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "pretrained").iterdir()) == before
     assert cli.main(command) == 0
     assert cli.main(["pretrain", *flags(text_dataset, tmp_path / "run", training__steps=1)]) == 2
-    assert "/run holds" in capsys.readouterr().err
+    assert "/run contains" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

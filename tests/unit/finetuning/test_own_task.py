@@ -17,7 +17,7 @@ from trp_scale.reporting.results import read_results
 def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, recipe = tmp_path / "brightness.py", tmp_path / "brightness.yaml"
     module.write_text(files()["brightness.py"], encoding="utf-8")
-    (shown,) = (block.text for block in blocks("extending.md") if "kind: brightness" in block.text)
+    (shown,) = (block.text for block in blocks(Path("docs/extending.md").name) if "kind: brightness" in block.text)
     recipe.write_text(shown, encoding="utf-8")
     run_dir, given = tmp_path / "run", ["--module", str(module)]
     flags = tuning_flags(image_dataset, run_dir, "scratch", downstream__epochs=0.0, training__steps=4)

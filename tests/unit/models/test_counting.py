@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import flags
-from tests.unit.finetuning.dense.test_model import CASES, built, images
+from tests.unit.finetuning.dense.test_model import CASES, build_model, images
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.config.loader import load_recipe
@@ -111,10 +111,10 @@ def test_step_flops_of_recipes_equal_closed_forms(name: str) -> None:
 
 @pytest.mark.parametrize("head", CASES)
 def test_counts_on_meta_equal_torch_s_counter(head: str) -> None:
-    model = built(head)
+    model = build_model(head)
     with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(images())
-    counted = count_flops(partial(built, head), lambda meta_model: meta_model(images().to("meta")))
+    counted = count_flops(partial(build_model, head), lambda meta_model: meta_model(images().to("meta")))
     assert counted == counter.get_total_flops() > 0
 
 

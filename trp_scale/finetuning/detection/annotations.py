@@ -393,16 +393,9 @@ def _list_images(path: Path) -> tuple[Path, list[str]]:
     root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
     if root is None:
         raise DataError(f"{path}: no parent folder has Annotations; expected: a list in Pascal VOC's ImageSets/Main")
-    lines = read_lines(path, DataError)
-    names = []
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        if len(words) > 2 or (len(words) == 2 and words[1] not in ("1", "0", "-1")):
-            raise DataError(f"{path}, line {number}: {quote(line)}, the name of an image expected")
-        if words and not is_plain_name(words[0]):
-            raise DataError(f"{path}, line {number}: {quote(words[0])}, a plain file name expected")
-        if words:
-            names.append(words[0])
+    names = [words[0] for line in read_lines(path, DataError) if (words := line.split())]
+    if wrong := next((name for name in names if not is_plain_name(name)), ""):
+        raise DataError(f"{path}: {quote(wrong)} found, a plain file name expected")
     return root, names
 
 

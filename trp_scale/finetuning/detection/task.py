@@ -57,12 +57,9 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
     inside = sorted(path.glob("*.json")) if path.is_dir() else []
     if len(inside) == 1:
         return read_coco(inside[0], images, masks=masks)
-    present = "nothing of that name"
-    if path.exists():
-        present = f"a folder with {len(inside)} .json files" if path.is_dir() else "a file"
     raise DataError(
-        f"{path}: allowed: a COCO file (.json) or a folder with one, a folder of Pascal VOC (with Annotations and "
-        f"JPEGImages) or a list in its ImageSets/Main (.txt); found {present}"
+        f"{path}: no annotations found; allowed: a COCO file (.json) or a folder with one, a Pascal VOC folder (with "
+        "Annotations and JPEGImages) or a list in its ImageSets/Main (.txt)"
     )
 
 

@@ -174,8 +174,8 @@ def test_malformed_voc_is_refused_by_file(tmp_path: Path) -> None:
         file.write_text(bad)
         with pytest.raises(DataError, match=f"000001.xml.*{message}"):
             read_voc(path)
-    path.write_text("000001 1\n000002 -1 3\n")
-    with pytest.raises(DataError, match="line 2: '000002 -1 3'"):
+    path.write_text("000001 1\n../000002 -1\n")
+    with pytest.raises(DataError, match=r"trainval\.txt: '\.\./000002'"):
         read_voc(path)
     path.write_text("000009\n")
     with pytest.raises(DataError, match=r"000009\.xml"):
