@@ -207,7 +207,7 @@ def report(argv: Sequence[str]) -> int:
     study = load_study(study_claim.study)
     named = study.baseline
     if arguments.baseline:
-        study = study.against(arguments.baseline, study_claim.scale)
+        study = study.with_baseline(arguments.baseline, study_claim.scale)
     graph = Graph(study, study.scale(study_claim.scale), arguments.directory.resolve(), study_claim.inputs)
     against = f"_against_{arguments.baseline}" if arguments.baseline else ""
     output = arguments.output or arguments.directory / f"report{against}"

@@ -76,8 +76,8 @@ class SubsetAccuracy:
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        among = outputs[:, self._columns.to(outputs.device)]  # [R, k]
-        right = (among.argmax(1) == batch["labels"]) & among.isfinite().all(1)
+        subset = outputs[:, self._columns.to(outputs.device)]  # [R, k]
+        right = (subset.argmax(1) == batch["labels"]) & subset.isfinite().all(1)
         self._rows.add(batch, right=right)
 
     def finish(self, group: Group) -> dict[str, Any]:

@@ -183,8 +183,8 @@ def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowK
 
 def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
     columns = zip(*(rows[key] for key in keys), strict=True)
-    whole = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
-    of_runs = [summarise(tasks) if len(tasks) == len(keys) else {} for tasks in whole]
+    complete = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
+    of_runs = [summarise(tasks) if len(tasks) == len(keys) else {} for tasks in complete]
     return [
         Summary(name=name, split=keys[0].split, values=[run[name].mean if run else None for run in of_runs])
         for name in (AVERAGE, WORST)
@@ -210,8 +210,8 @@ def names(runs: Sequence[Path]) -> list[str]:
     twice = [str(path) for path, count in Counter(map(Path.resolve, runs)).items() if count > 1]
     if twice:
         raise RefusedError(f"{twice[0]} is given twice; allowed: different directories")
-    for kept in range(1, max(map(len, parts)) + 1):
-        shortest = ["/".join(part[-kept:]) for part in parts]
+    for depth in range(1, max(map(len, parts)) + 1):
+        shortest = ["/".join(part[-depth:]) for part in parts]
         if len(set(shortest)) == len(shortest):
             return shortest
     raise AssertionError("different paths have different parts")

@@ -148,9 +148,9 @@ class Plot:
             "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         }
         if self.edge is not None:
-            value, words = self.edge
+            value, label = self.edge
             layout["shapes"] = [_across(value)]
-            layout["annotations"] = [_annotation(value, words, log=self.log)]
+            layout["annotations"] = [_annotation(value, label, log=self.log)]
         return layout
 
     def _per_cent(self) -> str:
@@ -160,9 +160,9 @@ class Plot:
         return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%" if spread > 0.0005 else ".1e"
 
 
-def as_text(words: str) -> str:
+def as_text(label: str) -> str:
     """Escape text for plotly, which interprets some tags and entities."""
-    return html.escape(words, quote=False)
+    return html.escape(label, quote=False)
 
 
 def _band(line: Line, number: int) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def _across(value: float) -> dict[str, Any]:
     }
 
 
-def _annotation(value: float, words: str, *, log: bool) -> dict[str, Any]:
+def _annotation(value: float, label: str, *, log: bool) -> dict[str, Any]:
     return {
-        "text": as_text(words),
+        "text": as_text(label),
         "xref": "paper",
         "x": 0,
         "xanchor": "left",

@@ -51,10 +51,10 @@ class RunningPage:
         with self._lock:
             fingerprint = self._fingerprint()
             if fingerprint != self._version and (self.clock() >= self._until or not self._text):
-                began = self.clock()
+                start = self.clock()
                 self._text = page_text(self._page(), served=fingerprint)
                 self._version = fingerprint
-                self._until = self.clock() + REST * (self.clock() - began)
+                self._until = self.clock() + REST * (self.clock() - start)
             return self._version, self._text
 
     def _fingerprint(self) -> str:

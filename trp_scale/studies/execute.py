@@ -98,12 +98,12 @@ def read_claim(directory: Path) -> Claim:
     return record(Claim, read_object(path), str(path), RefusedError)
 
 
-def claim(directory: Path, asked: Claim) -> None:
+def claim(directory: Path, requested: Claim) -> None:
     """Create the directory of a study, or check that it belongs to this study. Raises RefusedError if it does not."""
     if (directory / STUDY_FILE).is_file():
         stored = read_claim(directory)
         for field in fields(Claim):
-            if (value := getattr(stored, field.name)) != (wanted := getattr(asked, field.name)):
+            if (value := getattr(stored, field.name)) != (wanted := getattr(requested, field.name)):
                 raise RefusedError(
                     f"--run_dir {directory} contains a study with {field.name} {value!r}, expected {wanted!r}; "
                     "give another --run_dir"
@@ -112,7 +112,7 @@ def claim(directory: Path, asked: Claim) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         raise RefusedError(f"--run_dir {directory} is not empty and contains no study; give another")
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / STUDY_FILE, asdict(asked))
+    write_json(directory / STUDY_FILE, asdict(requested))
 
 
 class Executor:
@@ -180,7 +180,7 @@ class Executor:
         state = read_state(self.graph.directory, name)
         if state is None or state.status != "finished":
             return None
-        if state.command != (words := self.graph.words(name)):
+        if state.command != (words := self.graph.command_arguments(name)):
             before, now = shlex.join(state.command), shlex.join(words)
             raise RefusedError(
                 f"{self.graph.path(name)} has finished with another command than the study has now:\n"
@@ -191,10 +191,10 @@ class Executor:
 
     def _execute(self, name: str) -> NodeState:
         directory, before = self.graph.directory, read_state(self.graph.directory, name)
-        began = time.monotonic()
+        start = time.monotonic()
         used = 0.0
         try:
-            words = self.graph.words(name)
+            words = self.graph.command_arguments(name)
             status, reason, used = self._process(name, words) if words else ("finished", "", 0.0)
         except (RefusedError, OSError) as error:
             words, status, reason = [], "failed", str(error)
@@ -203,7 +203,7 @@ class Executor:
             command=words,
             status=status,
             reason=reason,
-            seconds=round(time.monotonic() - began + (before.seconds if before else 0.0), 3),
+            seconds=round(time.monotonic() - start + (before.seconds if before else 0.0), 3),
             processor_seconds=round(used + (before.processor_seconds if before else 0.0), 3),
             at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -236,13 +236,13 @@ class Executor:
             process.returncode = os.waitstatus_to_exitcode(ended)
             del self._running[name]
         seconds = used.ru_utime + used.ru_stime
-        if process.returncode == 0 and self._whole(name):
+        if process.returncode == 0 and self._is_complete(name):
             return "finished", "", seconds
         if self.stopping.is_set():
             return "stopped", "", seconds
         return "failed", f"exit status {process.returncode}; {_last_lines(log)}", seconds
 
-    def _whole(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         """Return whether a command with exit status 0 is complete. A run that was stopped also exits with 0."""
         path = self.graph.path(name)
         if name.startswith("data/"):
@@ -309,12 +309,12 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
     return jobs
 
 
-def totals(states: Mapping[str, NodeState | None]) -> dict[str, Any]:
+def sum_states(states: Mapping[str, NodeState | None]) -> dict[str, Any]:
     """Return hours and the number of nodes by status."""
-    known = [state for state in states.values() if state is not None]
+    started = [state for state in states.values() if state is not None]
     return {
-        "hours": sum(state.seconds for state in known) / 3600,
-        "processor_hours": sum(state.processor_seconds for state in known) / 3600,
+        "hours": sum(state.seconds for state in started) / 3600,
+        "processor_hours": sum(state.processor_seconds for state in started) / 3600,
         "nodes": len(states),
-        **{status: sum(state.status == status for state in known) for status in ("finished", "failed", "stopped")},
+        **{status: sum(state.status == status for state in started) for status in ("finished", "failed", "stopped")},
     }

@@ -113,7 +113,7 @@ class Graph:
     def path(self, node: str) -> Path:
         return self.directory / node
 
-    def words(self, node: str) -> list[str]:
+    def command_arguments(self, node: str) -> list[str]:
         """Return the arguments of a node's `trp-scale` command; empty if nothing has to run. Raises RefusedError for an
         unknown placeholder or an unreadable result."""
         kind, *rest = node.split("/")
@@ -212,8 +212,10 @@ class Graph:
         The ratio of step times is the median over seeds."""
         ratios = []
         for seed in range(self.scale.seeds):
-            mine, other = (self.seconds_of_step(name, seed) for name in (variant, self.study.baseline))
-            ratios.append(mine / other)
+            own_seconds, baseline_seconds = (
+                self.seconds_of_step(name, seed) for name in (variant, self.study.baseline)
+            )
+            ratios.append(own_seconds / baseline_seconds)
         ratio = statistics.median(ratios)
         if abs(ratio - 1) <= SAME_STEPS:
             return None

@@ -72,15 +72,15 @@ def hours_left(graph: Graph) -> Iterator[str]:
     yield f"{graph.directory}: {finished} of {len(graph.nodes)} commands have finished"
     total = 0.0
     for kind, ended in kinds.items():
-        seconds, left = [state.seconds for state in ended if state is not None], ended.count(None)
-        if not left:
+        seconds, remaining = [state.seconds for state in ended if state is not None], ended.count(None)
+        if not remaining:
             continue
         if not seconds:
-            yield f"  {kind}: {left} left, none finished yet: not included"
+            yield f"  {kind}: {remaining} left, none finished yet: not included"
             continue
-        hours = left * statistics.fmean(seconds) / 3600
+        hours = remaining * statistics.fmean(seconds) / 3600
         total += hours
-        yield f"  {kind}: {left} left, {statistics.fmean(seconds):.4g} s each by {len(seconds)}: {hours:.2f} hours"
+        yield f"  {kind}: {remaining} left, {statistics.fmean(seconds):.4g} s each by {len(seconds)}: {hours:.2f} hours"
     yield f"left: {total:.2f} hours of commands; divide by --jobs"
 
 
@@ -127,16 +127,16 @@ def measured_speed() -> float:
     """Measure fp32 matrix products on one core for 0.3 s. Return the best FLOP/s."""
     import torch
 
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         side, best = 512, float("inf")
         matrix = torch.randn(side, side)
         until = time.perf_counter() + 0.3
         while time.perf_counter() < until:
-            began = time.perf_counter()
+            start = time.perf_counter()
             matrix @ matrix
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.perf_counter() - start)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
     return 2.0 * side**3 / best

@@ -15,7 +15,7 @@ from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences,
 from trp_scale.reporting.paired_tests import LEVEL
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.storage.files import write_json, write_text
-from trp_scale.studies.execute import NodeState, find_blocked, read_states, totals
+from trp_scale.studies.execute import NodeState, find_blocked, read_states, sum_states
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, JudgeRow, Outcome, describe_outcome, read_outcome, verdict
 from trp_scale.studies.study import Tuning
@@ -199,7 +199,7 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
 
 
 def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], command: str) -> Table:
-    scale, sums = graph.scale, totals(states)
+    scale, sums = graph.scale, sum_states(states)
     rows = [
         ("command", command),
         (

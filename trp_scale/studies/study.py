@@ -185,7 +185,7 @@ class Study:
             raise RefusedError(f"--scale {name}: not in this study; allowed: {', '.join(self.scales)}")
         return self.scales[name]
 
-    def against(self, baseline: str, scale: str) -> Study:
+    def with_baseline(self, baseline: str, scale: str) -> Study:
         """Return the study with another baseline. Equal-time runs are dropped, since they depend on the original
         baseline. Raises RefusedError if it is not a trained variant of this scale."""
         here = self.scale(scale)

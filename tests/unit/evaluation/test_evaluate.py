@@ -153,8 +153,8 @@ def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
         images(tuned.parent / "data", range(200, 290))
         new = ["--output", str(tmp_path / "new" / "own"), "--predictions", str(tmp_path / "new" / "own" / "said")]
         assert cli.main(["evaluate", "--run", str(tuned), *new]) == 2
-        said = capsys.readouterr().err
-        assert f"the data at {tuned.parent / 'data'}" in said
+        error = capsys.readouterr().err
+        assert f"the data at {tuned.parent / 'data'}" in error
         assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"
         shutil.rmtree(tuned.parent / "data")
         (tuned.parent / "data").mkdir()  # something else lies where the run has learned from
@@ -183,10 +183,10 @@ def test_images_that_were_learned_from_are_noted_and_a_seed_that_was_refused_is_
 
 
 def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
-    (checkpoint,) = one.glob("checkpoints/*")
+    seed_dir = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
+    (checkpoint,) = seed_dir.glob("checkpoints/*")
     document = read_document(checkpoint)
     document.config["training"]["steps"] *= 10
     document.write(checkpoint)
-    assert cli.main(["evaluate", "--run", str(one)]) == 2
+    assert cli.main(["evaluate", "--run", str(seed_dir)]) == 2
     assert "stopped after" in capsys.readouterr().err

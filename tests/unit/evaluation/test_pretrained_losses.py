@@ -47,14 +47,14 @@ def test_the_rows_that_were_held_out_give_the_losses_of_the_validation(
     data = text_dataset if kind == "pos_bert" else image_dataset
     run = trained(kind, data, tmp_path / "run")
     expected = lines(run)[-1]["validation"]
-    found = measured(run, tmp_path / "found")
+    results = measured(run, tmp_path / "found")
     there = {name: one for name, one in expected["tasks"].items() if one["count"]}
-    assert found.keys() == there.keys()
+    assert results.keys() == there.keys()
     for name, one in there.items():
-        assert found[name].mean == pytest.approx(one["loss"], rel=1e-6), name
-        assert found[name].detail[0]["elements"] == one["count"]
-        assert (found[name].metric, found[name].split, found[name].lower_is_better) == ("loss", "dev", True)
-    judged = {name: task.mean for name, task in found.items() if task.judged}
+        assert results[name].mean == pytest.approx(one["loss"], rel=1e-6), name
+        assert results[name].detail[0]["elements"] == one["count"]
+        assert (results[name].metric, results[name].split, results[name].lower_is_better) == ("loss", "dev", True)
+    judged = {name: task.mean for name, task in results.items() if task.judged}
     assert max(judged, key=lambda name: judged[name]) == expected["worst_task"]
 
 
@@ -92,8 +92,8 @@ def test_the_worst_is_a_task_that_the_balancer_weighs(
     """Two runs side by side: each has one worst task, and next-sentence prediction, which is outside, is none."""
     other = trained("pos_bert", text_dataset, tmp_path / "other", optimizer__lr=0.01)
     for directory, name in ((run, "a"), (other, "b")):
-        found = measured(directory, tmp_path / name)
-        assert not found["next_sentence"].judged and not found["other"].judged and found["noun"].judged
+        results = measured(directory, tmp_path / name)
+        assert not results["next_sentence"].judged and not results["other"].judged and results["noun"].judged
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -113,8 +113,8 @@ def test_data_of_another_vocabulary_is_refused(
     tokenizer.write_text(tokenizer.read_text() + "\n")
     for data, message in ((larger, f"vocabulary has {document['vocab_size']}"), (other, "tokenizer differs")):
         assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert message in said and f"--tokenizer {run}/tokenizer" in said.replace("\n", "")
+        error = " ".join(capsys.readouterr().err.split())
+        assert message in error and f"--tokenizer {run}/tokenizer" in error.replace("\n", "")
 
 
 def test_maps_of_other_classes_and_data_of_another_kind_are_refused(
@@ -131,8 +131,8 @@ def test_maps_of_other_classes_and_data_of_another_kind_are_refused(
     refused = [(other, "give data with the same classes") for other in others]
     for data, message in (*refused, (text_dataset, "kind 'text' found")):
         assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
-        said = capsys.readouterr().err
-        assert message in said and "--data.path" not in said, "evaluate has no such flag"
+        error = capsys.readouterr().err
+        assert message in error and "--data.path" not in error, "evaluate has no such flag"
 
 
 def test_a_run_that_held_nothing_out_needs_data_and_flags_of_other_runs_are_refused(

@@ -51,13 +51,13 @@ def logits_of(tuned: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
     run = read_run(tuned / "classification" / "seed_0")
     model = ImageClassifier(run.config).eval()
     model.load_state_dict(read_full_state(run.checkpoint))
-    found, labels = [], []
+    result, labels = [], []
     for batch in open_probed(run.config, str(data)).batches(ALONE):
-        there = batch["row_weights"] > 0
+        present = batch["row_weights"] > 0
         with torch.no_grad():
-            found.append(model(Pixels()(batch["images"]))[there])
-        labels.append(batch["labels"][there])
-    return torch.cat(found), torch.cat(labels)
+            result.append(model(Pixels()(batch["images"]))[present])
+        labels.append(batch["labels"][present])
+    return torch.cat(result), torch.cat(labels)
 
 
 def test_logits_are_restricted_to_the_classes_of_the_set(tuned: Path, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_rows_that_fill_a_batch_and_broken_logits_do_not_count_as_right() -> Non
     logits = torch.tensor([[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [5.0, 0.0, torch.nan], [0.0, 0.0, 9.0]])
     fields = {"labels": torch.tensor([0, 0, 1, 0]), "row_weights": torch.tensor([1.0, 1.0, 1.0, 0.0])}
     metrics.add(logits, Batch(fields=fields, keys=torch.arange(4), start=0))
-    found = metrics.finish(ALONE)
-    assert found["accuracy"] == pytest.approx(1 / 3) and found["detail"]["images"] == 3
+    result = metrics.finish(ALONE)
+    assert result["accuracy"] == pytest.approx(1 / 3) and result["detail"]["images"] == 3
 
 
 def test_corruption_errors_of_folders(tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,9 +128,9 @@ def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> N
         centre, whole = (classifier.accuracy(data, whole=whole)["accuracy"] for whole in (False, True))
         (tmp_path / "c" / "fog").mkdir(parents=True)
         data.rename(tmp_path / "c" / "fog" / "3")
-        found = classifier.on_corruptions(RobustnessSet(name="c", directory=tmp_path / "c"), partial=True)
+        result = classifier.on_corruptions(RobustnessSet(name="c", directory=tmp_path / "c"), partial=True)
     assert whole == pytest.approx(float((logits.argmax(1) == labels).double().mean())) and whole != centre
-    assert found.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
+    assert result.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 
 
 def test_names_of_classes_can_be_given(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

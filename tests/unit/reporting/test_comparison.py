@@ -55,57 +55,57 @@ def text_of(*arguments: Any, width: int = 200) -> str:
 def test_one_seed_is_not_tested() -> None:
     with pytest.raises(ValueError, match=r"1.*least 2"):
         paired_test([0.1], [0.2])
-    found = compare_results({"a": run(task("cola", [0.1])), "b": run(task("cola", [0.4]))})
-    (one,) = found.differences[key("cola")]
-    assert one is not None and one.test is None and one.corrected is None
-    assert one.value == pytest.approx(0.3)
-    assert "fewer than 2 common seeds" in text_of(found)
+    comparison = compare_results({"a": run(task("cola", [0.1])), "b": run(task("cola", [0.4]))})
+    (difference,) = comparison.differences[key("cola")]
+    assert difference is not None and difference.test is None and difference.corrected is None
+    assert difference.value == pytest.approx(0.3)
+    assert "fewer than 2 common seeds" in text_of(comparison)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_figures_that_are_not_finite_are_not_tested(value: float) -> None:
-    found = compare_results({"a": run(task("x", [0.1, 0.2, 0.4])), "b": run(task("x", [value, value, 0.3]))})
-    (one,) = found.differences[key("x")]
-    assert one is not None and one.test is None and not one.is_significant
-    assert "figures that are not finite" in text_of(found)
+    comparison = compare_results({"a": run(task("x", [0.1, 0.2, 0.4])), "b": run(task("x", [value, value, 0.3]))})
+    (difference,) = comparison.differences[key("x")]
+    assert difference is not None and difference.test is None and not difference.is_significant
+    assert "figures that are not finite" in text_of(comparison)
 
 
 def test_p_values_are_corrected_over_all_tests_of_the_table() -> None:
     a = run(task("cola", [0.50, 0.52, 0.49]), task("rte", [0.60, 0.61, 0.66]))
     b = run(task("cola", [0.58, 0.61, 0.56]), task("rte", [0.62, 0.60, 0.69]))
-    found = compare_results({"a": a, "b": b, "c": a})
-    cola, rte = found.differences[key("cola")], found.differences[key("rte")]
-    raw = [one.test.p for one in (*cola, *rte) if one is not None and one.test is not None]
-    assert len(raw) == found.tests == 4
-    assert [one.corrected for one in (*cola, *rte) if one is not None] == pytest.approx(holm(raw))
+    comparison = compare_results({"a": a, "b": b, "c": a})
+    cola, rte = comparison.differences[key("cola")], comparison.differences[key("rte")]
+    raw = [difference.test.p for difference in (*cola, *rte) if difference is not None and difference.test is not None]
+    assert len(raw) == comparison.tests == 4
+    assert [difference.corrected for difference in (*cola, *rte) if difference is not None] == pytest.approx(holm(raw))
     assert cola[0] is not None and cola[0].corrected == pytest.approx(4 * min(raw))
-    assert "Holm-corrected for 4 tests" in text_of(found)
+    assert "Holm-corrected for 4 tests" in text_of(comparison)
     alone = compare_results({"a": run(a.tasks[0]), "b": run(b.tasks[0])})
     assert "one test, uncorrected" in text_of(alone)
-    (one,) = alone.differences[key("cola")]
-    assert one is not None and one.test is not None and one.corrected == one.test.p
+    (difference,) = alone.differences[key("cola")]
+    assert difference is not None and difference.test is not None and difference.corrected == difference.test.p
 
 
 def test_only_seeds_that_both_have_are_paired() -> None:
     a = run(task("cola", [0.5, 0.6, 0.9], seeds=[0, 1, 7]))
     b = run(task("cola", [0.66, 0.51, 0.1], seeds=[1, 0, 8]))
-    found = compare_results({"a": a, "b": b})
-    (one,) = found.differences[key("cola")]
-    assert one is not None and one.test is not None
-    assert one.test == paired_test([0.5, 0.6], [0.51, 0.66])
-    assert one.value == pytest.approx((0.66 + 0.51 + 0.1) / 3 - 2 / 3)
-    assert "seeds differ between runs (cola)" in text_of(found)
+    comparison = compare_results({"a": a, "b": b})
+    (difference,) = comparison.differences[key("cola")]
+    assert difference is not None and difference.test is not None
+    assert difference.test == paired_test([0.5, 0.6], [0.51, 0.66])
+    assert difference.value == pytest.approx((0.66 + 0.51 + 0.1) / 3 - 2 / 3)
+    assert "seeds differ between runs (cola)" in text_of(comparison)
 
 
 def test_another_split_or_metric_is_never_in_the_same_row() -> None:
     a = run(task("cola", [0.5, 0.6], metric="matthews"), task("sst2", [0.9, 0.8]))
     b = run(task("cola", [0.7, 0.6], metric="accuracy"), task("sst2", [0.7, 0.8], split="test"))
-    found = compare_results({"a": a, "b": b})
-    assert list(found.rows) == [key("cola", "matthews"), key("cola"), key("sst2"), key("sst2", split="test")]
-    assert all(None in row for row in found.rows.values())
-    assert all(row == [None] for row in found.differences.values())
-    assert found.tests == 0
-    printed = text_of(found)
+    comparison = compare_results({"a": a, "b": b})
+    assert list(comparison.rows) == [key("cola", "matthews"), key("cola"), key("sst2"), key("sst2", split="test")]
+    assert all(None in row for row in comparison.rows.values())
+    assert all(row == [None] for row in comparison.differences.values())
+    assert comparison.tests == 0
+    printed = text_of(comparison)
     assert "cola is not compared between these rows: matthews on dev (a); accuracy on dev (b)" in printed
     assert "sst2 is not compared between these rows: accuracy on dev (a); accuracy on test (b)" in printed
 
@@ -119,13 +119,13 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
         task("far", [3.5], metric="rmse", lower_is_better=True),
         task("corrupted", [77.0], metric="mce", lower_is_better=True),
     ]
-    found = compare_results({"a": run(*tasks)})
-    assert found.worst == {(key("cola", "matthews"), 0), (key("far", "rmse", lower=True), 0)}
-    assert [(one.name, one.split, one.values) for one in found.summaries] == [
+    comparison = compare_results({"a": run(*tasks)})
+    assert comparison.worst == {(key("cola", "matthews"), 0), (key("far", "rmse", lower=True), 0)}
+    assert [(difference.name, difference.split, difference.values) for difference in comparison.summaries] == [
         ("average", "dev", [pytest.approx(0.65)]),
         ("worst", "dev", [0.4]),
     ]
-    printed = text_of(found)
+    printed = text_of(comparison)
     assert "0.4000 (1) worst" in printed and "3.5000 (1) worst" in printed and "77.0000 (1) worst" not in printed
     assert "rmse (lower is better)" in printed
 
@@ -133,8 +133,10 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
 def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
     def with_constant(name: str, value: float, constant: float) -> TaskResult:
         metrics = {"accuracy": value, "constant_accuracy": constant}
-        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics=metrics)
-        return join([one])
+        difference = SeedResult(
+            task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics=metrics
+        )
+        return join([difference])
 
     both = run(with_constant("x", 0.9, 0.625), task("y", [0.5]))
     lines = to_markdown(compare_results({"old": run(task("x", [0.7])), "new": both})).splitlines()
@@ -150,9 +152,9 @@ def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
 
 
 def test_a_run_without_a_task_has_no_average() -> None:
-    found = compare_results({"a": run(task("x", [0.5]), task("y", [0.7])), "b": run(task("y", [0.6]))})
-    assert [one.values for one in found.summaries] == [[pytest.approx(0.6), None], [0.5, None]]
-    assert found.worst == {(key("x"), 0)}
+    comparison = compare_results({"a": run(task("x", [0.5]), task("y", [0.7])), "b": run(task("y", [0.6]))})
+    assert [difference.values for difference in comparison.summaries] == [[pytest.approx(0.6), None], [0.5, None]]
+    assert comparison.worst == {(key("x"), 0)}
     more = compare_results(
         {"a": run(task("x", [0.5]), task("y", [0.7]), task("z", [0.9])), "b": run(task("y", [0.6]), task("z", [0.9]))}
     )
@@ -167,8 +169,8 @@ def test_a_figure_that_is_there_twice_is_refused() -> None:
 def test_markdown_and_csv_say_what_the_table_says() -> None:
     a = run(task("cola", [0.50, 0.52, 0.51]), task("my_task", [0.9, 0.91, 0.92]), encoder="here|there")
     b = run(task("cola", [0.601, 0.629, 0.611]), task("my_task", [0.9, 0.91, 0.92]))
-    found = compare_results({"a": a, "b": b})
-    lines = to_markdown(found).splitlines()
+    comparison = compare_results({"a": a, "b": b})
+    lines = to_markdown(comparison).splitlines()
     assert lines[0] == "| task | metric | on | a | b |"
     assert lines[1] == "| --- | --- | --- | ---: | ---: |"
     assert lines[2].startswith(
@@ -176,13 +178,15 @@ def test_markdown_and_csv_say_what_the_table_says() -> None:
     )
     assert "| my\\_task | accuracy | dev | 0.9100 ± 0.0100 (3) |" in lines[3]
     assert lines[4:6] == ["| average |  | dev | 0.7100 | 0.7618 |", "| worst |  | dev | 0.5100 | 0.6137 |"]
-    corrected = [one.corrected for row in found.differences.values() for one in row if one is not None]
+    corrected = [
+        difference.corrected for row in comparison.differences.values() for difference in row if difference is not None
+    ]
     assert corrected[0] is not None and corrected[0] < 0.05
     assert f"| cola | accuracy | dev | **+0.1037 (p {corrected[0]:.4f}, n 3)** |" in lines
     assert "| my\\_task | accuracy | dev | +0.0000 (p 1.0000, n 3) |" in lines
     assert any("here\\|there" in line for line in lines)
 
-    rows = list(csv.DictReader(io.StringIO(to_csv(found))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert [(row["task"], row["run"], row["worst"]) for row in rows] == [
         ("cola", "a", "true"),
         ("cola", "b", "true"),
@@ -246,17 +250,17 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
 
 def test_a_task_of_few_elements_is_not_the_worst() -> None:
     def counted(name: str, value: float, detail: dict[str, Any]) -> TaskResult:
-        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics={})
-        return join([replace(one, metrics={"accuracy": value}, detail=detail)])
+        difference = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics={})
+        return join([replace(difference, metrics={"accuracy": value}, detail=detail)])
 
     parts = {"matched": {"rows": 30}, "mismatched": {"rows": 40}}
     both = run(counted("few", 0.1, {"images": 12}), counted("many", 0.5, parts), counted("more", 0.9, {"elements": 99}))
-    found = compare_results({"a": both})
-    assert found.worst == {(key("many"), 0)} and found.summaries[1].values == [0.5]
-    assert to_markdown(found).splitlines()[2:4] == [
+    comparison = compare_results({"a": both})
+    assert comparison.worst == {(key("many"), 0)} and comparison.summaries[1].values == [0.5]
+    assert to_markdown(comparison).splitlines()[2:4] == [
         "| few | accuracy | dev | 12 | 0.1000 (1) |",
         "| many | accuracy | dev | 70 | **0.5000 (1) worst** |",
     ]
-    assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(found)))] == ["12", "70", "99"]
+    assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(comparison)))] == ["12", "70", "99"]
     rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
     assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"

@@ -86,12 +86,12 @@ def test_a_task_that_one_run_lacks_has_a_line_less(tmp_path: Path, capsys: pytes
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", image_lines(2))
     (tmp_path / "empty").mkdir()
-    for words, said in (
+    for words, message in (
         ([run, tmp_path / "empty"], "empty has neither results.json nor metrics.jsonl"),
         ([run, run], "run is given twice"),
     ):
         assert cli.main(["compare", *map(str, words), "--html", str(tmp_path / "page.html")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert cli.main(["compare", str(run), "--html", str(run)]) == 2
     assert f"--html {run} cannot be written" in capsys.readouterr().err
     assert cli.main(["compare", str(run)]) == 2

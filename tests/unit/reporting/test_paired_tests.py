@@ -27,8 +27,8 @@ from trp_scale.reporting.paired_tests import (
     ],
 )
 def test_equal_differences_have_a_defined_p_value(first: list[float], second: list[float], p: float, test: str) -> None:
-    found = paired_test(first, second)
-    assert (found.p, found.test) == (p, test)
+    result = paired_test(first, second)
+    assert (result.p, result.test) == (p, test)
 
 
 def test_holm_by_hand() -> None:
@@ -44,34 +44,34 @@ def test_holm_by_hand() -> None:
 
 def test_mean_interval_and_parts_of_the_variance_are_those_of_the_one_way_layout() -> None:
     figures = np.random.default_rng(0).normal(size=(6, 3)) + np.random.default_rng(1).normal(size=(6, 1))
-    found = spread(figures.tolist())
+    result = spread(figures.tolist())
     means = figures.mean(1)
     low, high = stats.t.interval(0.95, 5, loc=means.mean(), scale=stats.sem(means))
-    assert found.mean == pytest.approx(means.mean())
-    assert found.half == pytest.approx((high - low) / 2)
+    assert result.mean == pytest.approx(means.mean())
+    assert result.half == pytest.approx((high - low) / 2)
     within = figures.var(1, ddof=1).mean()
     between = max(0.0, means.var(ddof=1) - within / 3)
-    assert found.within == pytest.approx(within**0.5)
-    assert found.between == pytest.approx(between**0.5)
+    assert result.within == pytest.approx(within**0.5)
+    assert result.between == pytest.approx(between**0.5)
 
 
 def test_one_run_has_no_interval() -> None:
-    found = spread([[0.5, 0.7]])
-    assert (found.mean, found.half, found.between) == (pytest.approx(0.6), None, None)
+    result = spread([[0.5, 0.7]])
+    assert (result.mean, result.half, result.between) == (pytest.approx(0.6), None, None)
     difference = paired_difference({0: 0.5}, {0: 0.7})
     assert difference is not None and difference.test is None and difference.half is None
 
 
 def test_the_test_and_its_interval_are_scipys() -> None:
     one, two = np.random.default_rng(2).normal(size=(2, 5))
-    found = paired_difference(dict(enumerate(one.tolist())), dict(enumerate(two.tolist())))
-    assert found is not None
+    result = paired_difference(dict(enumerate(one.tolist())), dict(enumerate(two.tolist())))
+    assert result is not None
     reference = stats.ttest_rel(two, one)
     interval = reference.confidence_interval(0.95)
-    assert found.test is not None
-    assert found.test.p == pytest.approx(reference.pvalue)
-    assert found.half is not None
-    assert (found.value - found.half, found.value + found.half) == pytest.approx((interval.low, interval.high))
+    assert result.test is not None
+    assert result.test.p == pytest.approx(reference.pvalue)
+    assert result.half is not None
+    assert (result.value - result.half, result.value + result.half) == pytest.approx((interval.low, interval.high))
 
 
 @pytest.mark.parametrize("level", [SIGNIFICANT, SIGNIFICANT / 5])

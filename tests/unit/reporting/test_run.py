@@ -66,8 +66,8 @@ def page_of(run: Path) -> str:
 
 
 def figures_of(text: str) -> list[dict[str, Any]]:
-    (found,) = re.findall(r'<script type="application/json" id="plots">(.*?)</script>', text, flags=re.DOTALL)
-    figures: list[dict[str, Any]] = json.loads(found)["figures"]
+    (matches,) = re.findall(r'<script type="application/json" id="plots">(.*?)</script>', text, flags=re.DOTALL)
+    figures: list[dict[str, Any]] = json.loads(matches)["figures"]
     return figures
 
 
@@ -277,8 +277,8 @@ def test_without_plotly_the_text_is_printed_and_what_to_install(
 ) -> None:
     monkeypatch.setattr(document, "find_spec", lambda name: None)
     assert cli.main(["report", "--run", str(text_run)]) == 0
-    said = capsys.readouterr().out
-    assert "noun" in said and said.splitlines()[-1].endswith("pip install 'trp-scale[pictures]'")
+    output = capsys.readouterr().out
+    assert "noun" in output and output.splitlines()[-1].endswith("pip install 'trp-scale[pictures]'")
     assert not (text_run / "report.html").exists()
 
 

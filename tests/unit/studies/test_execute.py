@@ -57,16 +57,16 @@ def test_a_study_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path) 
 def test_a_variant_that_fails_stops_only_what_needs_it(tmp_path: Path) -> None:
     program = write_program(tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow/seed_0"]}))
-    graph, said = graph_of(tmp_path), list[str]()
-    Executor(graph, jobs=2, program=program, tell=said.append).run()
-    found = read_states(graph)
-    failed = [name for name, state in found.items() if state is not None and state.status == "failed"]
+    graph, log_lines = graph_of(tmp_path), list[str]()
+    Executor(graph, jobs=2, program=program, tell=log_lines.append).run()
+    states = read_states(graph)
+    failed = [name for name, state in states.items() if state is not None and state.status == "failed"]
     assert failed == ["runs/slow/seed_0"]
-    assert "this was to fail" in next(line for line in said if line.startswith("failed"))
-    assert find_blocked(graph, found) == {"judged/glue/runs/slow/seed_0": "runs/slow/seed_0"}
-    assert sum(state is not None and state.status == "finished" for state in found.values()) == len(graph.nodes) - 2
+    assert "this was to fail" in next(line for line in log_lines if line.startswith("failed"))
+    assert find_blocked(graph, states) == {"judged/glue/runs/slow/seed_0": "runs/slow/seed_0"}
+    assert sum(state is not None and state.status == "finished" for state in states.values()) == len(graph.nodes) - 2
     (tmp_path / "settings.json").unlink()
-    ended = Executor(graph, jobs=2, program=program, tell=said.append).run()
+    ended = Executor(graph, jobs=2, program=program, tell=log_lines.append).run()
     assert {state.status for state in ended.values() if state} == {"finished"}
 
 
@@ -154,15 +154,15 @@ def test_a_run_is_whole_that_has_nothing_left_to_do(tmp_path: Path, reason: str,
     path = executor.graph.path("runs/plain/seed_0")
     path.mkdir(parents=True)
     (path / "summary.json").write_text(json.dumps({"exit_reason": reason} if reason else {}))
-    assert executor._whole("runs/plain/seed_0") is whole
+    assert executor._is_complete("runs/plain/seed_0") is whole
 
 
 def test_asking_to_stop_leaves_the_exit_status_to_the_thread_that_waits(tmp_path: Path) -> None:
     executor = Executor(graph_of(tmp_path), jobs=1)
-    ended, gone = (subprocess.Popen(["true"]) for _ in range(2))
-    gone.wait()
+    ended, finished = (subprocess.Popen(["true"]) for _ in range(2))
+    finished.wait()
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
-    executor._running = {"runs/plain/seed_0": ended, "runs/slow/seed_0": gone}
+    executor._running = {"runs/plain/seed_0": ended, "runs/slow/seed_0": finished}
     executor.stop()
     _, status, _ = os.wait4(ended.pid, 0)
     ended.returncode = os.waitstatus_to_exitcode(status)

@@ -17,7 +17,7 @@ from trp_scale.studies.study import to_arguments
 def test_every_variant_has_the_same_seeds_steps_and_judging(tmp_path: Path) -> None:
     """But for what the study's file says of it."""
     graph = graph_of(tmp_path)
-    flags = {name: set(pairwise(words)) for name in graph.nodes if (words := graph.words(name))}
+    flags = {name: set(pairwise(words)) for name in graph.nodes if (words := graph.command_arguments(name))}
     plain, slow = flags["runs/plain/seed_1"], flags["runs/slow/seed_1"]
     apart = {pair for pair in plain ^ slow if pair[0].startswith("--")}
     assert apart == {
@@ -32,7 +32,7 @@ def test_every_variant_has_the_same_seeds_steps_and_judging(tmp_path: Path) -> N
 
 
 def test_an_untrained_encoder_has_the_weights_of_the_seed(tmp_path: Path) -> None:
-    words = graph_of(tmp_path).words("runs/scratch/seed_0")
+    words = graph_of(tmp_path).command_arguments("runs/scratch/seed_0")
     assert words[words.index("--optimizer.lr") + 1] == str(UNTRAINED["optimizer.lr"])
     assert words[words.index("--training.steps") + 1] == "1"
 
@@ -52,16 +52,16 @@ def test_steps_of_equal_time_follow_from_the_seconds_of_a_step(tmp_path: Path) -
     graph = graph_of(tmp_path, document(budgets=["steps", "time"]))
     assert not any("plain@time" in name or "scratch@time" in name for name in graph.nodes)
     Executor(graph, jobs=1, program=write_program(tmp_path), tell=lambda line: None).run()
-    words = graph.words("runs/slow@time/seed_1")
+    words = graph.command_arguments("runs/slow@time/seed_1")
     assert words[words.index("--training.steps") + 1] == "50"
 
 
 def test_equal_time_that_is_equal_steps_makes_no_run(tmp_path: Path) -> None:
-    given = document(budgets=["steps", "time"])
-    given["variants"]["slow"]["settings"] = {"masking.ratio": 1.02}
-    graph = graph_of(tmp_path, given)
+    study = document(budgets=["steps", "time"])
+    study["variants"]["slow"]["settings"] = {"masking.ratio": 1.02}
+    graph = graph_of(tmp_path, study)
     ended = Executor(graph, jobs=1, program=write_program(tmp_path), tell=lambda line: None).run()
-    assert graph.words("runs/slow@time/seed_0") == []
+    assert graph.command_arguments("runs/slow@time/seed_0") == []
     assert {state.status for state in ended.values() if state} == {"finished"}
     assert not graph.path("runs/slow@time").exists()
 
@@ -74,22 +74,22 @@ def test_a_rate_is_chosen_for_each_variant_by_rows_that_are_not_the_tests(tmp_pa
         "judge": "glue",
         "row": "worst",
     }
-    given = document(tuning=tuning)
-    judge = given["scales"]["cpu"]["judges"]["glue"]
+    study = document(tuning=tuning)
+    judge = study["scales"]["cpu"]["judges"]["glue"]
     judge["validation"] = {"downstream.split": "held_out"}
-    graph = graph_of(tmp_path, given)
+    graph = graph_of(tmp_path, study)
     Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
-    words = graph.words("runs/plain/seed_0")
+    words = graph.command_arguments("runs/plain/seed_0")
     assert words[words.index("--optimizer.lr") + 1] == "0.002"
-    tried = graph.words("tuning/plain/0.001")
+    tried = graph.command_arguments("tuning/plain/0.001")
     assert (tried[tried.index("--training.steps") + 1], tried[tried.index("--training.seed") + 1]) == ("10", "1000")
-    assert "held_out" in graph.words("judged/glue/tuning/plain/0.001")
-    assert "held_out" not in graph.words("judged/glue/runs/plain/seed_0")
+    assert "held_out" in graph.command_arguments("judged/glue/tuning/plain/0.001")
+    assert "held_out" not in graph.command_arguments("judged/glue/runs/plain/seed_0")
     assert not any("tuning/scratch" in name for name in graph.nodes)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"baseline": "plane"}, "the baseline 'plane' does not take part"),
         ({"ground": "plain"}, "ground 'plain' is trained"),
@@ -98,23 +98,23 @@ def test_a_rate_is_chosen_for_each_variant_by_rows_that_are_not_the_tests(tmp_pa
         ({"variants": {"plain": {"title": 3}}}, "variants.plain.title"),
     ],
 )
-def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    with pytest.raises(RefusedError, match=said):
+def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
         graph_of(tmp_path, document() | change)
 
 
 def test_equal_time_of_a_baseline_that_takes_none_is_refused(tmp_path: Path) -> None:
-    given = document(budgets=["steps", "time"]) | {"baseline": "scratch", "ground": ""}
+    study = document(budgets=["steps", "time"]) | {"baseline": "scratch", "ground": ""}
     with pytest.raises(RefusedError, match=r"'scratch'"):
-        graph_of(tmp_path, given)
+        graph_of(tmp_path, study)
 
 
 def of_another(**judges: object) -> dict[str, object]:
     """The study with a finetune of images, and judges of what it leaves."""
-    given = document()
+    study = document()
     flags = {"recipe": "classification_tiny", "downstream.task": "things"}
-    given["scales"]["cpu"]["judges"] = {**judges, "glue": {"command": "finetune", "seeds": 2, "flags": flags}}
-    return given
+    study["scales"]["cpu"]["judges"] = {**judges, "glue": {"command": "finetune", "seeds": 2, "flags": flags}}
+    return study
 
 
 def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(t
     }
     graph = graph_of(tmp_path, of_another(**others))
     first = graph.path("judged/glue/runs/plain/seed_1")
-    words = graph.words("judged/robust/runs/plain/seed_1")
+    words = graph.command_arguments("judged/robust/runs/plain/seed_1")
     assert words[:3] == ["evaluate", "--finetuned", str(first)]
     assert words[-4:] == ["--robustness", "a=one", "--robustness", "r=two"]
-    words = graph.words("judged/pixels/runs/plain/seed_1")
+    words = graph.command_arguments("judged/pixels/runs/plain/seed_1")
     assert words[words.index("--from") + 1] == str(first / "things" / "seed_100")
     seen: set[str] = set()
     for name, node in graph.nodes.items():
@@ -137,21 +137,21 @@ def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(t
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         ({"command": "evaluate", "of": "nothing"}, "other.of is 'nothing'; allowed: glue"),
         ({"command": "probe", "of": "glue"}, "other.of is 'glue', allowed: none"),
     ],
 )
-def test_a_judge_of_what_nobody_has_trained_is_refused(tmp_path: Path, other: dict[str, object], said: str) -> None:
-    with pytest.raises(RefusedError, match=said):
+def test_a_judge_of_what_nobody_has_trained_is_refused(tmp_path: Path, other: dict[str, object], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
         graph_of(tmp_path, of_another(other={"flags": {}, **other}))
 
 
 def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, document(settings={"data.path": "{wrods}"}))
     with pytest.raises(RefusedError, match=r"'\{wrods\}' names 'wrods'; allowed: \{text\}, \{words\}"):
-        graph.words("runs/plain/seed_0")
+        graph.command_arguments("runs/plain/seed_0")
 
 
 def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def row(lower_is_better: bool) -> TaskResult:
 
 
 @pytest.mark.parametrize(
-    ("mean", "corrected", "lower", "said"),
+    ("mean", "corrected", "lower", "printed"),
     [
         (0.2, 0.049, False, "better"),
         (-0.2, 0.049, False, "worse"),
@@ -44,8 +44,8 @@ def row(lower_is_better: bool) -> TaskResult:
         (0.2, None, False, ""),
     ],
 )
-def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool, said: str) -> None:
-    assert verdict(cell(mean, corrected), row(lower)) == said
+def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool, printed: str) -> None:
+    assert verdict(cell(mean, corrected), row(lower)) == printed
 
 
 def run(tmp_path: Path, **scale: object) -> Graph:
@@ -95,10 +95,10 @@ def test_differences_may_be_taken_from_another_variant_at_equal_steps(
     words = ["study", "report", str(tmp_path / "study")]
     assert main(words) == 0 and "slow, equal time" in capsys.readouterr().out
     assert main([*words, "--baseline", "slow"]) == 0
-    said = capsys.readouterr().out
-    assert "plain: worse than slow by -0." in said and "equal time" not in said
-    assert "--baseline slow (the study's: plain)" in said
-    assert re.search(r"\| plain \| 100 \| [\d.]+ \| [\d.]+ \|", said), "a variant before the baseline has a ratio"
+    printed = capsys.readouterr().out
+    assert "plain: worse than slow by -0." in printed and "equal time" not in printed
+    assert "--baseline slow (the study's: plain)" in printed
+    assert re.search(r"\| plain \| 100 \| [\d.]+ \| [\d.]+ \|", printed), "a variant before the baseline has a ratio"
     assert (tmp_path / "study" / "report_against_slow" / "README.md").is_file()
     assert main([*words, "--baseline", "scratch"]) == 2
     assert "--baseline scratch: allowed: plain, slow" in capsys.readouterr().err
@@ -125,8 +125,8 @@ def test_a_ground_that_is_seen_on_average_alone_is_said_so(judged: Graph) -> Non
 
 
 def test_equal_figures_make_no_difference(judged: Graph) -> None:
-    said = "\n".join(describe_outcome(judged, read_outcome(judged)))
-    assert "slow: no difference to plain seen" in said
+    printed = "\n".join(describe_outcome(judged, read_outcome(judged)))
+    assert "slow: no difference to plain seen" in printed
 
 
 def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_fro
 
 
 def test_a_task_with_too_few_rows_is_in_no_average_and_never_the_worst(tmp_path: Path) -> None:
-    given = document(seeds=2)
-    given["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
-    graph = graph_of(tmp_path, given)
+    study = document(seeds=2)
+    study["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
+    graph = graph_of(tmp_path, study)
     Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
     outcome = read_outcome(graph)
     assert set(outcome.figures) == {JudgeRow("glue", "easy"), JudgeRow("glue", "hard")}

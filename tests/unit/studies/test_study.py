@@ -51,7 +51,7 @@ def commands(graph: Graph) -> Iterator[tuple[str, list[str]]]:
             if rest[0] in judged or (kind == "judged" and scale.judges[rest[0]].tuning is not None):
                 continue
             judged.add(rest[0])
-        yield node, graph.words(node)
+        yield node, graph.command_arguments(node)
 
 
 def as_the_run_has_it(config: FinetuneConfig, run: Config) -> None:

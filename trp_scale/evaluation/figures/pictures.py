@@ -157,9 +157,9 @@ def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, outpu
 def _draw_modalities(trained: TrainedModalities, batch: Batch, path: Path) -> Picture:
     """Draw images and maps, as in TRP Figure 3."""
     draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
-    measured = task_losses(trained, batch)
-    losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in measured.items())
-    note = f"; of rgb {TRUE_COLOURS}" if "rgb" in measured else ""
+    losses_by_task = task_losses(trained, batch)
+    losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in losses_by_task.items())
+    note = f"; of rgb {TRUE_COLOURS}" if "rgb" in losses_by_task else ""
     return Picture(path, f"{losses}; {batch.rows} images{note}")
 
 
@@ -384,7 +384,7 @@ class OnlinePictures(Hook):
 
     def draw(self, checkpoint: Path) -> None:
         """Draw a checkpoint into its run directory. Failures are logged and do not stop the run."""
-        began, folder = time.monotonic(), checkpoint.parent.parent / PICTURES / checkpoint.name
+        start, folder = time.monotonic(), checkpoint.parent.parent / PICTURES / checkpoint.name
         self.latest = {"step": int(checkpoint.name.rpartition("_")[2])}
         try:
             with torch.random.fork_rng(devices=[]):
@@ -393,7 +393,7 @@ class OnlinePictures(Hook):
         except Exception as error:  # the other ranks wait at the next step
             self.latest["notice"] = f"no pictures of {checkpoint.name}: {error_text(error)}"
             log.warning("%s", self.latest["notice"])  # no line of metrics may follow
-        self.latest["seconds"] = time.monotonic() - began
+        self.latest["seconds"] = time.monotonic() - start
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the latest drawing, once. step: of the checkpoint; files: number of pictures; seconds: duration;

@@ -152,12 +152,12 @@ CHUNK = 1024
 def nearest_neighbours(train: LabelledFeatures, features: Features, settings: KnnSettings) -> Integers:
     """Return the classes [m] of `features` [m, D] by vote: each of the k training images with the largest cosine
     votes with exp(cosine / temperature). All vote if there are fewer than k."""
-    known = F.normalize(torch.from_numpy(train.features), dim=1)  # [n, D]
+    references = F.normalize(torch.from_numpy(train.features), dim=1)  # [n, D]
     labels = torch.from_numpy(train.labels)
     classes, k = int(labels.max()) + 1, min(settings.k, len(labels))
     accuracies = []
     for part in torch.split(torch.from_numpy(features), CHUNK):
-        cosines, nearest = (F.normalize(part, dim=1) @ known.T).topk(k, dim=1)  # [c, k]
+        cosines, nearest = (F.normalize(part, dim=1) @ references.T).topk(k, dim=1)  # [c, k]
         # Subtract the largest cosine: a low temperature would overflow.
         votes = ((cosines - cosines[:, :1]) / settings.temperature).double().exp()
         scores = votes.new_zeros(len(part), classes).scatter_add_(1, labels[nearest], votes)  # [c, K]

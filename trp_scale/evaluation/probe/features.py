@@ -83,17 +83,17 @@ def all_features(
     parts: list[LabelledFeatures] = []
 
     def read() -> bool:
-        kept = _read(path)
-        if kept is None:
+        cached = _read(path)
+        if cached is None:
             _require_writable(cache)  # check before the encoder runs for hours
-        parts.extend([] if kept is None else [kept])
-        return kept is not None
+        parts.extend([] if cached is None else [cached])
+        return cached is not None
 
     if on_rank_zero(group, f"reading {path}", read):
         return (parts[0] if parts else None), True
-    mine = extract(encoder, images.batches(group), group)
-    on_rank_zero(group, f"writing {path}", lambda: _write(path, mine))
-    return (mine if group.rank == 0 else None), False
+    labelled = extract(encoder, images.batches(group), group)
+    on_rank_zero(group, f"writing {path}", lambda: _write(path, labelled))
+    return (labelled if group.rank == 0 else None), False
 
 
 def _read(path: Path) -> LabelledFeatures | None:

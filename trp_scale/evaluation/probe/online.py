@@ -102,16 +102,16 @@ class OnlineProbes(Hook):
 
     def measure(self, step: int) -> None:
         """Measure the weights after `step`. Collective."""
-        began = time.monotonic()
+        start = time.monotonic()
         features = self.rows.features(self.run.engine.full_weights())
 
         def judge() -> tuple[dict[str, Any], int]:
             assert features is not None, "rank 0 has the features"
-            return self._judge(features, step, began)
+            return self._judge(features, step, start)
 
         self.latest, self.next = on_rank_zero(self.run.world, "fitting the probes", judge)
 
-    def _judge(self, features: Pair, step: int, began: float) -> tuple[dict[str, Any], int]:
+    def _judge(self, features: Pair, step: int, start: float) -> tuple[dict[str, Any], int]:
         """Return the figures and the step of the next measurement."""
         learned, measured = features
         neighbours = nearest_neighbours(learned, measured.features, KnnSettings(k=self.settings.neighbours))
@@ -128,7 +128,7 @@ class OnlineProbes(Hook):
             "measured": len(measured.labels),
         }
         now = time.monotonic()
-        seconds = now - began
+        seconds = now - start
         self._spent += seconds
         a_step = max(now - self._paced - self._spent, 1e-9) / max(self._steps, 1)
         figures |= {"seconds": seconds, "share": self._spent / (now - self._began)}

@@ -64,11 +64,11 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     if arguments.rows > len(data.train.labels):
         raise RefusedError(f"--rows is {arguments.rows}, but {task} has {len(data.train.labels)} training rows")
     scores = FORMATS[task].outputs == 1
-    drawn = {
+    rows_by_seed = {
         seed: draw_rows_alike(data.train.labels, arguments.rows, seed, alike=not scores)
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
     }
-    needed = np.unique(np.concatenate(list(drawn.values())))  # the encoder reads only these rows
+    needed = np.unique(np.concatenate(list(rows_by_seed.values())))  # the encoder reads only these rows
     needed_vectors = pair_vectors(encoder, data.train, needed, arguments.max_length)
     vectors = np.zeros((len(data.train.labels), needed_vectors.shape[1]), np.float32)
     vectors[needed] = needed_vectors
@@ -81,7 +81,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     }
     first = figure_name(next(iter(FIGURES[task])), next(iter(measured)))
     results = []
-    for seed, rows in drawn.items():
+    for seed, rows in rows_by_seed.items():
         metrics = {}
         for name, (unseen, labels) in measured.items():
             assert labels is not None
@@ -130,8 +130,8 @@ def pair_vectors(encoder: TextEncoder, examples: Examples, rows: npt.NDArray[np.
     parts = [sentence_vectors(encoder, [texts[row] for row in rows], length) for texts in examples.sentences]
     if len(parts) == 1:
         return parts[0]
-    first, two = parts
-    return np.concatenate([first, two, np.abs(first - two), first * two], axis=1)
+    first, second = parts
+    return np.concatenate([first, second, np.abs(first - second), first * second], axis=1)
 
 
 @torch.no_grad()

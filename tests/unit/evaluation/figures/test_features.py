@@ -31,14 +31,14 @@ def test_against_every_pair() -> None:
     first, second = np.triu_indices(60, k=1)
     same = labels[first] == labels[second]
     intra, inter = similar[first, second][same].mean(), similar[first, second][~same].mean()
-    found = class_similarity(features, labels)
-    assert (found.intra, found.inter) == pytest.approx((intra, inter), rel=1e-12)
-    assert found.ratio == pytest.approx(intra / inter, rel=1e-12)
+    result = class_similarity(features, labels)
+    assert (result.intra, result.inter) == pytest.approx((intra, inter), rel=1e-12)
+    assert result.ratio == pytest.approx(intra / inter, rel=1e-12)
 
 
 def test_a_quotient_of_a_negative_similarity_is_not_given() -> None:
-    found = class_similarity(np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.1]]), np.array([0, 0, 1]))
-    assert found.inter < 0 and found.ratio is None and found.intra == pytest.approx(1.0)
+    result = class_similarity(np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.1]]), np.array([0, 0, 1]))
+    assert result.inter < 0 and result.ratio is None and result.intra == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def encoder_of(positions: str) -> ImageEncoder:
 
 def entered(encoder: ImageEncoder, number: int, images: Tensor) -> tuple[Tensor, object]:
     """What goes into a block."""
-    found: list[tuple[Tensor, object]] = []
-    handle = encoder.blocks[number].register_forward_pre_hook(lambda _, arguments: found.append(arguments))
+    result: list[tuple[Tensor, object]] = []
+    handle = encoder.blocks[number].register_forward_pre_hook(lambda _, arguments: result.append(arguments))
     encoder(images)
     handle.remove()
-    return found[0]
+    return result[0]
 
 
 @pytest.mark.parametrize("positions", KINDS)
@@ -95,15 +95,15 @@ def test_weighted_values_are_what_the_block_adds(positions: str) -> None:
 def test_every_pass_is_recorded_while_it_is_asked_for() -> None:
     encoder, images = encoder_of("absolute"), torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
     plain = encoder(images)[0]
-    with recorded_attention(encoder, 1) as found:
+    with recorded_attention(encoder, 1) as result:
         assert torch.equal(encoder(images)[0], plain)
         encoder(images[:1])
     encoder(images)
-    assert [one.shape for one in found] == [(3, 16, 16), (1, 16, 16)]
+    assert [one.shape for one in result] == [(3, 16, 16), (1, 16, 16)]
     tokens, relative = entered(encoder, 1, images)
     expected = attention_weights(encoder.blocks[1], tokens, relative).mean(1)[:, 1:, 1:]
-    assert torch.equal(found[0], expected)
-    assert (found[0].sum(-1) < 1).all(), "the class token has its share"
+    assert torch.equal(result[0], expected)
+    assert (result[0].sum(-1) < 1).all(), "the class token has its share"
 
 
 def test_distances_in_closed_form() -> None:

@@ -58,9 +58,9 @@ def test_masks_lie_on_objects_and_ground_together(run: Path, image_dataset: Path
 
 def test_random_masks_lie_on_objects_by_chance(image_dataset: Path, tmp_path: Path) -> None:
     assert pretrain_here(image_flags("mae_vit_b", image_dataset, tmp_path / "run", vision__patch_size=8)) == 0
-    found = measured(tmp_path / "run", image_dataset, tmp_path / "found", GROUND)
-    assert list(found) == ["masks"]
-    assert found["masks"].mean == pytest.approx(found["masks"].metrics["by_chance"][0], abs=0.03)
+    results = measured(tmp_path / "run", image_dataset, tmp_path / "found", GROUND)
+    assert list(results) == ["masks"]
+    assert results["masks"].mean == pytest.approx(results["masks"].metrics["by_chance"][0], abs=0.03)
     few = measured(tmp_path / "run", image_dataset, tmp_path / "few", GROUND, "--rows", "5")
     assert few["masks"].detail[0]["images"] == 5
 

@@ -28,17 +28,19 @@ def learn(scenes: Path, directory: Path, *flags: str) -> int:
 
 @pytest.mark.parametrize("behind", always(["True", "False"], "True"))
 def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_path: Path, behind: str) -> None:
-    asked = ["--checkpoint.asynchronous", behind]
-    assert learn(scenes, tmp_path / "without", *asked) == 0
-    assert learn(scenes, tmp_path / "with", *asked, "--hooks", "pictures", "--pictures.rows", "2") == 0
+    more = ["--checkpoint.asynchronous", behind]
+    assert learn(scenes, tmp_path / "without", *more) == 0
+    assert learn(scenes, tmp_path / "with", *more, "--hooks", "pictures", "--pictures.rows", "2") == 0
     folder = tmp_path / "with" / "pictures"
     drawn = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
     assert drawn == [f"step_0000000{step}/{what}.png" for step in (2, 4, 6) for what in ("masks", "reconstructions")]
     for path in folder.rglob("*.png"):
         with Image.open(path) as picture:
             assert min(picture.size) > 100
-    told = [line["pictures"] for line in lines(tmp_path / "with") if "pictures" in line]
-    assert [one["step"] for one in told][:1] == [2] and all(one["files"] == 2 and one["seconds"] > 0 for one in told)
+    drawings = [line["pictures"] for line in lines(tmp_path / "with") if "pictures" in line]
+    assert [one["step"] for one in drawings][:1] == [2] and all(
+        one["files"] == 2 and one["seconds"] > 0 for one in drawings
+    )
     ours, theirs = (read_full_state(find_checkpoint(tmp_path / name)) for name in ("with", "without"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

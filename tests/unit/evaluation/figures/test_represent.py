@@ -55,8 +55,8 @@ def finetuned(run: Path, data: Path, directory: Path, recipe: str, **changes: An
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     assert cli.main(["finetune", "--recipe", recipe, "--from", str(run), *flags]) == 0
-    (found,) = directory.glob("*/seed_0")
-    return found
+    (result,) = directory.glob("*/seed_0")
+    return result
 
 
 def represent(*arguments: object) -> int:
@@ -64,8 +64,8 @@ def represent(*arguments: object) -> int:
 
 
 def document(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / "representation.json").read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((output / "representation.json").read_text(encoding="utf-8"))
+    return result
 
 
 def test_everything_of_one_encoder_on_one_page(
@@ -79,21 +79,23 @@ def test_everything_of_one_encoder_on_one_page(
     flags = ("--images", 40, "--shown", 3, "--positions", "0,0", "3,1", "--block", -1)
     assert represent("--from", run, "--data", image_dataset, "--output", output, *flags, "--run", *classifiers) == 0
     printed = capsys.readouterr().out
-    found = document(output)
+    result = document(output)
     names = ["pca", "attention", "attention_average", "reconstructions", "positions", "grad_cam"]
-    assert found["pictures"] == [f"{name}.png" for name in names] and not found["notes"]
-    assert (found["images"], found["split"], found["image_size"], found["pooling"]) == (40, "train", 32, "mean")
-    assert found["attention"]["block"] == 1
-    assert 0 < found["attention"]["mean_distance_patches"] < 3 * 2**0.5
-    similarity = found["class_similarity"]
+    assert result["pictures"] == [f"{name}.png" for name in names] and not result["notes"]
+    assert (result["images"], result["split"], result["image_size"], result["pooling"]) == (40, "train", 32, "mean")
+    assert result["attention"]["block"] == 1
+    assert 0 < result["attention"]["mean_distance_patches"] < 3 * 2**0.5
+    similarity = result["class_similarity"]
     assert similarity["ratio"] == pytest.approx(similarity["intra"] / similarity["inter"])
     assert f"ratio (MLO-MAE, Table 13): {similarity['ratio']:.4f}" in printed
     page = (output / "index.html").read_text(encoding="utf-8")
     embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    assert [base64.b64decode(one) for one in embedded] == [(output / name).read_bytes() for name in found["pictures"]]
+    assert [base64.b64decode(classifier) for classifier in embedded] == [
+        (output / name).read_bytes() for name in result["pictures"]
+    ]
     assert not re.search(r'(src|href)="(?!data:|#)', page), "the page needs no other file"
     assert f"{similarity['ratio']:.4f}" in page
-    for name in found["pictures"]:
+    for name in result["pictures"]:
         with Image.open(output / name) as picture:
             assert min(picture.size) > 100
             assert np.asarray(picture.convert("L")).std() > 5, f"{name} shows something"
@@ -110,11 +112,11 @@ def test_a_directory_of_timm_and_the_ratio_of_its_own_features(image_dataset: Pa
         output = tmp_path / pooling
         flags = ("--images", 24, "--shown", 2, "--seen", "whole", "--pooling", pooling, "--plane", plane_kind)
         assert represent("--from", directory, "--data", image_dataset, "--output", output, *flags) == 0
-        found = document(output)
-        assert found["pictures"] == [f"{plane_kind}.png", "attention.png", "attention_average.png"]
+        result = document(output)
+        assert result["pictures"] == [f"{plane_kind}.png", "attention.png", "attention_average.png"]
         expected = timm_similarity(model, image_dataset, pooling)
-        assert found["class_similarity"]["intra"] == pytest.approx(expected.intra, abs=1e-5)
-        assert found["class_similarity"]["inter"] == pytest.approx(expected.inter, abs=1e-5)
+        assert result["class_similarity"]["intra"] == pytest.approx(expected.intra, abs=1e-5)
+        assert result["class_similarity"]["inter"] == pytest.approx(expected.inter, abs=1e-5)
 
 
 def timm_similarity(model: Any, data: Path, pooling: str) -> Any:
@@ -141,10 +143,10 @@ def timm_similarity(model: Any, data: Path, pooling: str) -> Any:
 @pytest.mark.exhaustive
 def test_maps_of_fine_tuned_runs_beside_the_truth(run: Path, image_dataset: Path, tmp_path: Path) -> None:
     for kind in ("segmentation", "depth"):
-        one = finetuned(run, image_dataset, tmp_path / f"run-{kind}", f"{kind}_tiny")
+        classifier = finetuned(run, image_dataset, tmp_path / f"run-{kind}", f"{kind}_tiny")
         output = tmp_path / kind
-        flags = ("--images", 8, "--shown", 2, "--run", one)
-        assert represent("--from", one, "--data", image_dataset, "--output", output, *flags) == 0
+        flags = ("--images", 8, "--shown", 2, "--run", classifier)
+        assert represent("--from", classifier, "--data", image_dataset, "--output", output, *flags) == 0
         assert document(output)["pictures"][-1] == f"{kind}.png"
         assert not document(output)["notes"]
 
@@ -189,12 +191,12 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
 def test_a_classifier_of_other_classes_is_refused(
     run: Path, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = finetuned(run, image_dataset, tmp_path / "run", "classification_tiny")
+    classifier = finetuned(run, image_dataset, tmp_path / "run", "classification_tiny")
     data = small_image_dataset(tmp_path / "data", count=8, size=32)
     described = json.loads((data / "dataset.json").read_text(encoding="utf-8"))
     described["classes"] = [*reversed(described["classes"] or [str(number) for number in range(8)])]
     (data / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
-    assert represent("--from", run, "--data", data, "--output", tmp_path / "out", "--run", one) == 2
+    assert represent("--from", run, "--data", data, "--output", tmp_path / "out", "--run", classifier) == 2
     assert "other names" in capsys.readouterr().err
 
 

@@ -44,11 +44,11 @@ def test_nearest_neighbours_are_those_of_scikit_learn(k: int, temperature: float
         k, metric="cosine", algorithm="brute", weights=lambda distances: np.exp((1 - distances) / temperature)
     )
     expected = reference.fit(train.features.astype(np.float64), train.labels).predict(test.features.astype(np.float64))
-    found = nearest_neighbours(train, test.features, KnnSettings(k=k, temperature=temperature))
-    assert (found == expected).mean() > 0.998  # ties of float32
+    answers = nearest_neighbours(train, test.features, KnnSettings(k=k, temperature=temperature))
+    assert (answers == expected).mean() > 0.998  # ties of float32
     uniform = KNeighborsClassifier(k, metric="cosine", algorithm="brute").fit(train.features, train.labels)
     if (k, temperature) == (20, 0.07):
-        assert (found != uniform.predict(test.features)).any(), "nearer images should have more of the vote"
+        assert (answers != uniform.predict(test.features)).any(), "nearer images should have more of the vote"
 
 
 def test_fewer_images_than_neighbours_and_a_low_temperature() -> None:
@@ -93,10 +93,10 @@ def test_the_linear_probe_is_measured_by_running_statistics() -> None:
     """One image alone gets the class it gets among others."""
     train = clusters(120, 4, spread=0.3)
     settings = LinearSettings(epochs=60, batch_size=40, base_lr=40.0)
-    found = fit_linear(train, train.features, settings, seed=0)
-    assert (found == train.labels).mean() > 0.9
+    answers = fit_linear(train, train.features, settings, seed=0)
+    assert (answers == train.labels).mean() > 0.9
     one = fit_linear(train, train.features[:1], settings, seed=0)
-    assert one[0] == found[0]
+    assert one[0] == answers[0]
     again, other = (fit_linear(train, clusters(300, 5, 3.0).features, settings, seed=seed) for seed in (0, 1))
     assert (again != other).any()
 

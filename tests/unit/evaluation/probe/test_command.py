@@ -106,13 +106,13 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
     results = read_results(probe(tmp_path, learned, stripes, "--test", others, "--seen", "whole"))
     table = capsys.readouterr().out.split("\nthis run:")[0]
     assert table.count("others (") == 2 and "worst" not in table and "average" not in table
-    probed, own = results.tasks
-    assert own.task == f"others ({NAME})" and own.split == "test"
+    probed, head_result = results.tasks
+    assert head_result.task == f"others ({NAME})" and head_result.split == "test"
     head = stage_two(str(learned))
     assert head is not None and head.weight.shape == (2, 32) and float(head.weight.abs().max()) > 0
     trained, right, count = load_trained_images(learned), 0, 0
     for batch in open_probed(small_config(), str(others)).batches(ALONE):
-        there = batch["row_weights"] > 0
+        present = batch["row_weights"] > 0
         batch.fields["images"] = batch["images"][:, None]
         patches = trained.objective.patches(batch)
         every = torch.arange(patches.shape[1]).expand(len(patches), -1)
@@ -122,10 +122,10 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
         if settings.head_norm == "layer":
             features = F.layer_norm(features, features.shape[-1:])
         predicted = (features @ head.weight.T + head.bias).argmax(1)
-        right += int((predicted == batch["labels"])[there].sum())
-        count += int(there.sum())
-    assert count == 43 and own.values == [right / 43]
-    assert probed.task != own.task
+        right += int((predicted == batch["labels"])[present].sum())
+        count += int(present.sum())
+    assert count == 43 and head_result.values == [right / 43]
+    assert probed.task != head_result.task
 
 
 def test_the_head_sees_what_it_has_learned_on() -> None:
@@ -144,8 +144,8 @@ def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: P
     run = learned_run(stripes, tmp_path / "run", multilevel__kind="fine_tuning", optimizer__lr=0.05)
     head = stage_two(str(run))
     assert head is not None
-    weights, own = head.encoder_weights(), load_trained_images(run).model.state_dict()
-    assert weights is not None and not torch.equal(weights["norm.weight"], own["norm.weight"])
+    weights, head_result = head.encoder_weights(), load_trained_images(run).model.state_dict()
+    assert weights is not None and not torch.equal(weights["norm.weight"], head_result["norm.weight"])
     tasks = read_results(probe(tmp_path, run, stripes, "--test", others)).tasks
     assert len(tasks) == 2
     assert len(list((tmp_path / "cache").iterdir())) == 3, "of the test images by both encoders"

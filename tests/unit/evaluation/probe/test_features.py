@@ -22,13 +22,13 @@ from trp_scale.models.patches import Pixels
 def test_every_image_once_in_stored_order_on_any_number_of_ranks(images: ProbedImages) -> None:
     encoder = FrozenEncoder(small_config(), pooling="mean")
     read = extract(encoder, images.batches(ALONE))
-    found, labels = read.features, read.labels
-    assert found.shape == (37, 16) and found.dtype == np.float32
+    extracted, labels = read.features, read.labels
+    assert extracted.shape == (37, 16) and extracted.dtype == np.float32
     assert labels.tolist() == [number % 3 for number in range(37)]
     for world in (2, 3):
         ranks = [Group("world", rank, world) for rank in range(world)]
         batches = sorted((batch for rank in ranks for batch in images.batches(rank)), key=lambda batch: batch.start)
-        assert np.array_equal(extract(encoder, batches).features, found), world
+        assert np.array_equal(extract(encoder, batches).features, extracted), world
 
 
 def test_an_unreadable_image_is_refused(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_kept_features_are_found_again_and_by_nothing_else(
     config = small_config()
 
     def look(one: FrozenEncoder, where: ProbedImages = images) -> tuple[bool, np.ndarray]:
-        found, cached = all_features(one, where, ALONE, tmp_path)
-        assert found is not None
-        return cached, found.features
+        extracted, cached = all_features(one, where, ALONE, tmp_path)
+        assert extracted is not None
+        return cached, extracted.features
 
     cached, first = look(FrozenEncoder(config, pooling="mean"))
     assert not cached

@@ -48,9 +48,9 @@ def test_figures_are_those_of_the_probe_command(stripes: Path, others: Path, tmp
     first, last = found_in(run)
     assert (first["step"], last["step"], last["rows"], last["measured"]) == (2, 4, 64, 43)
     for method, name in (("logistic", "linear"), ("knn", "knn")):
-        given = ["--from", run, "--data", stripes, "--test", others, "--seen", "whole", "--method", method]
-        given += ["--cache", tmp_path / "cache", "--run_dir", tmp_path / method]
-        assert cli.main(["probe", *(str(each) for each in given)]) == 0
+        arguments = ["--from", run, "--data", stripes, "--test", others, "--seen", "whole", "--method", method]
+        arguments += ["--cache", tmp_path / "cache", "--run_dir", tmp_path / method]
+        assert cli.main(["probe", *(str(each) for each in arguments)]) == 0
         (task,) = read_results(tmp_path / method).tasks
         assert task.values == [last[name]]
     assert f"linear {last['linear']:.3f} on 43 rows" in " ".join((run / "report.txt").read_text().split())
@@ -150,7 +150,7 @@ def test_an_encoder_of_several_modalities_is_probed_by_its_images(image_dataset:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "--probes.data is empty"),
         ({"probes__data": "glue", "probes__task": "stsb"}, "--probes.task is 'stsb'"),
@@ -158,9 +158,9 @@ def test_an_encoder_of_several_modalities_is_probed_by_its_images(image_dataset:
     ],
 )
 def test_what_cannot_be_probed_is_refused(
-    changes: dict[str, str], said: str, text_dataset: Path, tmp_path: Path
+    changes: dict[str, str], message: str, text_dataset: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RefusedError, match=said):
+    with pytest.raises(RefusedError, match=message):
         pretrain_here(flags(text_dataset, tmp_path / "run", hooks="probes", **changes))
 
 

@@ -28,8 +28,8 @@ def test_a_sentence_is_the_mean_of_its_pieces_whatever_stands_beside_it(run: Pat
     encoder = load_encoder(str(run))
     assert isinstance(encoder, TextEncoder)
     texts = sentences(12)
-    found = module.sentence_vectors(encoder, texts, 32)
-    for text, vector in zip(texts, found, strict=True):
+    vectors = module.sentence_vectors(encoder, texts, 32)
+    for text, vector in zip(texts, vectors, strict=True):
         read = encoder.tokenizer([text], truncation=True, max_length=32, return_tensors="pt")
         with torch.no_grad():
             alone = encoder(read["input_ids"])[0].mean(0)
@@ -41,9 +41,9 @@ def test_a_pair_is_both_their_distance_and_their_product(run: Path) -> None:
     assert isinstance(encoder, TextEncoder)
     texts = sentences(4)
     pair = Examples(name="dev", sentences=(texts[:2], texts[2:]), labels=None, line_numbers=[1, 2])
-    found = module.pair_vectors(encoder, pair, np.array([1]), 32)
+    vectors = module.pair_vectors(encoder, pair, np.array([1]), 32)
     one, two = (module.sentence_vectors(encoder, [text], 32) for text in (texts[1], texts[3]))
-    np.testing.assert_allclose(found, np.concatenate([one, two, np.abs(one - two), one * two], 1), rtol=1e-5)
+    np.testing.assert_allclose(vectors, np.concatenate([one, two, np.abs(one - two), one * two], 1), rtol=1e-5)
 
 
 def test_rows_are_drawn_by_the_seed_each_label_alike() -> None:
@@ -74,20 +74,20 @@ def test_vectors_that_hold_the_label_give_all_of_it(
     assert max(honest.values) < 0.9
     monkeypatch.setattr(module, "sentence_vectors", telling)
     assert cli.main([*command, "--run_dir", str(tmp_path / "told")]) == 0
-    (told,) = read_results(tmp_path / "told").tasks
-    assert told.values == [1.0, 1.0]
+    (perfect,) = read_results(tmp_path / "told").tasks
+    assert perfect.values == [1.0, 1.0]
     assert cli.main([*command, "--run_dir", str(tmp_path / "more"), "--rows", "61"]) == 2
     assert "--rows is 61" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("more", "message"),
     [
         (["--method", "knn"], "leave out --method"),
         (["--per_class", "4"], "leave out --per_class"),
         (["--test", "x"], "leave out --test"),
     ],
 )
-def test_flags_of_images_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--from", "x", "--data", "y", "--task", "cola", *given]) == 2
-    assert said in capsys.readouterr().err
+def test_flags_of_images_are_refused(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "--from", "x", "--data", "y", "--task", "cola", *more]) == 2
+    assert message in capsys.readouterr().err
