@@ -33,11 +33,8 @@ def general_problems(config: Config) -> Iterator[str]:
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     """Return warnings about allowed but rarely intended settings, for the log. `steps_per_epoch`: number of global
     batches in the training rows; 0 = not known yet."""
-    lines: list[str] = []
-    for section in sections(config).values():
-        if isinstance(section, Section):
-            lines += section.cautions(config, steps_per_epoch)
-    return [*lines, *config.cautions()]
+    parts = [section for section in sections(config).values() if isinstance(section, Section)]
+    return [*(line for part in parts for line in part.cautions(config, steps_per_epoch)), *config.cautions()]
 
 
 def against_compiling(config: Config) -> list[str]:

@@ -84,7 +84,7 @@ def read_optional_object(path: Path) -> dict[str, Any]:
 def read_content(
     path: Path, raised: type[RefusedError], *, source: str = "", missing: str = "not found", largest: int = LARGEST
 ) -> bytes:
-    """Return the bytes of a file; arguments as for `read_json`. Raises raised: the file cannot be read, or is too
+    """Return the bytes of a file; arguments as for `read_json`. Raise `raised` if the file cannot be read, or is too
     large."""
     source = source or str(path)
     try:
@@ -142,7 +142,7 @@ def parse_json(
 
 
 def check_document(document: Any, source: str, raised: type[RefusedError]) -> Any:
-    """Return the document after checking its limits. Raises raised: more than DEEPEST levels, a number beyond
+    """Return the document after checking its limits. Raise `raised` for more than DEEPEST levels, a number beyond
     LARGEST_NUMBER, or text with an unpaired surrogate, which cannot be written or printed."""
     level = [document]
     for _ in range(DEEPEST + 2):  # DEEPEST containers, the innermost values, and an empty level
@@ -176,35 +176,27 @@ def can_be_written(text: str) -> bool:
     return True
 
 
-def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of a file; lines include their line end, which the last one may lack. Raises raised: the
-    file cannot be read, or a line is longer than LONGEST_LINE."""
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of a file; lines include their line end, which the last one may lack. Refuse a file that
+    cannot be read, or that has a line longer than LONGEST_LINE."""
     try:
         with path.open("rb") as stream:
             number = 0
             while line := stream.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise raised(f"{path}: line {number} has more than {LONGEST_LINE} bytes, the maximum")
+                    raise RefusedError(f"{path}: line {number} has more than {LONGEST_LINE} bytes, the maximum")
                 yield number, line
     except OSError as error:
-        raise raised(f"{path}: cannot be read ({error.strerror})") from error
+        raise RefusedError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, source: str = "", what: str = "") -> list[str]:
-    """Return the lines of a UTF-8 text file.
-
-    Args:
-        source: name of the file in messages; empty = its path.
-        what: expected content, for messages; empty = a text file that can be read.
-
-    Raises:
-        raised: the file cannot be read, is too large, or is not text.
-    """
-    source = source or str(path)
-    content = read_content(path, raised, source=source)
+def read_lines(
+    path: Path, raised: type[RefusedError] = RefusedError, *, what: str = "a text file that can be read"
+) -> list[str]:
+    """Return the lines of a UTF-8 text file; `what` it should be, for messages. Raise `raised` if it cannot be read, is
+    too large, or is not text."""
     try:
-        text = content.decode("utf-8")
+        return read_content(path, raised).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise raised(f"{source}: not {what or 'a text file that can be read'} ({error_text(error)})") from error
-    return text.splitlines()
+        raise raised(f"{path}: not {what} ({error_text(error)})") from error

@@ -68,10 +68,11 @@ def data_command(recipe: str, path: str) -> str:
 
     Raises as `load_recipe`.
     """
-    config, provenance = resolve(recipe_path(recipe)) if recipe else (None, None)
-    if config is None or provenance is None or not provenance.makes_data or config.data.path != path:
+    if not recipe:
         return ""
-    return f"trp-scale {provenance.makes_data} --output {path}"
+    config, inherited = resolve(recipe_path(recipe))
+    has_command = inherited.makes_data and config.data.path == path
+    return f"trp-scale {inherited.makes_data} --output {path}" if has_command else ""
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -283,15 +284,10 @@ DEFAULT = "default"
 
 def list_recipes() -> Iterator[str]:
     """Yield the names and summaries of all recipes, by command."""
-    names = known_recipes()
-    width = max(map(len, names))
-    pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
-    for command, those in (
-        ("pretrain", pre_training),
-        ("finetune", [name for name in names if name not in pre_training]),
-    ):
+    width = max(map(len, known_recipes()))
+    for command, kind in (("pretrain", PretrainConfig), ("finetune", FinetuneConfig)):
         yield f"trp-scale {command} --recipe"
-        yield from (f"  {name:<{width}}  {summary(name)}" for name in those)
+        yield from (f"  {name:<{width}}  {summary(name)}" for name in known_recipes(kind))
 
 
 def summaries() -> dict[str, str]:

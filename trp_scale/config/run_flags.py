@@ -88,18 +88,14 @@ class Arguments:
 AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 
 
-def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments:
+def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line of a pre-training run; the recipe's values are the defaults of the flags.
-
-    Args:
-        argv: arguments without the program's name.
-        prog: program name in `--help`.
 
     Raises:
         RefusedError: a missing or unknown recipe, invalid settings, or contradictory flags.
         SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after `--help`.
     """
-    arguments = parse_run(argv, Arguments, PretrainConfig, prog=prog)
+    arguments = parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain")
     check(arguments.config)
     return arguments
 

@@ -93,10 +93,10 @@ for _tag, _pattern, _first in (
         )
 
 
-def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
-    """Return the value in a YAML file, `None` for an empty file. Raises raised: the file cannot be read, is too large,
-    is not YAML, has a tag, or exceeds a limit."""
-    content = read_content(path, raised, largest=LARGEST)
+def read_yaml(path: Path) -> Any:
+    """Return the value in a YAML file, `None` for an empty file. Refuse a file that cannot be read, is too large, is
+    not YAML, has a tag, or exceeds a limit."""
+    content = read_content(path, RefusedError, largest=LARGEST)
     try:
         loader = _Loader(content.decode("utf-8"))
         loader.name = str(path)  # PyYAML's errors name it
@@ -106,8 +106,8 @@ def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
             loader.dispose()
     except (yaml.YAMLError, ValueError) as error:  # ValueError: UTF-8's, or a number of more than 4,300 digits
         words = " ".join(str(error).split()) if isinstance(error, yaml.MarkedYAMLError) else error_text(error)
-        raise raised(f"{path} is not a YAML file that can be read: {words[:1000]}") from error
-    return check_document(document, str(path), raised)
+        raise RefusedError(f"{path} is not a YAML file that can be read: {words[:1000]}") from error
+    return check_document(document, str(path), RefusedError)
 
 
 def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:
