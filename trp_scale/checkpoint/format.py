@@ -300,14 +300,9 @@ def read_header(path: Path) -> Header:
 
 
 def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, checked: bool = False) -> StoredPieces:
-    """Verify the checksums of every file, each on one rank, and return all pieces on every rank. Collective.
-
-    Args:
-        checked: the checksums were verified just now (run_directory.select), so they are not verified again.
-
-    Raises:
-        CheckpointError: on every rank: files are damaged, or do not contain every element once.
-    """
+    """Verify the checksums of every file, each on one rank, and return all pieces on every rank. Collective. `checked`:
+    the checksums were verified just now (run_directory.select), so they are not verified again. Raises CheckpointError:
+    on every rank: files are damaged, or do not contain every element once."""
 
     def examine() -> dict[str, Header]:
         mine = document.files[group.rank :: group.size]
@@ -331,14 +326,8 @@ def named_weights(path: str) -> tuple[str, str]:
 
 def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict[str, Tensor]:
     """Return all tensors of one state ("weight", "exp_avg", "exp_avg_sq", "weight_average"), whole, on the CPU. No
-    engine is needed.
-
-    Args:
-        engine: name of the engine; empty = the main one, without engines of hooks (manager.py: EngineGroup).
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or has no average.
-    """
+    engine is needed. `engine`: name of the engine; empty = the main one, without engines of hooks (manager.py:
+    EngineGroup). Raises CheckpointError: the checkpoint is incomplete or damaged, or has no average."""
     document, names = stored_names(path, state, engine)
     with open_pieces(path, document, Group("world")) as pieces:
         return {short: pieces.whole(state, name) for short, name in names.items()}

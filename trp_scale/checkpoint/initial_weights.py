@@ -66,14 +66,8 @@ def naming_tensors(settings: ModelConfig) -> Iterator[None]:
 
 
 def load_checkpoint_weights(model: nn.Module, checkpoint: Path, state: str, heads: int) -> None:
-    """Load a checkpoint's weights into a model by name; each tensor is read when it is needed.
-
-    Args:
-        heads: of the model; tensors do not determine it.
-
-    Raises:
-        RefusedError: the weights are another model's.
-    """
+    """Load a checkpoint's weights into a model by name; each tensor is read when it is needed. `heads`: of the model;
+    tensors do not determine it. Raises RefusedError: the weights are another model's."""
     document, stored = stored_names(checkpoint, state)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(document.tensors[stored_name].shape) for name, stored_name in stored.items()}
@@ -162,14 +156,8 @@ def _read_config_beside(file: Path) -> tuple[str, int]:
 
 @contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
-    """Convert errors while reading a file of the directory.
-
-    Args:
-        path: of the directory, as --from names it.
-
-    Raises:
-        RefusedError: the file cannot be read, or lacks a requested name.
-    """
+    """Convert errors while reading a file of the directory. `path`: of the directory, as --from names it. Raises
+    RefusedError: the file cannot be read, or lacks a requested name."""
     try:
         yield
     except (SafetensorError, OSError) as error:

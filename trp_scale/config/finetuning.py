@@ -43,14 +43,8 @@ class FinetuneConfig(Config):
     downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
 
     def tasks(self, named: str) -> list[str]:
-        """Return the names of the tasks that one command trains, one run each.
-
-        Args:
-            named: value of --task; empty = the recipe's task.
-
-        Raises:
-            RefusedError: no such task, or a kind with only one task.
-        """
+        """Return the names of the tasks that one command trains, one run each. `named`: value of --task; empty = the
+        recipe's task. Raises RefusedError: no such task, or a kind with only one task."""
         downstream = self.downstream
         if named:
             raise RefusedError(f"--task {named} is for GLUE; --downstream.kind is {downstream.kind}")

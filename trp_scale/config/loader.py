@@ -121,14 +121,8 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
 
 
 def read_section(kind: type[Section], values: Mapping[str, Any], source: str) -> Section:
-    """Return the settings dataclass `kind` with these values.
-
-    Args:
-        source: origin, for messages.
-
-    Raises:
-        RefusedError: unknown fields and wrong types; lists all.
-    """
+    """Return the settings dataclass `kind` with these values. `source`: origin, for messages. Raises RefusedError:
+    unknown fields and wrong types; lists all."""
     section: Section = _read(kind, values, source, [], [])
     return section
 

@@ -156,14 +156,9 @@ def extended_recipe(name: str, path: Path) -> Path:
 
 
 def inherit(path: Path, find: Callable[[str, Path], Path] = extended_recipe) -> Inherited:
-    """Return the recipe or study at `path`, merged with those that it extends.
-
-    Args:
-        find: returns the file for the name in `extends` of a file, and refuses an unknown name.
-
-    Raises:
-        RefusedError: a file that is not a mapping, an unknown name in `extends`, or a cycle.
-    """
+    """Return the recipe or study at `path`, merged with those that it extends. `find`: returns the file for the name in
+    `extends` of a file, and refuses an unknown name. Raises RefusedError: a file that is not a mapping, an unknown name
+    in `extends`, or a cycle."""
     documents = _read_chain(path, find)
     merged: dict[str, Any] = {}
     origin: dict[str, Path] = {}

@@ -282,14 +282,8 @@ def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
 
 
 def find(role: str, name: str, source: str = "") -> Component:
-    """Return a component by its name.
-
-    Args:
-        source: flag or key that names it, for messages.
-
-    Raises:
-        RefusedError: no such component; names the nearest and all known ones.
-    """
+    """Return a component by its name. `source`: flag or key that names it, for messages. Raises RefusedError: no such
+    component; names the nearest and all known ones."""
     _load_all()
     if (role, name) in _components:
         return _components[role, name]

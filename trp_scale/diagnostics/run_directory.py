@@ -55,14 +55,8 @@ _REPLACED = re.compile(r"\.step_(\d{8,})\.replaced")
 
 
 def examine_run(run_dir: Path, *, quick: bool = False) -> list[Finding]:
-    """Return all findings, the most important first.
-
-    Args:
-        quick: verify files of checkpoints by their sizes only, not by checksums.
-
-    Raises:
-        RefusedError: the directory belongs to no run.
-    """
+    """Return all findings, the most important first. `quick`: verify files of checkpoints by their sizes only, not by
+    checksums. Raises RefusedError: the directory belongs to no run."""
     _require_run(run_dir)
     holder = lease_holder(run_dir)
     lease, is_alive = _check_lease(run_dir, holder)
