@@ -275,8 +275,8 @@ class CheckpointDocument:
 
 
 def read_document(directory: Path) -> CheckpointDocument:
-    """Read checkpoint.json of a checkpoint directory. Raises CheckpointError: it is missing, damaged or of another
-    format."""
+    """Read checkpoint.json of a checkpoint directory. Raises CheckpointError: it is missing, damaged, of another
+    format, or disagrees with the directory's name."""
     path = directory / DOCUMENT_NAME
     missing = f"missing, so {directory} is not a finished checkpoint"
     content = read_object(path, CheckpointError, missing=missing, largest=LARGEST_DOCUMENT)
@@ -290,7 +290,10 @@ def read_document(directory: Path) -> CheckpointDocument:
     content.pop("digest")
     document = record(CheckpointDocument, content, str(path), CheckpointError)
     check_tensors(path, document)
-    check_consistent(directory, document)
+    named = _STEP.search(directory.name)
+    if named is not None and int(named[1]) != document.step:
+        raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
+    Fields(document.config, f"{path}: config", CheckpointError).section("batch").whole("global_size", default=0)
     return document
 
 
@@ -320,17 +323,6 @@ def check_digest(path: Path) -> None:
     begin = _DIGEST.match(raw)
     if begin is None or hashlib.sha256(_DIGEST.sub(rb"\1\3", raw, count=1)).hexdigest().encode() != begin[2]:
         raise CheckpointError(f"{path}: does not match its digest")
-
-
-def check_consistent(directory: Path, document: CheckpointDocument) -> None:
-    """Check that the directory's name and the stored settings agree with the document. Raises CheckpointError: names
-    the field, its value and the expected value."""
-    path = directory / DOCUMENT_NAME
-    named = _STEP.search(directory.name)
-    if named is not None and int(named[1]) != document.step:
-        raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
-    batch = Fields(document.config, f"{path}: config", CheckpointError).section("batch")
-    batch.whole("global_size", default=0)
 
 
 STEPS = "optimizer_steps"
