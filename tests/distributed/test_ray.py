@@ -18,7 +18,7 @@ from tests.unit.sharding.job.test_parts import content, text_part
 from tests.unit.sharding.pseudo_labels.labelled import Models, files, label, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, mask2former
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.workers import Advance, Progressed, run_portions
+from trp_scale.sharding.job.workers import Advance, ProgressBar, run_portions
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'trp-scale[ray]'")
 
@@ -62,9 +62,9 @@ class Begun:
 
 
 def over_ray(portions: range, directory: Path, gpus: int = 0) -> dict[int, int]:
-    progressed = Progressed(counters=1, total=1, text=lambda values, seconds: "", shown=False)
+    bar = ProgressBar(counters=1, total=1, text=lambda values, seconds: "", shown=False)
     numbered = [Numbered(number) for number in portions]
-    return run_portions(numbered, Begun, (directory,), processes=0, progressed=progressed, executor="ray", gpus=gpus)
+    return run_portions(numbered, Begun, (directory,), processes=0, bar=bar, executor="ray", gpus=gpus)
 
 
 @pytest.mark.exhaustive

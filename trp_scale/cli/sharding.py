@@ -171,7 +171,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
     images = list(stored_images(shard, rows, block))
     for image in images:
         console.rule(image.key, align="left")
-        console.print(image.line(), markup=False, highlight=False, soft_wrap=True)
+        console.print(image.describe(), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         contact_sheet(images).save(output, "PNG")
         console.print(f"{len(images)} images: {output}", markup=False, highlight=False, soft_wrap=True)

@@ -111,7 +111,7 @@ CAPTION = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class StoredImage:
     """One stored sample: key, class name or number, members and map descriptions by suffix."""
 
     key: str
@@ -119,7 +119,7 @@ class Shown:
     members: dict[str, bytes]
     maps: dict[str, StoredMaps]
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Return the class, and of each image and map the size and the meaning of its colours on a contact sheet."""
         parts = [f"class {self.label}"] if self.label else []
         for suffix, content in self.members.items():
@@ -145,7 +145,7 @@ class Shown:
         return pictures
 
 
-def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
+def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[StoredImage]:
     """Yield images of a shard with all their maps, starting at `key`. `shard` may also be a tar of maps.
 
     Raises:
@@ -180,7 +180,9 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
             label = "" if block.label is None else str(block.label)
             if block.label is not None and classes and block.label < len(classes):
                 label = f"{block.label} ({classes[block.label]})"
-            yield Shown(key=block.key, label=label, members=members, maps={m.suffix: m for m in described.values()})
+            yield StoredImage(
+                key=block.key, label=label, members=members, maps={m.suffix: m for m in described.values()}
+            )
 
 
 def is_image_shard(blocks: list[Block]) -> bool:
@@ -188,17 +190,17 @@ def is_image_shard(blocks: list[Block]) -> bool:
     return bool(blocks) and not set(known_suffixes()).isdisjoint(blocks[0].members)
 
 
-def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
+def contact_sheet(images: list[StoredImage], side: int = 128) -> Image.Image:
     """Return a sheet of all images, each at most `side` pixels, next to its maps and above its class and key."""
     across = max(len([suffix for suffix in images[0].members if suffix != CLASS]), 1)
     columns = max(1, min(len(images), 8 // across))
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * across * side, rows * (side + CAPTION)), "white")
     draw = ImageDraw.Draw(sheet)
-    for position, shown in enumerate(images):
+    for position, image in enumerate(images):
         top, left = position // columns * (side + CAPTION), position % columns * across * side
-        for number, picture in enumerate(shown.pictures()):
+        for number, picture in enumerate(image.pictures()):
             picture.thumbnail((side - 2, side - 2))
             sheet.paste(picture, (left + number * side, top + side - picture.height))
-        draw.text((left, top + side), f"{shown.label} {shown.key}".strip()[: across * side // 6], "black", font_size=10)
+        draw.text((left, top + side), f"{image.label} {image.key}".strip()[: across * side // 6], "black", font_size=10)
     return sheet

@@ -130,7 +130,7 @@ def test_which_shade_of_depth_is_near_is_told(data: Path) -> None:
         depth = {**DESCRIBED["depth"], **said}
         write_json(data / "dataset.json", {**document, "modalities": {**document["modalities"], "depth": depth}})
         (shown,) = stored_images(data / "shards" / "image-000000.tar", 1)
-        assert f" bytes, {shades}  semseg.png" in shown.line()
+        assert f" bytes, {shades}  semseg.png" in shown.describe()
         picture = contact_sheet([shown], side=64).crop((64, 0, 128, 64)).convert("L")  # depth: beside the image
         stored = np.asarray(Image.open(io.BytesIO(shown.members["depth.png"])))
         row, column = np.unravel_index(int(stored.argmax()), stored.shape)

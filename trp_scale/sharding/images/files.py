@@ -51,7 +51,7 @@ SKIP_REASONS = {
 }
 """Why an image is skipped."""
 
-LONGEST_KEY = 80
+MAX_KEY_BYTES = 80
 """Maximum bytes of a key, so that member names fit one tar header."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_/-]")
@@ -135,11 +135,11 @@ class Listing:
     maps: dict[str, MapFiles] = field(default_factory=dict)
 
 
-def plain_key(name: str) -> str:
-    """Return a unique key of a name, without dots (WebDataset splits there), of at most LONGEST_KEY bytes."""
+def make_key(name: str) -> str:
+    """Return a unique key of a name, without dots (WebDataset splits there), of at most MAX_KEY_BYTES bytes."""
     key = _NOT_PLAIN.sub(lambda match: "".join(f"%{byte:02X}" for byte in os.fsencode(match[0])), name)
-    if len(key) > LONGEST_KEY:
-        key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()}"
+    if len(key) > MAX_KEY_BYTES:
+        key = f"{key[: MAX_KEY_BYTES - 17].rstrip('/')}-{hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()}"
     return key
 
 
@@ -169,7 +169,7 @@ def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_bl
     ]
 
 
-def without_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[str, str]]]:
+def split_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[str, str]]]:
     """Return the first sample of each key, and (reason, location) of the others."""
     if len({sample.key for sample in samples}) == len(samples):
         return samples, []
@@ -246,7 +246,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     digest = hashlib.sha256()
     for name, size in images:
         digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
-    maps = {map_formats()[name].suffix: _maps(name, path, digest) for name, path in modalities.items()}
+    maps = {map_formats()[name].suffix: _find_maps(name, path, digest) for name, path in modalities.items()}
     samples, skipped = [], []
     for suffix, paths in maps.items():
         if unused := paths.keys() - {name.rpartition(".")[0] for name, _ in images}:
@@ -264,8 +264,8 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
             *((suffix, FileRange(path_of_stem[stem], 0, -1)) for suffix, path_of_stem in maps.items()),
         ]
         label = numbers[name.partition("/")[0]] if classes else None
-        samples.append(Sample(plain_key(stem), sample, label, parts=tuple(parts)))
-    samples, twice = without_duplicates(samples)
+        samples.append(Sample(make_key(stem), sample, label, parts=tuple(parts)))
+    samples, twice = split_duplicates(samples)
     return Listing(
         source=FileSource(),
         samples=samples,
@@ -276,7 +276,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     )
 
 
-def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
+def _find_maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
     """Return the path of each map by the relative path of its image without suffix."""
     paths: dict[str, str] = {}
     left_out: Counter[str] = Counter()
@@ -346,13 +346,13 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     samples = []
     for (tar, key), parts in groups.items():
         name = escape_name(f"{tar}:{key}")
-        reason = _lacking(parts, suffixes)
+        reason = _skip_reason(parts, suffixes)
         if reason:
             skipped.append((reason, name))
             continue
         ordered = tuple((suffix, parts[suffix]) for suffix in suffixes)
-        samples.append(Sample(plain_key(f"{tar.stem}/{key}" if repeated else key), name, None, parts=ordered))
-    samples, twice = without_duplicates(samples)
+        samples.append(Sample(make_key(f"{tar.stem}/{key}" if repeated else key), name, None, parts=ordered))
+    samples, twice = split_duplicates(samples)
     classes = None
     if class_names:
         classes, content = read_names("--class_names", class_names)
@@ -399,7 +399,7 @@ def _read_headers(
             digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))
 
 
-def _lacking(parts: dict[str, FileRange], suffixes: tuple[str, ...]) -> str:
+def _skip_reason(parts: dict[str, FileRange], suffixes: tuple[str, ...]) -> str:
     """Return the reason to skip a sample with missing members, or ""."""
     if IMAGE not in parts:
         return "no_image"

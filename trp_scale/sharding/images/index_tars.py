@@ -33,13 +33,13 @@ from trp_scale.data.index import (
 )
 from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
-from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, plain_key
+from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, make_key
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
-from trp_scale.sharding.job.parts import Part, PortionReport, begun_parts, sharding_settings
-from trp_scale.sharding.job.workers import Advance, Progressed, begun
+from trp_scale.sharding.job.parts import Part, PortionReport, sharding_settings, started_parts
+from trp_scale.sharding.job.workers import Advance, ProgressBar, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import AT_ONCE
 
@@ -75,7 +75,7 @@ class TarReport(PortionReport):
 DECODED = ("JPEG", "MPO", "PNG", "WEBP")
 """Pillow formats that training decodes. MPO is a JPEG followed by more pictures, as written by phones."""
 
-LARGEST_MEMBER = (1 << 32) - 1
+MAX_MEMBER_BYTES = (1 << 32) - 1
 """Maximum bytes of a member; the index stores 32 bits."""
 
 REASONS = {
@@ -141,7 +141,7 @@ class _Sample:
             )
             for suffix in suffixes
         }
-        return Block(key=plain_key(key), rows=1, members=members, label=self.label)
+        return Block(key=make_key(key), rows=1, members=members, label=self.label)
 
 
 def read_tar(
@@ -193,7 +193,7 @@ def read_tar(
             sample.label = read_label(name, content, choice.label)
         else:
             try:
-                if not begun(name):
+                if not start_sample(name):
                     raise UnusableError("damaged", "it ends the process that reads it")
                 report.pixels += _pixels(content, choice.max_pixels)
             except UnusableError as error:
@@ -227,8 +227,8 @@ def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> N
 
 
 def _content(name: str, stream: BinaryIO, member: TarMember) -> bytes:
-    if member.length > LARGEST_MEMBER:
-        raise DataError(f"{name}: {member.length} bytes, at most {LARGEST_MEMBER} allowed; remove it from the tar")
+    if member.length > MAX_MEMBER_BYTES:
+        raise DataError(f"{name}: {member.length} bytes, at most {MAX_MEMBER_BYTES} allowed; remove it from the tar")
     try:
         stream.seek(member.offset)
         content = stream.read(member.length)
@@ -338,7 +338,7 @@ def index_tars(config: IndexConfig) -> Path:
     with job.only_run():
         tars = list(kind.tars.values())
         job.begin("", tars)
-        job.run(tars, _Indexer, (output, kind.choice), _progress_bar(config, job.mine(tars)))
+        job.run(tars, _Indexer, (output, kind.choice), _progress_bar(config, job.select_portions(tars)))
         finished = job.finish({})
     if finished is not None:
         log.info("%s: %d images of %d tars", output, finished[1].images, len(finished[0]))
@@ -349,8 +349,8 @@ def _look_up_tars(config: IndexConfig) -> TarKind:
     """Look up all tars and select the members to read."""
     places = find_tars(config.tars)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        looked = list(pool.map(look_up, places))
-    tars = [_Tar(number=n, name=name, source=looked[n]) for n, name in enumerate(unique_names(places))]
+        sources = list(pool.map(look_up, places))
+    tars = [_Tar(number=n, name=name, source=sources[n]) for n, name in enumerate(unique_names(places))]
     choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
     return TarKind(
         name=TARS,
@@ -438,7 +438,7 @@ class TarKind(DataKind[TarReport]):
                 path.unlink()
         for directory in (output, output / OWN_TAR):
             remove_leftovers(directory)
-        for part in begun_parts(output):
+        for part in started_parts(output):
             part.path(output).unlink(missing_ok=True)
 
 
@@ -490,13 +490,13 @@ class _Indexer:
         write_json(index_path(self._output / OWN_TAR / tar.name), {**document, "report": vars(report)})
 
 
-def _progress_bar(config: IndexConfig, tars: Sequence[_Tar]) -> Progressed:
+def _progress_bar(config: IndexConfig, tars: Sequence[_Tar]) -> ProgressBar:
     def text(values: Sequence[int], seconds: float) -> str:
         images, size = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {size / seconds / 1e6:,.1f} MB/s"
 
     total = sum(tar.source.size for tar in tars)
-    return Progressed(counters=2, total=total, text=text, shown=config.progress, title="indexing")
+    return ProgressBar(counters=2, total=total, text=text, shown=config.progress, title="indexing")
 
 
 def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:

@@ -48,7 +48,7 @@ def list_input(config: ShardImagesConfig) -> Listing:
 
 def _list(config: ShardImagesConfig) -> Listing:
     if config.embedded:
-        _refuse_tied_settings(config, "--embedded")
+        _refuse_inapplicable_settings(config, "--embedded")
         return list_scenes(config.seed, config.count, config.size)
     first = Path(config.inputs[0])
     folder = first.is_dir() and not any(first.glob("*.tar"))
@@ -57,19 +57,19 @@ def _list(config: ShardImagesConfig) -> Listing:
             f"--inputs {config.inputs[0]}: a single image; give its folder, {first.parent}; sub-folders become classes"
         )
     if config.inputs[0].startswith(TORCHVISION):
-        _refuse_tied_settings(config, "a torchvision dataset")
+        _refuse_inapplicable_settings(config, "a torchvision dataset")
         return list_torchvision(config.inputs[0], config.split)
     if folder and is_dataset_directory(first):
-        _refuse_tied_settings(config, "a dataset directory")
+        _refuse_inapplicable_settings(config, "a dataset directory")
         return list_directory(config.inputs[0], config.split, config.image_column, config.label_column)
     if folder:
-        _refuse_tied_settings(config, "an image folder", modality=True)
+        _refuse_inapplicable_settings(config, "an image folder", modality=True)
         return list_folder(first, config.modality_folders())
-    _refuse_tied_settings(config, "tars", several=True, class_names=True)
+    _refuse_inapplicable_settings(config, "tars", several=True, class_names=True)
     return list_tars(tars_on_disk(config.inputs), config.class_names)
 
 
-def _refuse_tied_settings(
+def _refuse_inapplicable_settings(
     config: ShardImagesConfig, kind: str, *, several: bool = False, modality: bool = False, class_names: bool = False
 ) -> None:
     """Raise DataError for settings of another kind of input, which would have no effect."""
@@ -87,7 +87,7 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
     Raises:
         DataError: a setting has no maps, or a required setting is missing.
     """
-    flags = config.of_maps()
+    flags = config.map_settings()
     for name, kind in modalities().items():
         if kind.format is None:
             continue
@@ -100,12 +100,12 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
             )
         if is_stored:
             files = listing.maps[name] = kind.from_files(config.section(name))
-            _refuse_first(listing, files)
+            _check_first_map(listing, files)
             if files.content:
                 listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
 
 
-def _refuse_first(listing: Listing, files: MapFiles) -> None:
+def _check_first_map(listing: Listing, files: MapFiles) -> None:
     """Check the first readable map, so that a missing setting is reported before any map is stored."""
     for sample in listing.samples:
         try:

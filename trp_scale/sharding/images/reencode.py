@@ -21,7 +21,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 DEFAULT_QUALITY = 95
 
-LONGEST_SIDE = 1 << 20
+MAX_SIDE = 1 << 20
 """Pixels. For a line of 70 million pixels Pillow raises MemoryError, which would end the run."""
 
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
@@ -69,9 +69,9 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
     else:
         image = loaded.image
     upright = _upright_size(image)
-    size = _target(upright, settings.short_side)
-    keeps = isinstance(loaded.image, bytes) and size == upright and not settings.quality and _plain_jpeg(image)
-    with _damage_named():
+    size = _target_size(upright, settings.short_side)
+    keeps = isinstance(loaded.image, bytes) and size == upright and not settings.quality and _is_plain_jpeg(image)
+    with _convert_decoder_errors():
         if isinstance(loaded.image, bytes) and keeps:
             image.draft(image.mode, (1, 1))  # decode all entropy-coded bytes at 1/8 size
             image.load()
@@ -85,7 +85,7 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
 
 
 @contextmanager
-def _damage_named() -> Iterator[None]:
+def _convert_decoder_errors() -> Iterator[None]:
     """Convert any decoder error (OSError, SyntaxError, struct.error, ValueError ...) to UnusableError."""
     try:
         yield
@@ -103,7 +103,7 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
     """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        with _damage_named():
+        with _convert_decoder_errors():
             try:
                 image = Image.open(io.BytesIO(content), formats=FORMATS)
             except UnidentifiedImageError as error:
@@ -111,22 +111,22 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
     finally:
         Image.MAX_IMAGE_PIXELS = limit
     for width, height in (image.size, _tile_size(image)):
-        if width * height > max_pixels or max(width, height) > LONGEST_SIDE:
+        if width * height > max_pixels or max(width, height) > MAX_SIDE:
             raise UnusableError("too_many_pixels", f"{width} x {height}")
-    with _damage_named():
+    with _convert_decoder_errors():
         refuse_too_many_scans(content)
     return image
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:
     """Return (width, height) of TIFF tiles, else 0. libtiff decodes whole tiles, even if they exceed the image."""
-    with _damage_named():
+    with _convert_decoder_errors():
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         return int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_HEIGHT, 0))
 
 
 def _orientation(image: Image.Image) -> int:
-    with _damage_named():
+    with _convert_decoder_errors():
         return int(image.getexif().get(ORIENTATION, 1))
 
 
@@ -136,7 +136,7 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
     return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
 
 
-def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
+def _target_size(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     """Return (width, height) with the short side reduced to `short_side`."""
     short = min(size)
     if not short_side or short <= short_side:
@@ -145,7 +145,7 @@ def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     return width, height
 
 
-def _plain_jpeg(image: Image.Image) -> bool:
+def _is_plain_jpeg(image: Image.Image) -> bool:
     """Whether the image is an upright baseline JPEG in 8-bit RGB or grey."""
     return (
         image.format == "JPEG"

@@ -102,10 +102,10 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
         names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
         names += ["split"] if self.embedded and self.split != "train" else []  # older scenes have no split
         values = {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
-        maps = {name: value for name, value in self.of_maps().items() if not isinstance(value, Path)}
+        maps = {name: value for name, value in self.map_settings().items() if not isinstance(value, Path)}
         return values if self.embedded else values | {"maps": maps}
 
-    def of_maps(self) -> dict[str, object]:
+    def map_settings(self) -> dict[str, object]:
         """Return {"modality.setting": value} of the map settings that differ from their defaults."""
         sections = {name: self.section(name) for name in preparation_sections(self.part)}
         return {

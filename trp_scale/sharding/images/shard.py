@@ -35,7 +35,7 @@ from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.job.job import DataKind, ShardingJob
 from trp_scale.sharding.job.parts import PortionReport, ShardWriter
-from trp_scale.sharding.job.workers import Advance, Progressed, begun
+from trp_scale.sharding.job.workers import Advance, ProgressBar, start_sample
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 
@@ -70,11 +70,11 @@ def shard_images(config: ShardImagesConfig) -> Path:
             maps={files.format.suffix: files for files in listing.maps.values()},
         )
         arguments = (listing.source, listing.suffixes, listing.classes, settings)
-        job.make(portions, _ImageWriter, arguments, _progress_bar(config, job.mine(portions)))
+        job.make(portions, _ImageWriter, arguments, _progress_bar(config, job.select_portions(portions)))
         finished = job.finish(_description(config, listing))
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
-        classes = _listed_classes(listing.classes)
+        classes = _format_classes(listing.classes)
         log.info(
             "%s: %d images, %d stored unchanged, %d shards%s",
             *(config.output, total.images, total.unchanged, shards, classes),
@@ -89,7 +89,7 @@ PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "test
 """Folder names of dataset splits, unlikely as class names."""
 
 
-def _listed_classes(classes: Sequence[str] | None) -> str:
+def _format_classes(classes: Sequence[str] | None) -> str:
     """Format the class names; log a warning if they look like splits."""
     if not classes:
         return ""
@@ -103,13 +103,13 @@ def _listed_classes(classes: Sequence[str] | None) -> str:
     return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
 
 
-def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -> Progressed:
+def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -> ProgressBar:
     def text(values: Sequence[int], seconds: float) -> str:
         stored, images = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
 
     total = sum(len(portion.samples) for portion in portions)
-    return Progressed(counters=2, total=total, text=text, shown=config.progress)
+    return ProgressBar(counters=2, total=total, text=text, shown=config.progress)
 
 
 def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
@@ -209,7 +209,7 @@ class _ImageWriter:
         report = ImageReport()
         for sample in portion.samples:
             try:
-                if not begun(sample.origin):
+                if not start_sample(sample.origin):
                     raise UnusableError("damaged", "it ends the process that decodes it")
                 members, label = self._sample(sample, report)
             except UnusableError as error:

@@ -17,16 +17,16 @@ from trp_scale.config.json_files import read_lines
 from trp_scale.errors import DataError, error_text, escape_name, quote, shorten
 from trp_scale.storage.transfer import is_url, shared_remote
 
-MOST = 1_000_000
+MAX_TARS = 1_000_000
 """Maximum tars of one pattern or text file."""
 
-LONGEST = 4096
+MAX_PATH_CHARS = 4096
 """Characters of a path or URL, as in Linux. A line of 20 KB before {000000..999999} took 20 GB."""
 
-LONGEST_PATTERN = 1 << 20
+MAX_PATTERN_CHARS = 1 << 20
 """Characters of a pattern, which may list many names in braces."""
 
-MOST_BRACES = 64
+MAX_BRACES = 64
 """Opening braces of a pattern. Each one multiplies the number of choices to expand."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -39,17 +39,19 @@ def expand_braces(text: str) -> list[str]:
     Raises:
         DataError: the pattern or a result is too long, or there are too many results or braces.
     """
-    if len(text) > LONGEST_PATTERN:
-        raise DataError(f"{shorten(text)}: {len(text)} characters, at most {LONGEST_PATTERN} allowed in a pattern")
-    if text.count("{") > MOST_BRACES:
-        raise DataError(f"{shorten(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} allowed")
+    if len(text) > MAX_PATTERN_CHARS:
+        raise DataError(f"{shorten(text)}: {len(text)} characters, at most {MAX_PATTERN_CHARS} allowed in a pattern")
+    if text.count("{") > MAX_BRACES:
+        raise DataError(f"{shorten(text)}: {text.count('{')} pairs of braces, at most {MAX_BRACES} allowed")
     names = []
-    for name in itertools.islice(_expand(text, 0), MOST + 1):
-        if len(name) > LONGEST:
-            raise DataError(f"{shorten(name)}: {len(name)} characters, at most {LONGEST} allowed in a path or URL")
+    for name in itertools.islice(_expand(text, 0), MAX_TARS + 1):
+        if len(name) > MAX_PATH_CHARS:
+            raise DataError(
+                f"{shorten(name)}: {len(name)} characters, at most {MAX_PATH_CHARS} allowed in a path or URL"
+            )
         names.append(name)
-    if len(names) > MOST:
-        raise DataError(f"{shorten(text)}: more than {MOST} tars; give a text file that lists them")
+    if len(names) > MAX_TARS:
+        raise DataError(f"{shorten(text)}: more than {MAX_TARS} tars; give a text file that lists them")
     return list(dict.fromkeys(names))
 
 
@@ -100,7 +102,7 @@ def _expand_name(tar_name: str, item: str) -> list[str]:
     if tar_name.startswith("pipe:"):
         raise DataError(f"{tar_name}: programs are not started; give the path or URL of the tar")
     if is_url(tar_name):
-        return [tar_name] if tar_name.endswith(".tar") else _of_remote_folder(tar_name.rstrip("/"))
+        return [tar_name] if tar_name.endswith(".tar") else _list_remote_folder(tar_name.rstrip("/"))
     path = Path(tar_name)
     if path.is_dir():
         tars = [str(tar.absolute()) for tar in sorted(path.glob("*.tar")) if not tar.name.startswith(".")]
@@ -110,7 +112,7 @@ def _expand_name(tar_name: str, item: str) -> list[str]:
     if path.suffix == ".tar" and (path.is_file() or not glob.has_magic(tar_name)):
         return [str(path.absolute())]  # may be missing; opening it then reports its name
     if path.is_file():
-        return _of_list(path)
+        return _read_list(path)
     tars = [str(Path(name).absolute()) for name in sorted(glob.glob(tar_name, recursive=True))]  # noqa: PTH207
     wrong = next((tar for tar in tars if not tar.endswith(".tar")), None)
     if wrong is not None:
@@ -120,7 +122,7 @@ def _expand_name(tar_name: str, item: str) -> list[str]:
     return tars
 
 
-def _of_remote_folder(url: str) -> list[str]:
+def _list_remote_folder(url: str) -> list[str]:
     listed = shared_remote(url).list_files()
     if listed is None:
         raise DataError(f"{url}: this server cannot list files; give tars: {url}/train-{{000000..000146}}.tar")
@@ -130,7 +132,7 @@ def _of_remote_folder(url: str) -> list[str]:
     return [f"{url}/{name}" for name in tars]
 
 
-def _of_list(path: Path) -> list[str]:
+def _read_list(path: Path) -> list[str]:
     """Return the tars listed in a text file. Paths are relative to its folder."""
     if path.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")):
         raise DataError(f"{path}: a compressed tar has no random access; unpack it to a .tar")
@@ -144,8 +146,8 @@ def _of_list(path: Path) -> list[str]:
             if not name.endswith(".tar") or name.startswith("pipe:") or "\0" in name:
                 raise DataError(f"{path}, line {number}: {quote(name)} found, the path or URL of a .tar expected")
             names += [name] if is_url(name) else [str((path.parent / name).absolute())]
-        if len(names) > MOST:
-            raise DataError(f"{path}, line {number}: more than {MOST} tars up to this line; split the list")
+        if len(names) > MAX_TARS:
+            raise DataError(f"{path}, line {number}: more than {MAX_TARS} tars up to this line; split the list")
     if not names:
         raise DataError(f"{path}: lists no tar; one path or URL of a .tar per line expected")
     return names
@@ -171,7 +173,7 @@ def unique_names(tars: list[str]) -> list[str]:
     return names
 
 
-LONGEST_HEADER = 1 << 20
+MAX_HEADER_BYTES = 1 << 20
 """Bytes of a long name or of the records before a member. Real headers have about 10,000 bytes. A claimed size of 5e18
 ended the process (out of memory), and global records copied to all members took 1 GB per MB of tar."""
 
@@ -292,6 +294,6 @@ class _Headers:
         self.seek, self.tell = stream.seek, stream.tell
 
     def read(self, size: int) -> Any:
-        if size > LONGEST_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes at byte {self.tell()}, {LONGEST_HEADER} allowed")
+        if size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes at byte {self.tell()}, {MAX_HEADER_BYTES} allowed")
         return self._stream.read(size)

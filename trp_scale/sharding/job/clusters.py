@@ -28,7 +28,7 @@ RETRIES = 5
 _AHEAD = 2
 """Submitted portions per available slot. Waiting tasks let an autoscaling cluster grow."""
 
-_PASSED_ON = ("NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE", "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB")
+_PASSED_VARIABLES = ("NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE", "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB")
 """Environment variables copied to the processes of the cluster."""
 
 
@@ -153,7 +153,7 @@ def run_on_ray(
             num_gpus=gpus,
             max_retries=RETRIES,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {name: os.environ[name] for name in _PASSED_ON if name in os.environ}},
+            runtime_env={"env_vars": {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}},
         )
         reports: dict[int, ReportT] = {}
         waiting = list(reversed(portions))

@@ -33,15 +33,15 @@ from trp_scale.sharding.job.parts import (
     ShardingSettings,
     ShardWriter,
     all_parts,
-    begun_parts,
     check_skipped,
     missing_parts,
     new_tar,
     report_path,
+    started_parts,
     unfinished_line,
     write_dataset_index,
 )
-from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, Progressed, run_portions
+from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, ProgressBar, run_portions
 from trp_scale.storage.files import only_run, remove_leftovers
 
 FAILED = "failed"
@@ -228,14 +228,14 @@ class ShardingJob(Generic[ReportT]):
         name = stem if self.part.count == 1 else f"{stem}-{self.part.index:05d}"
         return self.output / "progress" / f"{name}{suffix}"
 
-    def mine(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
+    def select_portions(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
         """Return the portions of this run."""
         return portions[self.part.index :: self.part.count]
 
     def _refuse_other_content(self) -> None:
         if not self.output.exists():
             return
-        parts = begun_parts(self.output)
+        parts = started_parts(self.output)
         known = self._kind.renewable or self._kind.is_stored(self.output, self.identity)
         for part, document in parts.items():
             if self._may_begin_anew(part, document):
@@ -297,7 +297,7 @@ class ShardingJob(Generic[ReportT]):
 
     def _forget_failed(self) -> None:
         """Remove the shards of a failed run with other settings."""
-        parts = {p: stored for p, stored in begun_parts(self.output).items() if self._may_begin_anew(p, stored)}
+        parts = {p: stored for p, stored in started_parts(self.output).items() if self._may_begin_anew(p, stored)}
         if self._kind.renewable:
             for part in parts:
                 part.path(self.output).unlink(missing_ok=True)
@@ -319,38 +319,40 @@ class ShardingJob(Generic[ReportT]):
         portions: Sequence[PortionT],
         make: Callable[..., Fill[PortionT, ReportT]],
         arguments: tuple[Any, ...],
-        progressed: Progressed,
+        bar: ProgressBar,
     ) -> None:
         """Make the missing shards of this run, after `begin`.
 
         Args:
             portions: of the whole input.
             make: called once in each process as make(*arguments, advance); returns the function that fills a shard.
-            progressed: progress bar.
+            bar: progress bar.
 
         Raises:
             DataError: a process died.
         """
-        self.run(portions, _ShardMaker, (self.output, self._kind.name, make, arguments), progressed)
+        self.run(portions, _ShardMaker, (self.output, self._kind.name, make, arguments), bar)
 
     def run(
         self,
         portions: Sequence[PortionT],
         worker: Callable[..., Callable[[PortionT], object]],
         arguments: tuple[Any, ...],
-        progressed: Progressed,
+        bar: ProgressBar,
     ) -> None:
         """Call a worker with each unfinished portion of this run, as `run_portions`."""
-        mine, names = self.mine(portions), self._kind.shard_names(len(portions))
-        missing = [portion for portion in mine if self._kind.finished_shard(self.output, names[portion.number]) is None]
-        if len(missing) < len(mine):
-            log.info("%d of %d shards exist already", len(mine) - len(missing), len(mine))
+        selected, names = self.select_portions(portions), self._kind.shard_names(len(portions))
+        missing = [
+            portion for portion in selected if self._kind.finished_shard(self.output, names[portion.number]) is None
+        ]
+        if len(missing) < len(selected):
+            log.info("%d of %d shards exist already", len(selected) - len(missing), len(selected))
         run_portions(
             missing,
             worker,
             arguments,
             processes=self._settings.processes,
-            progressed=progressed,
+            bar=bar,
             executor=self._settings.executor,
         )
 

@@ -46,7 +46,7 @@ from trp_scale.storage.files import atomic_write
 
 _NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
-MOST_PARTS = 99_999
+MAX_PARTS = 99_999
 
 
 @dataclass(kw_only=True)
@@ -73,8 +73,8 @@ class SpreadSettings:
         Raises:
             DataError: the part does not exist.
         """
-        if not 1 <= self.num_shards <= MOST_PARTS:
-            raise DataError(f"--num_shards {self.num_shards}: 1 to {MOST_PARTS} is allowed")
+        if not 1 <= self.num_shards <= MAX_PARTS:
+            raise DataError(f"--num_shards {self.num_shards}: 1 to {MAX_PARTS} is allowed")
         if not 0 <= self.shard_index < self.num_shards:
             raise DataError(
                 f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with --num_shards "
@@ -144,7 +144,7 @@ class Part:
         write_json(self.path(directory), document)
 
 
-def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
+def started_parts(directory: Path) -> dict[Part, dict[str, Any]]:
     """Return the files of all started parts, in order."""
     documents = {}
     for path in (directory / "progress").glob("part-*.json"):
@@ -158,12 +158,12 @@ def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
 
 
 def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
-    """Return `begun_parts` if all parts have started.
+    """Return `started_parts` if all parts have started.
 
     Raises:
         DataError: parts are missing.
     """
-    parts = begun_parts(directory)
+    parts = started_parts(directory)
     if not parts:
         raise DataError(
             f"{directory}: no part of a data set found; first run shard-text, shard-images, index or pseudo-label with "
@@ -178,10 +178,10 @@ def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
 
 def unfinished_line(part: Part, names: list[str]) -> str:
     """Format the missing shards of a part."""
-    return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{some(names)})"
+    return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{format_names(names)})"
 
 
-def some(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Format the first five names."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
@@ -210,7 +210,7 @@ def first_shard(directory: Path) -> Path:
 
 def refuse_unfinished(directory: Path) -> None:
     """Raise DataError with progress and skipped samples if a data set is unfinished (has no dataset.json)."""
-    if (directory / "dataset.json").exists() or not (parts := begun_parts(directory)):
+    if (directory / "dataset.json").exists() or not (parts := started_parts(directory)):
         return
     kind = next(iter(parts.values()))["kind"]
     tars = sorted((directory / "shards").glob("*.tar"))
@@ -315,7 +315,7 @@ def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Pa
     return written
 
 
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 """Skipped samples listed in a message."""
 
 
@@ -374,7 +374,7 @@ def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping
         for reason, number in sorted(report.skipped.items())
     )
     if count > max_skipped * total:
-        first = "\n".join(f"  {sample} ({why})" for why, sample in report.skipped_places[:MOST_SHOWN])
+        first = "\n".join(f"  {sample} ({why})" for why, sample in report.skipped_places[:MAX_SHOWN])
         raise DataError(
             f"{count} of {total} {items} were skipped, more than --max_skipped {max_skipped} allows: "
             f"{named}. The first ones:\n{first}"

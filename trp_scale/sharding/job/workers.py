@@ -4,8 +4,8 @@ Each process makes one worker with `make(*arguments, advance)` and calls it with
 processes run on this machine or on a Ray cluster (clusters.py).
 
 A damaged file can crash the process that decodes it. If one of several local processes is lost, its portion is retried
-in a separate process, and samples that crash it again (named by `begun`) are skipped. With --processes 1 the command
-itself does the work.
+in a separate process, and samples that crash it again (named by `start_sample`) are skipped. With --processes 1 the
+command itself does the work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Advance = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progressed:
+class ProgressBar:
     """Content of the progress bar.
 
     Attributes:
@@ -67,15 +67,15 @@ class Progressed:
     title: str = "sharding"
 
 
-LONGEST_NAME = 512
+MAX_NAME_BYTES = 512
 """Maximum bytes of the name of the current sample."""
 
-MOST_LETHAL = 100
+MAX_CRASHES = 100
 """Maximum samples of one portion that may crash a process."""
 
 _worker: Callable[[Any], Any] | None = None
 _number = 0
-_place: _Slots | None = None
+_slots: _Slots | None = None
 _lethal: frozenset[str] = frozenset()
 
 
@@ -85,7 +85,7 @@ class _Slots:
 
     Attributes:
         portions: number of the current portion + 1, or 0.
-        names: names of the current samples, LONGEST_NAME bytes each.
+        names: names of the current samples, MAX_NAME_BYTES bytes each.
     """
 
     portions: Any
@@ -93,26 +93,28 @@ class _Slots:
 
     @classmethod
     def allocate(cls, context: Any, processes: int) -> _Slots:
-        return cls(context.RawArray("q", processes), context.RawArray("c", LONGEST_NAME * processes))
+        return cls(context.RawArray("q", processes), context.RawArray("c", MAX_NAME_BYTES * processes))
 
     def write(self, number: int, name: str) -> None:
-        self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME] = _cut(name).ljust(LONGEST_NAME, b"\0")
+        self.names[number * MAX_NAME_BYTES : (number + 1) * MAX_NAME_BYTES] = _truncate(name).ljust(
+            MAX_NAME_BYTES, b"\0"
+        )
 
     def read(self, number: int) -> str:
-        written: bytes = self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME]
+        written: bytes = self.names[number * MAX_NAME_BYTES : (number + 1) * MAX_NAME_BYTES]
         return written.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _cut(name: str) -> bytes:
-    return name.encode("utf-8", "replace")[:LONGEST_NAME]
+def _truncate(name: str) -> bytes:
+    return name.encode("utf-8", "replace")[:MAX_NAME_BYTES]
 
 
-def begun(name: str) -> bool:
+def start_sample(name: str) -> bool:
     """Record the sample that this process starts, by a unique name. Return False if the sample crashed a process and
     must be skipped."""
-    if _place is not None:
-        _place.write(_number, name)
-    return not _lethal or _cut(name).decode("utf-8", "replace") not in _lethal
+    if _slots is not None:
+        _slots.write(_number, name)
+    return not _lethal or _truncate(name).decode("utf-8", "replace") not in _lethal
 
 
 def process_number() -> int:
@@ -130,8 +132,8 @@ def _start(
     lethal: frozenset[str],
 ) -> None:
     """Set up a worker process. It exits with its parent, so that no process writes after the command was killed."""
-    global _worker, _number, _place, _lethal
-    _place, _lethal = slot, lethal
+    global _worker, _number, _slots, _lethal
+    _slots, _lethal = slot, lethal
     with started.get_lock():
         _number = started.value
         started.value += 1
@@ -158,10 +160,10 @@ def _advance(counters: Any) -> Advance:
 
 
 def _work(portion: Any) -> Any:
-    assert _worker is not None and _place is not None
-    _place.portions[_number] = portion.number + 1
+    assert _worker is not None and _slots is not None
+    _slots.portions[_number] = portion.number + 1
     done = _worker(portion)
-    _place.portions[_number] = 0
+    _slots.portions[_number] = 0
     return done
 
 
@@ -171,7 +173,7 @@ def run_portions(
     arguments: tuple[Any, ...],
     *,
     processes: int,
-    progressed: Progressed,
+    bar: ProgressBar,
     executor: str = "local",
     gpus: int = 0,
 ) -> dict[int, ReportT]:
@@ -191,8 +193,8 @@ def run_portions(
     if not portions:
         return {}
     context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
-    counters = context.Array("q", progressed.counters)
-    with _Display(progressed, counters):
+    counters = context.Array("q", bar.counters)
+    with _Display(bar, counters):
         if executor == "ray":
             from trp_scale.sharding.job.clusters import run_on_ray
 
@@ -201,16 +203,16 @@ def run_portions(
                 make,
                 arguments,
                 processes=processes,
-                counters=progressed.counters,
+                counters=bar.counters,
                 gpus=gpus,
                 advance=_advance(counters),
-                title=progressed.title,
+                title=bar.title,
             )
         processes = min(processes or len(os.sched_getaffinity(0)), len(portions))
         if processes == 1:
             worker = make(*arguments, _advance(counters))
             return {portion.number: worker(portion) for portion in portions}
-        return _run_processes(portions, (make, arguments, counters), context, processes, progressed.title)
+        return _run_processes(portions, (make, arguments, counters), context, processes, bar.title)
 
 
 def _run_processes(
@@ -228,11 +230,11 @@ def _run_processes(
         log.warning("a %s process was lost; its portion is made again in a separate process", title)
         for portion in left:
             if portion.number in lost:
-                _alone(portion, initial, context, reports, title)
+                _retry_portion(portion, initial, context, reports, title)
     return {portion.number: reports[portion.number] for portion in portions}
 
 
-def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[int, Any], title: str) -> None:
+def _retry_portion(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[int, Any], title: str) -> None:
     """Make one portion without the samples that crash its process."""
     lethal: frozenset[str] = frozenset()
     while True:
@@ -240,7 +242,7 @@ def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[i
         if _run([portion], initial, context, 1, slot, lethal, reports):
             return
         name = slot.read(0)
-        if not name or name in lethal or len(lethal) == MOST_LETHAL:
+        if not name or name in lethal or len(lethal) == MAX_CRASHES:
             raise process_died(title)
         log.warning("%s is skipped: it crashes the process that reads it", name)
         lethal |= {name}
@@ -257,9 +259,9 @@ def _run(
 ) -> bool:
     """Make portions and add their reports; return False if a process was lost first."""
     arguments = (*initial, context.Value("i", 0), own_modules(), slot, lethal)
-    others = multiprocessing.active_children()
+    other_processes = multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=arguments) as pool:
-        with _deaf_to_interrupts():
+        with _ignore_interrupts():
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
         ended = whole = False
         try:
@@ -274,7 +276,7 @@ def _run(
             return whole
         except BaseException:  # the other processes ignore Ctrl-C: kill them
             for process in multiprocessing.active_children():
-                if process not in others:
+                if process not in other_processes:
                     process.kill()
             ended = True  # after the pool has noticed
             raise
@@ -299,7 +301,7 @@ def _close_queue(pool: ProcessPoolExecutor) -> None:
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Make processes started in this context ignore Ctrl-C, which a terminal sends to all. This process handles it and
     kills them, without their tracebacks."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
@@ -323,18 +325,18 @@ def process_died(title: str) -> DataError:
 class _Display:
     """Progress bar, updated by a thread that reads the shared counters."""
 
-    def __init__(self, progressed: Progressed, counters: Any) -> None:
+    def __init__(self, bar: ProgressBar, counters: Any) -> None:
         columns = (
-            TextColumn(progressed.title),
+            TextColumn(bar.title),
             BarColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
         outlet: Any = Outlet(sys.stdout, "the work goes on")
-        self._progress = Progress(*columns, console=Console(file=outlet), disable=not progressed.shown)
-        self._task = self._progress.add_task("", total=max(1, progressed.total), rate="")
-        self._text = progressed.text
+        self._progress = Progress(*columns, console=Console(file=outlet), disable=not bar.shown)
+        self._task = self._progress.add_task("", total=max(1, bar.total), rate="")
+        self._text = bar.text
         self._counters = counters
         self._start = time.monotonic()
         self._ended = threading.Event()

@@ -36,7 +36,7 @@ from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job.job import ShardingJob
 from trp_scale.sharding.job.parts import OpenShard, new_tar, report_path, sharding_settings
-from trp_scale.sharding.job.workers import Advance, Progressed, process_number, run_portions
+from trp_scale.sharding.job.workers import Advance, ProgressBar, process_number, run_portions
 from trp_scale.sharding.pseudo_labels.directory import (
     UNREADABLE,
     LabelReport,
@@ -59,7 +59,7 @@ from trp_scale.sharding.pseudo_labels.models import (
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 """Maximum threads per process for reading and encoding."""
 
 log = logging.getLogger(__name__)
@@ -96,15 +96,15 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         for job in jobs:
             stack.enter_context(job.only_run())
             job.begin("", portions)
-        mine = jobs[0].mine(portions)
-        missing = {portion: sum(not task.is_finished(portion.shard) for task in tasks) for portion in mine}
+        selected = jobs[0].select_portions(portions)
+        missing = {portion: sum(not task.is_finished(portion.shard) for task in tasks) for portion in selected}
         labels = sum(
             len(read_index_document(config.data / OWN_TAR / portion.shard).blocks) * count
             for portion, count in missing.items()
         )
         unfinished = [portion for portion, count in missing.items() if count]
-        if len(unfinished) < len(mine):
-            log.info("%d of %d shards are labelled already", len(mine) - len(unfinished), len(mine))
+        if len(unfinished) < len(selected):
+            log.info("%d of %d shards are labelled already", len(selected) - len(unfinished), len(selected))
         _run(config, document, tuple(tasks), unfinished, labels, devices, precision)
         finished = [job.finish(description) for job, description in zip(jobs, descriptions, strict=True)]
     return None not in finished
@@ -154,7 +154,7 @@ def _run(
         batch=config.batch,
         devices=devices,
         precision=precision,
-        threads=max(2, min(MOST_THREADS, cores)),
+        threads=max(2, min(MAX_THREADS, cores)),
         model_threads=0 if alone else 1 if gpus else cores,  # with a GPU, the pool uses the cores
     )
     run_portions(
@@ -164,7 +164,7 @@ def _run(
         processes=processes,
         executor=config.executor,
         gpus=gpus,
-        progressed=Progressed(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
+        bar=ProgressBar(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
     )
 
 
@@ -213,7 +213,7 @@ class ImagePreparer:
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
                 raise
-            return Prepared(size=_stated_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
+            return Prepared(size=_size_from_header(content), flaws=dict.fromkeys(self._labellers, str(error)))
         prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
         for modality, labeller in self._labellers.items():
             values = labeller.prepare(pixels)
@@ -224,7 +224,7 @@ class ImagePreparer:
         return prepared
 
 
-def _stated_size(content: bytearray) -> Size:
+def _size_from_header(content: bytearray) -> Size:
     """Return (H, W) from the header of a damaged image, or 1 x 1."""
     try:
         width, height = Image.open(io.BytesIO(content), formats=("JPEG",)).size
@@ -233,21 +233,21 @@ def _stated_size(content: bytearray) -> Size:
     return height, width
 
 
-def prepared_ahead(
+def iterate_windows(
     pool: ThreadPoolExecutor, preparer: ImagePreparer, images: int, window: int
 ) -> Iterator[tuple[range, list[Prepared]]]:
     """Yield windows of prepared images in order, while the pool prepares the next window."""
     waiting = deque(range(start, min(start + window, images)) for start in range(0, images, window))
-    begun: deque[tuple[range, list[Future[Prepared]]]] = deque()
-    while waiting or begun:
-        while waiting and len(begun) < 2:
+    pending: deque[tuple[range, list[Future[Prepared]]]] = deque()
+    while waiting or pending:
+        while waiting and len(pending) < 2:
             places = waiting.popleft()
-            begun.append((places, [pool.submit(preparer, position) for position in places]))
-        places, futures = begun.popleft()
+            pending.append((places, [pool.submit(preparer, position) for position in places]))
+        places, futures = pending.popleft()
         yield places, [future.result() for future in futures]
 
 
-def batches_of_one_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
+def batch_by_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
     """Return indices of inputs in batches of equal shape, ordered by the first appearance of the shape."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for position, values in enumerate(inputs):
@@ -372,14 +372,14 @@ class LabelWorker:
                 )
                 for modality, labeller in labellers.items()
             ]
-            ahead = prepared_ahead(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
-            begun: deque[list[WindowOfLabels]] = deque()
+            ahead = iterate_windows(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
+            pending: deque[list[WindowOfLabels]] = deque()
             for places, prepared in ahead:
-                begun.append([stream.start(places, prepared) for stream in streams])
-                if len(begun) > 1:  # the device runs the next window while this one is encoded
-                    self._finish(streams, begun.popleft())
-            while begun:
-                self._finish(streams, begun.popleft())
+                pending.append([stream.start(places, prepared) for stream in streams])
+                if len(pending) > 1:  # the device runs the next window while this one is encoded
+                    self._finish(streams, pending.popleft())
+            while pending:
+                self._finish(streams, pending.popleft())
         for stream in streams:
             stream.close()
 
@@ -440,7 +440,7 @@ class LabelStream:
         """Queue the images of a window on the device, without waiting."""
         inputs = [image.inputs.get(self._modality) for image in prepared]
         batches = []
-        for batch in batches_of_one_shape(inputs, self._batch):
+        for batch in batch_by_shape(inputs, self._batch):
             values = [values for position in batch if (values := inputs[position]) is not None]
             batches.append((batch, self._labeller.start(values, [prepared[position].size for position in batch])))
         kept = [Prepared(size=image.size, flaws=image.flaws) for image in prepared]

@@ -28,7 +28,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 FEWEST_WORDS = 20
 """Minimum words for a meaningful share of unknown words."""
 
-ANOTHER_LANGUAGE = 0.25
+NOT_ENGLISH_SHARE = 0.25
 """Minimum share of unknown words in text that is probably not English. Measured: English books 2 %, docstrings 7 %,
 Wikipedia 9 %; French 34 %, German 67 %, Chinese 100 %."""
 
@@ -194,14 +194,14 @@ class Annotator:
     def annotate(self, sentences: list[str]) -> Annotated:
         """Return pieces and tags of the sentences."""
         keys = [unit_keys(sentence) for sentence in sentences]
-        self._learn(keys)
-        remembered = self._units
+        self._cache_units(keys)
+        cached = self._units
         groups: list[int] = []
         pieces: list[int] = []
         pieces_per_word: list[int] = []
         lengths: list[int] = []
         for sentence, sentence_keys in zip(sentences, keys, strict=True):
-            units = [remembered[key] for key in sentence_keys]
+            units = [cached[key] for key in sentence_keys]
             forms: list[str] = []
             before = len(pieces)
             for unit in units:
@@ -217,7 +217,7 @@ class Annotator:
             lengths.append(len(pieces) - before)
         return _assemble(pieces, groups, pieces_per_word, lengths)
 
-    def _learn(self, keys: list[list[str]]) -> None:
+    def _cache_units(self, keys: list[list[str]]) -> None:
         """Annotate and cache new units."""
         if self._characters > MAX_REMEMBERED:
             self._units.clear()

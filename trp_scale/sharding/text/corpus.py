@@ -43,7 +43,7 @@ SMALLEST_SHARD, LARGEST_SHARD = 256 * 1024, 64 * 1024 * 1024
 WINDOW = 1 << 20
 """Bytes to search for the end of a document where a large file is split."""
 
-LEFT_OUT = frozenset({"test", "tests", "turtledemo", "site-packages", "dist-packages", "__pycache__"})
+IGNORED_FOLDERS = frozenset({"test", "tests", "turtledemo", "site-packages", "dist-packages", "__pycache__"})
 """Ignored folders of the standard library."""
 
 TOPICS = "pydoc_data/topics.py"
@@ -102,7 +102,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
     Raises:
         DataError: an input does not exist or has no file with a known suffix.
     """
-    sources = [source for item in inputs for source in _find(item, kind)]
+    sources = [source for item in inputs for source in _find_files(item, kind)]
     sources = list(dict.fromkeys(sources))
     sizes = [_size(path, source_kind) for path, source_kind in sources]
     limit = shard_bytes or min(LARGEST_SHARD, max(SMALLEST_SHARD, -(-sum(sizes) // 16)))
@@ -110,7 +110,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
     pending: list[Span] = []
     pending_size = 0
     for (path, source_kind), size in zip(sources, sizes, strict=True):
-        for span, span_size in _cut(path, source_kind, size, limit, split):
+        for span, span_size in _split(path, source_kind, size, limit, split):
             pending.append(span)
             pending_size += span_size
             if pending_size >= limit:
@@ -128,7 +128,7 @@ TABLES = (".csv", ".tsv")
 """Suffixes of tables; their columns are not parsed."""
 
 
-def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
+def _find_files(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
     """Yield the files of one input, sorted."""
     path = Path(item)
     if path.is_dir():
@@ -160,7 +160,7 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             )
     for file in paths:
         if file.is_dir():
-            yield from _find(str(file), kind)
+            yield from _find_files(str(file), kind)
             continue
         if kind == "auto" and file.suffix.lower() in TABLES:
             log.warning(
@@ -198,7 +198,7 @@ def _size(path: Path, kind: Kind) -> int:
     return _RATIO * size if is_gzipped(str(path), kind) else size
 
 
-def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
+def _split(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
     """Yield spans of one input with their sizes. Only a long document makes a span much larger than `limit`."""
     parts = max(1, -(-size // limit))
     if is_gzipped(str(path), kind):  # no random access
@@ -284,7 +284,7 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
         yield f"topics/{name}", topics[name].strip()
     for path in sorted(library.rglob("*.py")):
         relative = path.relative_to(library)
-        if LEFT_OUT.isdisjoint(relative.parts):
+        if IGNORED_FOLDERS.isdisjoint(relative.parts):
             text = "\n\n".join(_docstrings(path))
             if text:
                 yield relative.as_posix(), text

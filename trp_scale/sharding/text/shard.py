@@ -30,9 +30,9 @@ from trp_scale.data.text.tokenizer import (
 from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job.job import DataKind, ShardingJob, shard_stem
 from trp_scale.sharding.job.parts import PortionReport, ShardingSettings, ShardWriter
-from trp_scale.sharding.job.workers import Advance, Progressed
+from trp_scale.sharding.job.workers import Advance, ProgressBar
 from trp_scale.sharding.text.annotate import (
-    ANOTHER_LANGUAGE,
+    NOT_ENGLISH_SHARE,
     Annotated,
     Annotator,
     make_tagger,
@@ -286,7 +286,7 @@ def _npy_bytes(array: NDArray[Any]) -> bytes:
 SAMPLED_PORTIONS = 64
 """Maximum portions, evenly spaced, for tokenizer training. Each is read three times."""
 
-LOOKED_AT, LOOKED_AT_CHARACTERS = 4, 40_000
+LANGUAGE_PORTIONS, LANGUAGE_CHARACTERS = 4, 40_000
 """Portions, and characters of each, for language detection."""
 
 TOKENIZER_PATIENCE = 3600.0
@@ -361,7 +361,7 @@ def shard_text(config: ShardTextConfig) -> Path:
     tagger_kind = resolve_tagger(config.tagger)
     tagger_name = make_tagger(tagger_kind).name
     log.info("tagger: %s", tagger_name)
-    identity = {"tagger": tagger_name, "tokenizer": _given_tokenizer(config), **config.identity()}
+    identity = {"tagger": tagger_name, "tokenizer": _tokenizer_fingerprint(config), **config.identity()}
     job = ShardingJob(config, TEXT, identity)
     with job.only_run():
         embedded = job.own_file("embedded", ".jsonl")
@@ -375,11 +375,11 @@ def shard_text(config: ShardTextConfig) -> Path:
             one_document_per_file=config.documents == "file",
             max_line_bytes=config.max_line_bytes,
         )
-        _look_for_another_language(corpus, read)
+        _warn_if_not_english(corpus, read)
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
-        progressed = _progress_bar(config, job.mine(corpus.portions))
-        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), progressed)
+        bar = _progress_bar(config, job.select_portions(corpus.portions))
+        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), bar)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
@@ -389,7 +389,7 @@ def shard_text(config: ShardTextConfig) -> Path:
     return output
 
 
-def _given_tokenizer(config: ShardTextConfig) -> str:
+def _tokenizer_fingerprint(config: ShardTextConfig) -> str:
     """Return the fingerprint of --tokenizer; empty for a trained tokenizer."""
     if not config.tokenizer:
         return ""
@@ -410,12 +410,12 @@ def _plan(config: ShardTextConfig, path: Path) -> Corpus:
     return plan_corpus(inputs, kind, config.split, config.documents == "file", config.shard_bytes)
 
 
-def _look_for_another_language(corpus: Corpus, read: ReadSettings) -> None:
+def _warn_if_not_english(corpus: Corpus, read: ReadSettings) -> None:
     """Log a warning if the text is probably not English."""
-    spread = corpus.portions[:: -(-len(corpus.portions) // LOOKED_AT)]
-    text = "\n".join(text for portion in spread for text in _sample(portion, read, LOOKED_AT_CHARACTERS))
+    spread = corpus.portions[:: -(-len(corpus.portions) // LANGUAGE_PORTIONS)]
+    text = "\n".join(text for portion in spread for text in _sample(portion, read, LANGUAGE_CHARACTERS))
     share, examples = unknown_words(text)
-    if share >= ANOTHER_LANGUAGE:
+    if share >= NOT_ENGLISH_SHARE:
         log.warning(
             "the text may not be English, as the taggers expect: %.0f%% of its words are unknown, such as %s; their "
             "part-of-speech tags will be unreliable",
@@ -482,12 +482,12 @@ class _TextWriter:
         return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
 
 
-def _progress_bar(config: ShardTextConfig, portions: Sequence[TextPortion]) -> Progressed:
+def _progress_bar(config: ShardTextConfig, portions: Sequence[TextPortion]) -> ProgressBar:
     def text(values: Sequence[int], seconds: float) -> str:
         documents, words, _ = values
         return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"
 
-    return Progressed(counters=3, total=sum(portion.size for portion in portions), text=text, shown=config.progress)
+    return ProgressBar(counters=3, total=sum(portion.size for portion in portions), text=text, shown=config.progress)
 
 
 def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:

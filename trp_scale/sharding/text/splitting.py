@@ -181,7 +181,7 @@ def split_keys(keys: list[str]) -> list[UnitWords]:
     units: list[str] = []
     for index, key in enumerate(keys):
         unit = tails[index][0] if index in tails else key
-        words = _plain(unit) if unit[0] != FIRST and unit[-1] != TAIL else _split_edge(unit)
+        words = _split_plain(unit) if unit[0] != FIRST and unit[-1] != TAIL else _split_edge(unit)
         if words is None:
             hard.append(index)
             units.append(unit)
@@ -190,7 +190,7 @@ def split_keys(keys: list[str]) -> list[UnitWords]:
         for index, words in zip(hard[first : first + 64], _split_units(units[first : first + 64]), strict=True):
             words_of_units[index] = words
     for index, (_, end) in tails.items():
-        words_of_units[index] = _with_end(words_of_units[index], end)
+        words_of_units[index] = _append_marks(words_of_units[index], end)
     return [words for words in words_of_units if words is not None]
 
 
@@ -205,7 +205,7 @@ def _tail_parts(key: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match is not None and len(match[1]) <= MAX_UNIT else None
 
 
-def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
+def _append_marks(unit: UnitWords | None, end: str) -> UnitWords | None:
     """Append the final period and the closing marks to the words of a unit; each is a word."""
     if unit is None:
         return None
@@ -218,7 +218,7 @@ def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
     )
 
 
-def _plain(unit: str) -> UnitWords | None:
+def _split_plain(unit: str) -> UnitWords | None:
     """Split a unit of a common pattern, or return None."""
     if (unit.isalpha() and unit.isascii() and unit.lower() not in _CONTRACTED) or len(unit) > MAX_UNIT:
         return UnitWords((unit,), (0,), (len(unit),))

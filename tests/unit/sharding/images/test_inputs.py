@@ -27,7 +27,7 @@ from tests.unit.data.images.source_images import (
 from trp_scale.cli.main import main
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.files import LONGEST_KEY, plain_key
+from trp_scale.sharding.images.files import MAX_KEY_BYTES, make_key
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 
@@ -75,11 +75,11 @@ def test_a_flat_folder_has_no_classes_and_a_mixed_one_is_refused(tmp_path: Path)
 
 def test_keys_fit_a_tar_header_and_stay_apart() -> None:
     long = "class/" + "ünbelievably long name " * 10
-    keys = [plain_key(name) for name in (long, long + "2", "a.b/c", "a%2Eb/c", "a_b", "ü")]
+    keys = [make_key(name) for name in (long, long + "2", "a.b/c", "a%2Eb/c", "a_b", "ü")]
     assert len(set(keys)) == 6
     assert keys[2] == "a%2Eb/c" and keys[3] == "a%252Eb/c" and keys[5] == "%C3%BC"
-    assert all(len(key.encode()) <= LONGEST_KEY and "." not in key for key in keys)
-    assert LONGEST_KEY + len(".semseg.png") <= 100
+    assert all(len(key.encode()) <= MAX_KEY_BYTES and "." not in key for key in keys)
+    assert MAX_KEY_BYTES + len(".semseg.png") <= 100
     assert "" not in keys[0].split("/")
 
 

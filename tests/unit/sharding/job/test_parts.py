@@ -14,7 +14,7 @@ from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.job.parts import Part, begun_parts
+from trp_scale.sharding.job.parts import Part, started_parts
 from trp_scale.sharding.merge import merge
 from trp_scale.sharding.text.shard import shard_text
 from trp_scale.storage.files import only_run
@@ -105,7 +105,7 @@ def test_parts_that_begin_together_with_other_settings_are_not_both_made(
     monkeypatch.setattr(type(part), "write", slow)
     with pytest.raises(DataError, match="length 9 there, 64 asked for"):
         text_part(text, output, 0)
-    assert list(begun_parts(output)) == [part]
+    assert list(started_parts(output)) == [part]
 
 
 def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path) -> None:

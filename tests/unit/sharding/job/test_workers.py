@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.runs import ROOT, environment, hear_ctrl_c
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.workers import Advance, Progressed, begun, run_portions
+from trp_scale.sharding.job.workers import Advance, ProgressBar, run_portions, start_sample
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Reader:
     def __call__(self, portion: Names) -> list[str]:
         read = []
         for name in portion.those:
-            if self.tells and not begun(name):
+            if self.tells and not start_sample(name):
                 read.append(f"without {name}")
                 continue
             if name.startswith("lethal") or (name == "once" and not (self.directory / name).exists()):
@@ -52,9 +52,9 @@ class Reader:
 
 
 def read(directory: Path, *portions: tuple[str, ...], tells: bool = True) -> dict[int, list[str]]:
-    progressed = Progressed(counters=1, total=1, text=lambda counters, seconds: "", shown=False)
+    bar = ProgressBar(counters=1, total=1, text=lambda counters, seconds: "", shown=False)
     numbered = [Names(number, those) for number, those in enumerate(portions)]
-    return run_portions(numbered, Reader, (directory, tells), processes=2, progressed=progressed)
+    return run_portions(numbered, Reader, (directory, tells), processes=2, bar=bar)
 
 
 def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -218,7 +218,7 @@ CHINESE = "人工智能是计算机科学的一个分支。它企图了解智能
 )
 def test_words_tell_another_language(text: str, another: bool) -> None:
     share, examples = annotate.unknown_words(text)
-    assert (share >= annotate.ANOTHER_LANGUAGE) == another
+    assert (share >= annotate.NOT_ENGLISH_SHARE) == another
     assert len(examples) <= 5 and bool(examples) == (text != ENGLISH)
 
 
