@@ -112,7 +112,7 @@ def make_dataset(directory: Path, images: int, *, maps: bool = False, short_side
                 red, green, _ = np.moveaxis(np.asarray(image), 2, 0)
                 members["depth.png"] = write_png(red.astype(np.uint16) * 40 + 500)
                 members["semseg.png"] = write_png(green // (256 // CLASSES))
-            shard.writer.add(f"noise-{number:06d}", 1, members, label=0)
+            shard.add(f"noise-{number:06d}", 1, members, label=0)
     document = {"shards": ["image-000000.tar"], "suffixes": list(members), "rows": images, "rows_per_block": 64}
     if maps:
         document["modalities"] = {"depth": {"scale": 0.001}, "semseg": {"classes": [str(n) for n in range(CLASSES)]}}

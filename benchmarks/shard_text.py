@@ -98,8 +98,8 @@ def main() -> None:
 
         def shard() -> None:
             fresh = make_tagger("textblob") if options.tagger == "textblob" else tagger
-            with new_tar(directory / "text-000000.tar", directory / "report.json") as opened:
-                write_portion(portion, opened.writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
+            with new_tar(directory / "text-000000.tar", directory / "report.json") as writer:
+                write_portion(portion, writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
 
         sides = {"alone": lambda: alone(sentences), "sharding": shard}
         rates = {side: total / times.cpu for side, times in alternate(sides, rounds=options.rounds, warmup=0).items()}

@@ -10,5 +10,5 @@ import pytest
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the test file's data set `whole`."""
+    """Copy of the data set `whole`."""
     return Path(shutil.copytree(whole, tmp_path / "data"))

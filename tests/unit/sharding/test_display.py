@@ -1,4 +1,4 @@
-"""Samples are shown with their classes and maps, rows of text in colours; nothing is unpickled."""
+"""Display of samples with classes and maps, and of coloured text rows; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -49,25 +49,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_image_dataset(tmp_path_factory.mktemp("verify") / "data", count=40, samples_per_shard=20)
 
 
-@pytest.mark.exhaustive
-def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Path) -> None:
-    shard = whole / "shards" / "image-000000.tar"
-    keys = [block.key for block in read_index(shard).blocks]
-    result = run_command(
-        "inspect", str(whole), "--rows", "3", "--block", keys[4], "--output", str(tmp_path / "sheet.png")
-    )
-    assert result.returncode == 0, result.stderr
-    for key in keys[4:7]:
-        label = int(stored(whole)[key]["cls"])
-        assert key in result.stdout
-        assert f"class {label} ({read_json(whole / 'dataset.json')['classes'][label]})" in result.stdout
-    assert keys[3] not in result.stdout and keys[7] not in result.stdout
-    assert result.stdout.count("depth.png 32 x 32 I;16") == result.stdout.count("semseg.png 32 x 32 L") == 3
-    assert Image.open(tmp_path / "sheet.png").format == "PNG"
-    missing = run_command("inspect", str(shard), "--block", "nothing")
-    assert missing.returncode == 2 and "no image 'nothing'" in missing.stderr
-
-
 def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:
     shown = list(stored_images(whole / "shards" / "image-000000.tar", 4))
     sheet = np.asarray(contact_sheet(shown, side=SIZE + 2)).astype(int)
@@ -85,7 +66,7 @@ def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:
 def test_a_sharding_that_has_failed_or_was_stopped_is_said_to_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """None of two images can be read; then one of a hundred and one of two shards is there."""
+    """First a failed run without readable images, then a stopped run with one of two shards."""
     (tmp_path / "in").mkdir()
     for number in range(2):
         (tmp_path / "in" / f"{number}.jpg").write_bytes(b"junk")

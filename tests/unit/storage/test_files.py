@@ -51,11 +51,11 @@ def test_two_writers_of_one_shard_leave_one_whole_shard(tmp_path: Path) -> None:
     with new_tar(shard, report) as first, new_tar(shard, report) as second:
         for number in range(3):
             for opened in (first, second):
-                opened.writer.add(f"key-{number}", 1, {"txt": b"content"})
+                opened.add(f"key-{number}", 1, {"txt": b"content"})
     whole = shard.read_bytes()
     with new_tar(shard, report) as alone:
         for number in range(3):
-            alone.writer.add(f"key-{number}", 1, {"txt": b"content"})
+            alone.add(f"key-{number}", 1, {"txt": b"content"})
     assert shard.read_bytes() == whole
     assert not list(tmp_path.rglob("*.tmp"))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,12 @@ class DirectorySource:
         self._arguments = (path, split, image_column, label_column)
         self._image_column = image_column
         self._label_column = label_column
-        self._rows: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows": None}
+    @cached_property
+    def _rows(self) -> Any:
+        return open_columns(*self._arguments)
 
     def read(self, sample: Sample) -> Loaded:
-        if self._rows is None:
-            self._rows = open_columns(*self._arguments)
         row = self._rows[sample.row]
         image, label = row[self._image_column], row[self._label_column] if self._label_column else None
         if isinstance(image, dict) and image.get("bytes") is None and image.get("path"):
@@ -233,14 +232,12 @@ class TorchvisionSource:
 
     def __init__(self, name: str, root: str, split: str) -> None:
         self._arguments = (name, root, split)
-        self._dataset: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_dataset": None}
+    @cached_property
+    def _dataset(self) -> Any:
+        return open_torchvision(*self._arguments)
 
     def read(self, sample: Sample) -> Loaded:
-        if self._dataset is None:
-            self._dataset = open_torchvision(*self._arguments)
         try:
             image, label = self._dataset[sample.row]
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for broken image files

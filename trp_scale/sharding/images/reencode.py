@@ -156,19 +156,15 @@ def _is_plain_jpeg(image: Image.Image) -> bool:
 
 
 def _jpeg(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
-    image = _rgb(ImageOps.exif_transpose(image))
+    try:
+        image = as_rgb(ImageOps.exif_transpose(image))
+    except UnknownRangeError as error:
+        raise UnusableError("unsupported_mode") from error
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=quality, subsampling="4:4:4" if quality >= DEFAULT_QUALITY else "4:2:0")
     return stream.getvalue()
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    try:
-        return as_rgb(image)
-    except UnknownRangeError as error:
-        raise UnusableError("unsupported_mode") from error
 
 
 def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:

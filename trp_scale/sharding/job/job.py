@@ -461,7 +461,7 @@ class _ShardMaker(Generic[PortionT, ReportT]):
     def __call__(self, portion: PortionT) -> ReportT:
         stem = shard_stem(self._kind, portion.number)
         with new_tar(self._output / "shards" / f"{stem}.tar", report_path(self._output, stem)) as shard:
-            report = self._fill(portion, shard.writer)
+            report = self._fill(portion, shard)
             shard.report = vars(report)
         return report
 

@@ -215,19 +215,17 @@ def refuse_unfinished(directory: Path) -> None:
     kind = next(iter(parts.values()))["kind"]
     tars = sorted((directory / "shards").glob("*.tar"))
     done = [shard for shard in tars if index_path(shard).is_file()]
-    blocks = {shard: len(read_index(shard).blocks) for shard in done}
+    blocks = sum(len(read_index(shard).blocks) for shard in done)
     skipped: Counter[str] = Counter()
     for shard in done:
         report = report_path(directory, shard.stem)
         if report.is_file():
             skipped.update(read_fields(report).take("skipped", dict[str, int]))
     listed = ", ".join(f"{count} {shorten(reason)}" for reason, count in sorted(skipped.items()))
-    seen = next((shard for shard, count in blocks.items() if count), None)
-    look = "" if kind != "text" or seen is None else f"; to show the finished part: trp-scale inspect {seen}"
     raise DataError(
         f"{directory}: the sharding of kind {shorten(str(kind))!r} is unfinished, there is no dataset.json: "
-        f"{len(done)} shards are finished, with {sum(blocks.values())} samples; skipped so far: "
-        f"{listed or 'nothing'}. Run the same command again to resume{look}"
+        f"{len(done)} shards are finished, with {blocks} samples; skipped so far: "
+        f"{listed or 'nothing'}. Run the same command again to resume"
     )
 
 
@@ -248,6 +246,7 @@ class ShardWriter:
         self._stream = stream
         self._tar = tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
         self._blocks: list[Block] = []
+        self.report: dict[str, object] = {}  # stored by `new_tar` with the shard
 
     def __len__(self) -> int:
         """Number of written samples."""
@@ -271,22 +270,14 @@ class ShardWriter:
         return ShardIndex(shard=name, size=self._stream.tell(), blocks=self._blocks)
 
 
-class OpenShard:
-    """Writer of an open shard, and its report."""
-
-    def __init__(self, writer: ShardWriter) -> None:
-        self.writer = writer
-        self.report: dict[str, object] = {}
-
-
 @contextmanager
-def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
+def new_tar(shard: Path, report: Path) -> Iterator[ShardWriter]:
     """Write a tar, then its report, then its index, each atomically. The index marks a finished shard."""
     with atomic_write(shard) as stream:
-        opened = OpenShard(ShardWriter(stream))
-        yield opened
-        index = opened.writer.finish(shard.name)
-    write_json(report, opened.report)
+        writer = ShardWriter(stream)
+        yield writer
+        index = writer.finish(shard.name)
+    write_json(report, writer.report)
     write_index(shard, index)
 
 

@@ -35,7 +35,7 @@ from trp_scale.pretraining.modalities.base import Size
 from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job.job import ShardingJob
-from trp_scale.sharding.job.parts import OpenShard, new_tar, report_path, sharding_settings
+from trp_scale.sharding.job.parts import ShardWriter, new_tar, report_path, sharding_settings
 from trp_scale.sharding.job.workers import Advance, ProgressBar, process_number, run_portions
 from trp_scale.sharding.pseudo_labels.directory import (
     UNREADABLE,
@@ -323,7 +323,7 @@ class LabelWorker:
 
     def __call__(self, portion: LabelPortion) -> None:
         with ExitStack() as stack:
-            shards: dict[str, OpenShard] = {}
+            shards: dict[str, ShardWriter] = {}
             for task in self._work.tasks:
                 if not task.is_finished(portion.shard):
                     tar = task.output / portion.shard
@@ -348,7 +348,7 @@ class LabelWorker:
             )
         return self._labellers[model.modality]
 
-    def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
+    def _label(self, shard: str, shards: Mapping[str, ShardWriter]) -> None:
         dataset = self._work.tasks[0].output.parent
         path = dataset / OWN_TAR / shard
         table, _ = read_samples(
@@ -408,7 +408,7 @@ class LabelStream:
     """Writer of the labels of one model for one shard.
 
     Args:
-        opened: new shard.
+        shard: new shard.
         keys: of the images.
         name: of the image shard, for the list of empty labels.
         digest: of the image index.
@@ -419,7 +419,7 @@ class LabelStream:
     def __init__(
         self,
         labeller: Labeller,
-        opened: OpenShard,
+        shard: ShardWriter,
         *,
         keys: Sequence[str],
         name: str,
@@ -428,7 +428,7 @@ class LabelStream:
         batch: int,
     ) -> None:
         self._labeller = labeller
-        self._opened = opened
+        self._shard = shard
         self._keys = keys
         self._name = name
         self._pool = pool
@@ -467,7 +467,7 @@ class LabelStream:
         level = label_kinds()[self._modality].png_level
         contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
         for position, content in zip(window.places, contents, strict=True):
-            self._opened.writer.add(self._keys[position], 1, {form.suffix: content})
+            self._shard.add(self._keys[position], 1, {form.suffix: content})
 
     def _count(self, position: int, flaw: str, missing: int, clipped: int) -> None:
         report = self._report
@@ -480,4 +480,4 @@ class LabelStream:
 
     def close(self) -> None:
         """Store the report in the shard."""
-        self._opened.report = dict(vars(self._report))
+        self._shard.report = dict(vars(self._report))

@@ -82,11 +82,10 @@ def _shortcut_punkt() -> Any:
 class SentenceSplitter:
     """Splitter of documents into sentences. Blank lines always end a sentence (headings have no period)."""
 
-    def __init__(self, shortcut: bool = True) -> None:
-        library = text_library("nltk.tokenize.punkt")
-        parameters = library.PunktParameters()
+    def __init__(self) -> None:
+        parameters = text_library("nltk.tokenize.punkt").PunktParameters()
         parameters.abbrev_types = set(ABBREVIATIONS)
-        self._punkt = (_shortcut_punkt() if shortcut else library.PunktSentenceTokenizer)(parameters)
+        self._punkt = _shortcut_punkt()(parameters)
 
     def split(self, document: str) -> Iterator[str]:
         """Yield the raw text of each non-empty sentence, without surrounding white space."""

@@ -1,4 +1,4 @@
-"""What is in an input and not in the data set is counted and named, alike for text and images."""
+"""Inputs that do not enter the data set are counted and named, for text and images."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tests.unit.data.images.stored import photograph
 from tests.unit.sharding.text.test_documents import read, skipped, texts
 from trp_scale.cli.main import main
 from trp_scale.data.index import read_json
-from trp_scale.data.raw_files import all_files, files_fingerprint, require_dataset
-from trp_scale.errors import DataError
+from trp_scale.data.raw_files import all_files
 from trp_scale.sharding.images.files import list_folder
 from trp_scale.sharding.images.tars import find_tars
 
@@ -38,7 +37,7 @@ def tar_of(path: Path, **images: int) -> Path:
 
 
 def index(tar: Path, output: Path, *flags: str) -> tuple[int, dict[str, object]]:
-    """The status of `trp-scale index`, and dataset.json."""
+    """Return the exit status of `trp-scale index`, and dataset.json."""
     status = main(["index", str(tar), "--output", str(output), "--processes", "1", "--no-progress", *flags])
     return status, read_json(output / "dataset.json") if status == 0 else {}
 
@@ -109,7 +108,7 @@ def test_a_tar_whose_path_looks_like_a_pattern(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Two texts: one in a linked folder; besides, hidden copies and a link to a folder around it."""
+    """Two texts, one in a linked folder; also hidden copies and a link to a parent folder."""
     tree = tmp_path / "in"
     for folder in ("real", "real/.git", ".ipynb_checkpoints"):
         (tree / folder).mkdir(parents=True)
@@ -138,27 +137,8 @@ def test_folders_of_images(tree: Path, caplog: pytest.LogCaptureFixture) -> None
     assert "left out: 2 hidden, 1 link to a folder around it, 1 .JSONL, 1 .txt, 1 without a suffix" in caplog.text
 
 
-def test_maps_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for folder in ("images", "depth"):
-        (tmp_path / folder).mkdir()
-        for name in ("0", "1", "notes"):
-            path = tmp_path / folder / f"{name}{'.txt' if name == 'notes' else '.png'}"
-            path.write_bytes(of_format(0, "png"))
-    (tmp_path / "images" / "1.png").unlink()
-    with caplog.at_level(logging.WARNING):
-        list_folder(tmp_path / "images", {"depth": tmp_path / "depth"})
-    assert f"--modality depth={tmp_path}/depth: left out: 1 .txt" in caplog.text
-    assert f"1 maps (.depth.png) have no image, such as {tmp_path}/depth/1.png" in caplog.text
-
-
-def test_a_fingerprint_sees_linked_folders(tree: Path) -> None:
-    before = files_fingerprint(all_files(tree))
-    (tree / "linked" / "B.JSONL").write_text(json.dumps({"text": "Six."}))
-    assert files_fingerprint(all_files(tree)) != before
-
-
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """A pipe would be waited for, and a device has no end."""
+    """A pipe would block, and a device has no end."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("One.")
     os.mkfifo(tmp_path / "texts" / "b.txt")
@@ -172,24 +152,10 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     assert shard_images(tmp_path / "images", tmp_path / "shards") == 2
 
 
-def test_advice_is_what_a_command_accepts(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "tars").mkdir(parents=True)
-    tar_of(tmp_path / "deep" / "tars" / "a.tar", a=0)
-    with pytest.raises(DataError, match=f"trp-scale index {tmp_path}/deep/tars --output DIR"):
-        require_dataset(tmp_path / "deep")
-    (tmp_path / "0.jpg").write_bytes(of_format(0, "jpg"))
-    with pytest.raises(DataError, match=f"shard-images --inputs {tmp_path} --output DIR"):
-        require_dataset(tmp_path / "0.jpg")
-    (tmp_path / "hidden" / ".git").mkdir(parents=True)
-    (tmp_path / "hidden" / ".git" / "a.txt").write_text("One.")
-    with pytest.raises(DataError, match="empty directory"):
-        require_dataset(tmp_path / "hidden")
-
-
 def test_names_that_are_not_utf8(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of files are stored escaped; what a user gives is refused before the work."""
+    """File names are stored escaped; paths in flags are refused before any work."""
     (tmp_path / "in" / NOT_UTF8).mkdir(parents=True)
     (tmp_path / "in" / NOT_UTF8 / f"{NOT_UTF8}.jpg").write_bytes(of_format(0, "jpg"))
     (tmp_path / "in" / NOT_UTF8 / "bad.jpg").write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""Every kind of input gives the images, classes and maps that it holds."""
+"""Every kind of input gives its images, classes and maps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from trp_scale.cli.main import main
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.files import MAX_KEY_BYTES, make_key
-from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -92,7 +91,7 @@ def maps_folder(folder: Path, images: Path, make: object) -> Path:
 
 
 def class_names(folder: Path, count: int = 20) -> str:
-    """A file that names the numbers of `class_map`."""
+    """Write a file of names for the classes of `class_map`."""
     path = folder / "classes.txt"
     path.write_text("".join(f"kind {number}\n" for number in range(count)))
     return str(path)
@@ -199,11 +198,6 @@ def test_tars_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         shard(tmp_path / "out", write_tar(tmp_path / "c.tar", {"1.cls": b"0"}))
 
 
-def test_a_data_set_of_ours_is_an_input_too(tmp_path: Path) -> None:
-    first = shard(tmp_path / "first", class_folder(tmp_path / "images"))
-    assert shard(tmp_path / "second", tmp_path / "first" / "shards") == first
-
-
 def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
     folder = class_folder(tmp_path / "images", classes=1, each=2)
     names = tmp_path / "names.txt"
@@ -234,7 +228,7 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path, capsys: pytest.Captu
 
 
 def digits(root: Path, count: int = 12) -> np.ndarray:
-    """Files as torchvision's MNIST looks for them; returns the images."""
+    """Write files for torchvision's MNIST; return the images."""
     folder = root / "MNIST" / "raw"
     folder.mkdir(parents=True)
     images = np.stack([np.asarray(Image.fromarray(pixels(number, 28, 28)).convert("L")) for number in range(count)])
@@ -271,21 +265,6 @@ def test_a_torchvision_dataset_is_read_and_never_downloaded(tmp_path: Path) -> N
         with pytest.raises(DataError, match=message):
             shard(tmp_path / "wrong", item, split=split)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.exhaustive
-def test_two_processes_read_a_torchvision_dataset(tmp_path: Path) -> None:
-    digits(tmp_path / "root")
-    one = shard(tmp_path / "one", f"torchvision:MNIST={tmp_path / 'root'}", samples_per_shard=4)
-    config = ShardImagesConfig(
-        inputs=[f"torchvision:MNIST={tmp_path / 'root'}"],
-        output=tmp_path / "two",
-        samples_per_shard=4,
-        processes=2,
-        progress=False,
-    )
-    shard_images(config)
-    assert stored(tmp_path / "two") == one
 
 
 def test_a_dataset_directory_gives_the_bytes_of_its_images(tmp_path: Path) -> None:

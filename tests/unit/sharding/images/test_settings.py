@@ -1,4 +1,4 @@
-"""What is asked and written down about depth and segmentation maps that come from files."""
+"""Settings and stored descriptions of depth and segmentation maps from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from PIL import Image
 from tests.unit.data.images.source_images import HEIGHT, WIDTH, class_folder, class_map, depth_map, jpeg, png, shard
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.verify import verify_dataset
 
 
@@ -56,13 +55,6 @@ def test_scale_and_classes_are_written_down(folder: Path) -> None:
         shard(folder / "out", folder / "images", modality=maps, semseg={"classes": names}, depth={"scale": 0.001})
 
 
-def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
-    shard_images(ShardImagesConfig(output=tmp_path, embedded=True, count=2, size=16, processes=1, progress=False))
-    described = read_json(tmp_path / "dataset.json")["modalities"]
-    assert described["depth"]["scale"] == 0.001 and described["depth"]["exact"] and described["semseg"]["exact"]
-    assert described["semseg"]["classes"][:2] == ["wall", "ground"] and len(described["semseg"]["classes"]) == 10
-
-
 @pytest.mark.parametrize(
     ("maps", "settings", "message"),
     [
@@ -81,11 +73,6 @@ def test_settings_that_do_not_fit_are_refused(
     with pytest.raises(DataError, match=message):
         shard(folder / "out", folder / "images", modality=modality(folder, *maps), **settings)
     assert not (folder / "out" / "dataset.json").exists()
-
-
-def test_rendered_scenes_refuse_descriptions(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--depth\.scale 0\.5"):
-        shard(tmp_path / "out", embedded=True, count=1, size=16, depth={"scale": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +121,7 @@ def test_unnamed_classes_are_skipped_and_void_is_stored_as_255(folder: Path) -> 
 
 
 def test_numbers_above_the_void_label_may_have_no_name(tmp_path: Path) -> None:
-    """CamVid's way: 11 classes, void is 11."""
+    """As in CamVid: 11 classes, void is 11."""
     for name in ("images", "semseg"):
         (tmp_path / name).mkdir()
     (tmp_path / "images" / "a.jpg").write_bytes(jpeg())

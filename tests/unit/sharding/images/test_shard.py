@@ -1,4 +1,4 @@
-"""An image data set is the same bytes however it was made, is never half there, and says what it left out."""
+"""Image data sets: deterministic bytes, no incomplete data set, counts of skipped images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_folder, jpeg, png, png_of_size, rotated_jpeg, stored
+from tests.unit.sharding.job.test_parts import content
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import read_index, read_json
@@ -30,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(output: Path, **changes: object) -> ShardImagesConfig:
-    """The settings that `made` was made with."""
+    """Settings of `made`."""
     config = ShardImagesConfig(
         output=output,
         embedded=True,
@@ -49,10 +50,6 @@ def folder_config(folder: Path, output: Path, **changes: object) -> ShardImagesC
         inputs=[str(folder)], output=output, rows_per_block=4, processes=1, progress=False, samples_per_shard=8
     )
     return replace(config, **changes)  # type: ignore[arg-type]
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_the_classes_are_told_and_parts_of_a_data_set_are_no_classes(
@@ -83,16 +80,6 @@ def test_images_of_no_use_are_told(
     warned = [line for line in caplog.messages if "little can be learned" in line]
     assert len(warned) == odd
     assert all(line.startswith("1 of 2 images ") and line.endswith(f"b.png ({width} x {height})") for line in warned)
-
-
-@pytest.mark.exhaustive
-def test_processes_agree_on_files_too(tmp_path: Path) -> None:
-    folder = class_folder(tmp_path / "images")
-    (folder / "c1" / "bad.jpg").write_bytes(b"")
-    (folder / "c0" / "bad.png").write_bytes(b"none")
-    for processes in (1, 2):
-        shard_images(folder_config(folder, tmp_path / str(processes), processes=processes, max_skipped=1.0))
-    assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
 def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
@@ -219,9 +206,6 @@ def test_shards_are_cut_in_whole_blocks(
     [
         ({"inputs": ["here"]}, "one of the two"),
         ({"size": 4}, "--size is 4"),
-        ({"count": 0}, "--count is 0"),
-        ({"quality": 101}, "--quality is 101"),
-        ({"max_skipped": 2.0}, "--max_skipped is 2.0"),
         ({"modality": ["depth=."]}, "not --embedded"),
         ({"class_names": "names.txt"}, "not --embedded"),
         ({"modality": ["edges=."]}, "depth=FOLDER or semseg=FOLDER or"),

@@ -1,4 +1,4 @@
-"""Tars are found by patterns and lists, and their members by their headers alone, whatever a file claims."""
+"""Search of tars by patterns and lists, and of members by headers, including hostile files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_braces_without_end(tmp_path: Path) -> None:
     ],
 )
 def test_a_short_list_of_endless_tars_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """The first took 20 GB, the third and the fourth Python's stack, the last 100 bytes a minute for each million."""
+    """The first took 20 GB, the third and fourth overflowed the stack, the last took a minute per million names."""
     path = tmp_path / "tars.txt"
     path.write_text(text)
     with pytest.raises(DataError, match=said):

@@ -1,4 +1,4 @@
-"""What `--executor slurm-array` hands to sbatch, and what it refuses. tests/cluster submits it to a real SLURM."""
+"""Arguments of sbatch for `--executor slurm-array`, and refusals. tests/cluster submits to a real SLURM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = ("shard-text", "--embedded", "--output", "a folder/books", "--executor", 
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of this name first in PATH; what it was called with is in the file that is returned."""
+    """Put a fake sbatch first in PATH; return the file with its arguments."""
     called = tmp_path / "called"
     program = tmp_path / "sbatch"
     program.write_text(
@@ -59,11 +59,3 @@ def test_a_job_for_each_part_and_one_that_merges(sbatch: Path, capsys: pytest.Ca
 def test_refusals(sbatch: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TEXT, *flags]) == 2
     assert re.search(said, capsys.readouterr().err)
-
-
-def test_there_is_no_sbatch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([*TEXT, "--num_shards", "2"]) == 2
-    assert "there is no sbatch here" in capsys.readouterr().err

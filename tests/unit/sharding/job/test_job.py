@@ -1,4 +1,4 @@
-"""A data set is the same bytes however many parts it was made in, and whatever ended one of them."""
+"""The bytes of a data set do not depend on its number of parts, nor on a killed part."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ def test_text_in_parts_in_any_order_is_the_same_data_set(text: Path, tmp_path: P
     merge(output)
     text_part(text, output, 1)  # of a finished data set nothing is left to do
     assert content(output) == content(text)
-
-
-def test_images_in_parts_are_the_same_data_set(tmp_path: Path) -> None:
-    image_part(tmp_path / "one", 0, 1)
-    for index in (1, 2, 0):
-        image_part(tmp_path / "parts", index)
-    merge(tmp_path / "parts")
-    assert content(tmp_path / "parts") == content(tmp_path / "one")
 
 
 def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: Path) -> None:
@@ -86,7 +78,7 @@ def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
 
 
 def text_command(text: Path, output: Path) -> list[str]:
-    """The command that makes what `text_part` makes."""
+    """Return the command line of `text_part`."""
     command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_suffix(".jsonl"))]
     command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
     return [*command, "--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]

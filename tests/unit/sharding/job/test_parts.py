@@ -1,4 +1,4 @@
-"""Parts of a data set, made by several runs, are joined to the bytes that one run makes, or the join is refused."""
+"""Parts made by several runs merge to the bytes of a single run, or the merge is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
-    """Make a part with the settings that `text` was made with."""
+    """Make a part with the settings of `text`."""
     config = small_text_config(text.with_suffix(".jsonl"), output)
     shard_text(replace(config, shard_index=index, num_shards=count, **changes))
 
@@ -92,7 +92,7 @@ def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None
 def test_parts_that_begin_together_with_other_settings_are_not_both_made(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other part writes its settings after this one has looked for them."""
+    """The other part writes its settings after this part has checked for them."""
     output = tmp_path / "data"
     part = Part(index=1, count=3)
     theirs = {"kind": "text", "settings": {"length": 9}, "shards": 3, "max_skipped": 0.1}

@@ -1,4 +1,4 @@
-"""A process that is lost costs what ends it, and nothing else."""
+"""A lost process loses only the samples that crash it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trp_scale.sharding.job.workers import Advance, ProgressBar, run_portions, s
 
 @dataclass(frozen=True)
 class Names:
-    """A portion. Attributes: those: names of its inputs."""
+    """Portion of inputs with these names."""
 
     number: int
     those: tuple[str, ...]
 
 
 class Reader:
-    """Reads inputs; those whose names begin with "lethal" end the process, "once" does where it is the first time, and
-    "refused" is an error. Without `tells` nobody knows what it is at."""
+    """Worker that crashes on names starting with "lethal" and on the first "once", and raises an error on "refused". If
+    `tells` is False it does not record its current sample."""
 
     def __init__(self, directory: Path, tells: bool, advance: Advance) -> None:
         self.directory, self.tells = directory, tells
@@ -70,7 +70,7 @@ def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pyt
 
 
 def test_a_process_is_lost_while_more_than_a_pipe_holds_is_to_be_done(tmp_path: Path) -> None:
-    """The pool of Python 3.11.2 waits without end for it to be read; those of 3.11.7 and later do not."""
+    """The pool of Python 3.11.2 would wait forever for a reader of its queue."""
     long = "a" * 200_000
     found = read(tmp_path, ("lethal",), *[(long,)] * 8)
     assert found == {0: ["without lethal"], **{number: [long] for number in range(1, 9)}}
@@ -99,7 +99,7 @@ def encode(loaded, settings):
 
 shard.encode_sample = encode
 """
-"""Imported by every process at its start."""
+"""Imported by every process at startup."""
 
 
 @pytest.mark.exhaustive
@@ -130,7 +130,7 @@ def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: P
 
 @pytest.mark.parametrize("seconds", [4.0, 9.0], ids=["while processes start", "while they work"])
 def test_ctrl_c_is_one_line_and_leaves_no_process(seconds: float, tmp_path: Path) -> None:
-    """A terminal sends it to all processes."""
+    """A terminal sends SIGINT to all processes."""
     words = ["shard-images", "--embedded", "--count", "200000", "--size", "64", "--processes", "2", "--output"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trp_scale", *words, str(tmp_path / "scenes")],

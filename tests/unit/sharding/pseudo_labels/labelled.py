@@ -1,4 +1,4 @@
-"""A small data set to label, and what labelling leaves behind."""
+"""Small data set for labelling, and readers of its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nine_images(directory: Path, **changes: bytes) -> Path:
 
 
 def config_of(data: Path, models: Models, **settings: object) -> PseudoLabelConfig:
-    """Both models on a data set, in batches of 2; of a modality's section what differs."""
+    """Return settings with both models and batches of 2; `settings` may override fields of a modality."""
     given: dict[str, Any] = {"data": str(data), "device": "cpu", "progress": False, "batch": 2, **settings}
     for name, model in models._asdict().items():
         given[name] = {"model": str(model), **given.get(name, {})}
@@ -39,7 +39,7 @@ def config_of(data: Path, models: Models, **settings: object) -> PseudoLabelConf
 
 
 def label(data: Path, models: Models, **settings: object) -> bool:
-    """Run it."""
+    """Label a data set."""
     return pseudo_label(config_of(data, models, **settings))
 
 

@@ -1,4 +1,4 @@
-"""Sections of modalities in the commands that make data: whose they are, and what they cannot be."""
+"""Sections of modalities in the commands that prepare data."""
 
 from __future__ import annotations
 

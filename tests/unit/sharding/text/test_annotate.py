@@ -1,11 +1,10 @@
-"""Pieces must be the tokenizer's, and each must carry the tag of the word in which its first character lies."""
+"""Pieces are those of the tokenizer, and each has the tag of the word with its first character."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nltk.tokenize.destructive import NLTKWordTokenizer
@@ -13,9 +12,9 @@ from textblob.taggers import PatternTagger
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.unit.sharding.text.test_splitting import PARTS
-from trp_scale.data.text.dataset import GROUP_BITS, OTHER, WORD_START, penn_group
+from trp_scale.data.text.dataset import GROUP_BITS, WORD_START, penn_group
 from trp_scale.data.text.tokenizer import is_bert_word_piece, train_word_piece
-from trp_scale.sharding.text.annotate import Annotator, TaggerError, TextBlobTagger, make_tagger
+from trp_scale.sharding.text.annotate import Annotator, TextBlobTagger
 from trp_scale.sharding.text.corpus import embedded_documents
 from trp_scale.sharding.text.splitting import MAX_UNIT
 
@@ -55,7 +54,7 @@ def slow_words(sentence: str) -> list[tuple[int, int, str]]:
 
 
 def slow_tags(sentence: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The definition: tag the words with the library, then look up each piece's first character."""
+    """Tag the words with the library, then look up the first character of each piece."""
     words = slow_words(sentence)
     tagged = PatternTagger().tag(" ".join(form for _, _, form in words), tokenize=False) if words else []
     assert len(tagged) == len(words)
@@ -115,17 +114,6 @@ def check_alignment(batch: list[str], tokenizer: Tokenizer) -> None:
         start += length
 
 
-def test_every_piece_of_a_word_carries_its_tag() -> None:
-    annotated = Annotator(word_piece(), TextBlobTagger()).annotate(["She donates understandability quietly."])
-    pieces = [word_piece().id_to_token(number) for number in annotated.tokens]
-    groups = annotated.tags & GROUP_BITS
-    inner = [index for index, piece in enumerate(pieces) if piece.startswith("##")]
-    assert len(inner) > 3
-    assert (groups[inner] == groups[np.asarray(inner) - 1]).all()
-    assert not (annotated.tags[inner] & WORD_START).any()
-    assert groups[-1] == OTHER
-
-
 def test_an_over_long_word_has_one_tag_and_spoils_no_other() -> None:
     tokenizer = word_piece()
     short = Annotator(tokenizer, TextBlobTagger()).annotate(["The end of it."]).tags
@@ -167,8 +155,3 @@ def test_a_tokenizer_is_trained_to_the_same_numbers() -> None:
     assert all(other == first for other in others)
     assert len(first) == 700
     assert sorted(first, key=lambda piece: first[piece])[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-def test_unknown_tagger_is_named() -> None:
-    with pytest.raises(TaggerError, match="spacy"):
-        make_tagger("spacy")

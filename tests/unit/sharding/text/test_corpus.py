@@ -1,4 +1,4 @@
-"""How the input is found and cut depends on it alone, and loses and doubles nothing."""
+"""The split of the input depends only on the input, and neither loses nor duplicates text."""
 
 from __future__ import annotations
 
@@ -54,12 +54,6 @@ def test_inputs_that_do_not_exist_are_named(tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(DataError, match="s3://bucket/texts"):
         plan_corpus(["s3://bucket/texts"], "auto", "train", True, 1000)
-
-
-def test_a_table_is_told_to_be_read_with_all_its_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.csv").write_text("id,text\n1,This is text.\n")
-    assert len(texts(read(tmp_path / "a.csv"))) == 1
-    assert "a.csv: a table, read as plain text with all its columns" in caplog.text
 
 
 def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be used is skipped, counted and named; how the input is cut loses and doubles nothing."""
+"""Unusable documents are skipped, counted and named; splitting the input neither loses nor duplicates text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_dataset_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dataset_directory_whose_rows_lead_out_of_its_file_is_refused(tmp_path: Path) -> None:
-    """The library maps the file into memory, and would end the process."""
+    """The library memory-maps the file and would crash the process."""
     datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
     rows = [f"Row {number}." for number in range(5)]
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows})}).save_to_disk(str(tmp_path / "stored"))
@@ -218,7 +218,7 @@ def test_parquet_files_are_cut_between_their_row_groups_where_there_are_enough(t
 
 
 def peak_of(read_all: Callable[[], object]) -> int:
-    """Bytes that Python held at most."""
+    """Return the peak memory of Python in bytes."""
     tracemalloc.start()
     try:
         read_all()
@@ -246,7 +246,7 @@ def test_a_few_gzipped_bytes_of_many_documents_or_lines_take_little(
 
 
 class Counted(bytes):
-    """Notes over how many bytes ends of lines are counted."""
+    """Bytes that record how many bytes `count` has scanned."""
 
     passed = 0
 
@@ -256,7 +256,7 @@ class Counted(bytes):
 
 
 def test_the_numbers_of_many_bad_lines_are_not_each_counted_from_the_first() -> None:
-    """Which took hours for the 8 KB of a file of 8 MB that is gzipped."""
+    """Counting from the start took hours for a gzipped file of 8 KB (8 MB unpacked)."""
     content = Counted(b"11\n" * 1000)
     lines = _LineNumbers(Span("bad.jsonl", "jsonl", 0, len(content)), content, lambda: 7, 5)
     assert [lines.location(3 * number) for number in range(1000)] == [f"bad.jsonl:{13 + n}" for n in range(1000)]
@@ -267,7 +267,7 @@ def test_the_numbers_of_many_bad_lines_are_not_each_counted_from_the_first() -> 
 def test_a_line_that_is_longer_than_memory_is_never_read_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sparse file: no block of the disk is taken."""
+    """Uses a sparse file, which needs no disk space."""
     monkeypatch.setattr("trp_scale.sharding.text.documents.CHUNK", 1 << 20)
     path = tmp_path / "sparse.jsonl"
     with path.open("wb") as stream:

@@ -1,4 +1,4 @@
-"""A data set is the same bytes however it was made, and is never half there."""
+"""Text data sets: deterministic bytes and no incomplete data set."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_config, small_text_dataset
+from tests.unit.sharding.job.test_parts import content
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError
@@ -36,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(made: Path, output: Path, **changes: object) -> ShardTextConfig:
-    """The settings that `made` was made with."""
+    """Settings of `made`."""
     config = small_text_config(made.with_name("data.jsonl"), output)
     return replace(config, **changes)  # type: ignore[arg-type]
 
@@ -47,10 +48,6 @@ def small_config(source: Path, output: Path, **changes: object) -> ShardTextConf
         inputs=[str(source)], output=output, vocab_size=100, length=32, processes=1, progress=False, tagger="textblob"
     )
     return replace(config, **changes)  # type: ignore[arg-type]
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_two_processes_write_the_same_bytes_as_one(made: Path, tmp_path: Path) -> None:
@@ -76,7 +73,7 @@ def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, t
 
 
 def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) -> None:
-    """Two finished runs would both be right; what they must not do is write the same half-made shard."""
+    """Concurrent runs must not write the same unfinished shard."""
     output = tmp_path / "data"
     with only_run(output):
         before = content(output)
@@ -181,7 +178,7 @@ def test_skipped_documents_are_listed_and_too_many_stop_the_run(tmp_path: Path) 
 
 
 def test_an_attempt_that_failed_does_not_stand_in_the_way_of_another(tmp_path: Path) -> None:
-    """But what was stopped is kept for the same command; and what differs is said as settings."""
+    """A stopped run stays resumable by the same command; differences are reported as settings."""
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("The cat sat. It purred. " * 20)
     bad.write_bytes("caf\u00e9".encode("latin-1"))
@@ -247,7 +244,7 @@ def test_taggers_say_what_is_missing_and_which_is_used(
     assert resolve_tagger("auto") == "nltk"
 
 
-@pytest.mark.parametrize(("tagger", "library"), [("auto", "nltk"), ("textblob", "nltk"), ("textblob", "textblob")])
+@pytest.mark.parametrize(("tagger", "library"), [("auto", "nltk"), ("textblob", "textblob")])
 def test_a_library_that_is_not_installed_is_named_with_its_extra(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tagger: str, library: str
 ) -> None:
@@ -274,8 +271,6 @@ def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
     [
         ({"embedded": True}, "one of the two"),
         ({"length": 4}, "--length is 4"),
-        ({"rows_per_block": 0}, "--rows_per_block is 0"),
-        ({"max_skipped": 2.0}, "--max_skipped is 2.0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -292,7 +287,7 @@ documents = st.lists(st.lists(words, max_size=6), max_size=5)
 
 
 def slow_rows(sentences: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """The rows of a document as lists of (sentence, pieces of it), one piece at a time."""
+    """Return the rows of a document as lists of (sentence, number of its pieces), one piece at a time."""
     rows: list[list[tuple[int, int]]] = [[]]
     for number, lengths in enumerate(sentences):
         starts = {sum(lengths[:index]) for index in range(len(lengths))}
