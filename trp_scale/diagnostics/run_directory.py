@@ -28,7 +28,7 @@ from trp_scale.distributed.liveness import (
     GONE_AFTER,
     HANGS,
     LEASE,
-    RENEWED_EACH,
+    RENEWAL_INTERVAL_S,
     TIMES_THE_MEDIAN,
     boot_id,
     lease_holder,
@@ -148,7 +148,7 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
         return judge("lease", changed is None, result, takeover), False
     name = f"process {holder.get('process')} on {holder.get('host')}, started {holder.get('started')}"
     is_here = bool(holder.get("boot")) and holder["boot"] == boot_id()  # lease_holder has checked that it is alive
-    end = time.monotonic() + 2.5 * RENEWED_EACH
+    end = time.monotonic() + 2.5 * RENEWAL_INTERVAL_S
     while not holder.get("gone") and not is_here and abs(age) > GONE_AFTER and time.monotonic() < end:
         time.sleep(0.2)
         age = 0.0 if _mtime(path) != changed else age

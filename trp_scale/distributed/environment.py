@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, exit_process, list_ranks
-from trp_scale.distributed.stop import asked_early
+from trp_scale.distributed.stop import early_signal
 from trp_scale.errors import exit_status_and_message
 
 __all__ = ["Environment", "RankInfo", "discover"]
@@ -69,11 +69,11 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
             with suppress(DistStoreError):  # timeout of this slice
                 store.wait([_ALL_HERE])
                 break
-            _leave_if_asked()
+            _exit_if_stop_requested()
             if wait.is_long:
                 here = [rank for rank in range(info.world) if store.check([f"rank {rank}"])]
                 missing = [rank for rank in range(info.world) if rank not in here]
-                wait.report(missing, speaks=info.rank == here[0])  # one speaks for all
+                wait.report(missing, prints=info.rank == here[0])  # only one rank logs
         store.set_timeout(timeout)
     except DistNetworkError as error:
         raise RefusedError(
@@ -100,7 +100,7 @@ class _Wait:
         """Whether the next report is due."""
         return self.waited >= min(self._next, self._seconds)
 
-    def report(self, missing: list[int], *, speaks: bool, reason: str = "") -> None:
+    def report(self, missing: list[int], *, prints: bool, reason: str = "") -> None:
         """Log missing ranks if a report is due; raise RefusedError after the timeout. `reason`: connection error."""
         if not missing or not self.is_long:
             return
@@ -114,7 +114,7 @@ class _Wait:
                 f"{message}; start WORLD_SIZE or SLURM_NTASKS processes on hosts that can reach this address"
             )
         self._next = 2 * self.waited
-        if speaks:
+        if prints:
             print(f"[rank {info.rank} on {socket.gethostname()}] {message}: waiting", file=sys.stderr, flush=True)
 
 
@@ -122,10 +122,10 @@ def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
     """Connect to the store. Rank 0 opens it unless torchrun's agent or rank 0's supervisor (restarts.py) has."""
     if info.rank == 0 and not has_agent_store():
         return open_store(info, timeout)
-    while reason := no_answer(info):
-        _leave_if_asked()
-        wait.report([0], speaks=info.local_rank == 0, reason=reason)
-    return tcp_store(info, timeout, opens=False)
+    while reason := connection_error(info):
+        _exit_if_stop_requested()
+        wait.report([0], prints=info.local_rank == 0, reason=reason)
+    return tcp_store(info, timeout, is_server=False)
 
 
 def prefix() -> str:
@@ -145,7 +145,7 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         RefusedError: the port is in use.
     """
     try:
-        return tcp_store(info, timeout, opens=True)
+        return tcp_store(info, timeout, is_server=True)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -155,7 +155,7 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         ) from None
 
 
-def no_answer(info: RankInfo) -> str:
+def connection_error(info: RankInfo) -> str:
     """Return why the port does not answer, or "". (torch prints a stack for each failed attempt.)"""
     try:
         with socket.create_connection((info.master_addr, info.master_port), _SLICE.total_seconds()):
@@ -165,17 +165,17 @@ def no_answer(info: RankInfo) -> str:
         return error.strerror or str(error)
 
 
-def _leave_if_asked() -> None:
+def _exit_if_stop_requested() -> None:
     """Exit if a stop signal arrived during the rendezvous: nothing has to be saved."""
-    if asked := asked_early():
+    if asked := early_signal():
         print(f"{asked} during the rendezvous: stopped before training", file=sys.stderr, flush=True)
         exit_process(0)
 
 
-def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
+def tcp_store(info: RankInfo, timeout: timedelta, *, is_server: bool) -> Store:
     """Open the store at the rendezvous, or connect to it."""
     store: Store = TCPStore(
-        info.master_addr, info.master_port, info.world, is_master=opens, timeout=timeout, wait_for_workers=False
+        info.master_addr, info.master_port, info.world, is_master=is_server, timeout=timeout, wait_for_workers=False
     )
     return store
 

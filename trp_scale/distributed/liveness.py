@@ -39,7 +39,7 @@ from trp_scale.errors import ExitStatus, RefusedError
 
 LEASE = "lease.json"
 
-RENEWED_EACH = 5.0
+RENEWAL_INTERVAL_S = 5.0
 """Seconds between renewals."""
 
 GONE_AFTER = 30.0
@@ -59,7 +59,7 @@ class Lease:
         run_dir: Path,
         *,
         gone_after: float = GONE_AFTER,
-        renewed_each: float = RENEWED_EACH,
+        renewed_each: float = RENEWAL_INTERVAL_S,
         lost: Callable[[str], object] | None = None,
     ) -> None:
         self._path, self._gone_after, self._renewed_each = run_dir / LEASE, gone_after, renewed_each
@@ -233,7 +233,7 @@ SLOW_START = 3.0
 AFTER_A_REQUEST = 60.0
 """Seconds after a stop request within which a step must end; or three times the median step if that is longer."""
 
-ALL_WRITTEN = 15.0
+REPORTS_TIMEOUT_S = 15.0
 """Seconds to wait for the reports of the other ranks."""
 
 _STEPS = 64
@@ -256,9 +256,9 @@ class Watchdog:
         directory: directory of the reports, the same on all ranks, new at each start; created at the first report.
         limit: seconds without a sign of life after which the run counts as hung, or 20 times the median step if that is
             longer; 0 = never.
-        stop_asked: returns the time of a stop request, by time.monotonic(), or None. The limit is then a minute.
+        stop_request_time: returns the time of a stop request, by time.monotonic(), or None. The limit is then a minute.
         end: called with the exit status if the run hangs; ends the process.
-        leave_word: called with step and summary by the rank that writes the summary, before it ends.
+        on_hang: called with step and summary by the rank that writes the summary, before it ends.
     """
 
     def __init__(
@@ -268,12 +268,12 @@ class Watchdog:
         rank: int = 0,
         world: int = 1,
         limit: float,
-        stop_asked: Callable[[], float | None] = lambda: None,
+        stop_request_time: Callable[[], float | None] = lambda: None,
         end: Callable[[int], object] = os._exit,
-        leave_word: Callable[[int, str], object] = lambda step, why: None,
+        on_hang: Callable[[int, str], object] = lambda step, why: None,
     ) -> None:
         self._directory, self._rank, self._world = directory, rank, world
-        self._limit, self._stop_asked, self._end, self._leave_word = limit, stop_asked, end, leave_word
+        self._limit, self._stop_request_time, self._end, self._on_hang = limit, stop_request_time, end, on_hang
         self._seconds: deque[float] = deque(maxlen=_STEPS)
         self._beat = _Beat(time.monotonic(), 0, "the start", SLOW_START)
         self._done = threading.Event()
@@ -324,14 +324,14 @@ class Watchdog:
                 self._report(why)
                 return
             with contextlib.suppress(Exception):  # standard error has no file descriptor
-                faulthandler.dump_traceback_later(self.limit() + ALL_WRITTEN + pause, exit=True)
+                faulthandler.dump_traceback_later(self.limit() + REPORTS_TIMEOUT_S + pause, exit=True)
 
     def _hangs(self) -> str:
         """Return why this rank considers the run hung, or ""."""
         beat, now, limit = self._beat, time.monotonic(), self.limit()
         if now - beat.at > limit:
             return f"{beat.what} has made no progress for {now - beat.at:.0f} s (limit {limit:.0f} s)"
-        asked = self._stop_asked()
+        asked = self._stop_request_time()
         if asked is not None and beat.what == "a step":
             usual = statistics.median(self._seconds) if self._seconds else 0.0
             allowed = max(AFTER_A_REQUEST, 3 * usual)
@@ -343,20 +343,22 @@ class Watchdog:
         try:
             beat, directory = self._beat, self._directory
             directory.mkdir(parents=True, exist_ok=True)
-            write_own(directory, self._rank, step=beat.step, what=beat.what, why=why, since=time.monotonic() - beat.at)
-            until = time.monotonic() + ALL_WRITTEN
+            write_rank_report(
+                directory, self._rank, step=beat.step, what=beat.what, why=why, since=time.monotonic() - beat.at
+            )
+            until = time.monotonic() + REPORTS_TIMEOUT_S
             while len(written := _read_reports(directory)) < self._world and time.monotonic() < until:
                 time.sleep(0.2)
             text = summary(written, self._world)
             if self._rank == min(written, default=self._rank):
                 (directory / "summary.txt").write_text(text + "\n", encoding="utf-8")
                 print(f"error: {text}\nstacks and collectives of each rank: {directory}", file=sys.stderr, flush=True)
-                self._leave_word(beat.step, text)
+                self._on_hang(beat.step, text)
         finally:
             self._end(ExitStatus.HUNG)
 
 
-def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, since: float) -> None:
+def write_rank_report(directory: Path, rank: int, *, step: int, what: str, why: str, since: float) -> None:
     """Write this process's stacks, activity and collectives."""
     with (directory / f"rank-{rank:05d}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -21,7 +21,14 @@ from torch.distributed import DistNetworkError, DistStoreError  # type: ignore[a
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed import stop
-from trp_scale.distributed.environment import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
+from trp_scale.distributed.environment import (
+    AGENT_STORE,
+    connection_error,
+    has_agent_store,
+    open_store,
+    prefix,
+    tcp_store,
+)
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, exit_process
 from trp_scale.errors import ExitStatus
 
@@ -67,7 +74,7 @@ def run_with_restarts(run: Callable[[int], int], *, info: RankInfo, restarts: in
 
 class _Supervisor:
     def __init__(self) -> None:
-        self.pid, self.status, self.stop_requested = 0, 0, stop.asked_early() is not None  # status of the last rank
+        self.pid, self.status, self.stop_requested = 0, 0, stop.early_signal() is not None  # status of the last rank
         self._began = time.monotonic()
 
     def fork(self, run: Callable[[int], int], attempt: int) -> None:
@@ -101,7 +108,7 @@ class _Supervisor:
         if self.pid:
             os.kill(self.pid, number)
         else:
-            stop.note_early(signal.Signals(number))  # this process is a rank that was just forked
+            stop.record_early_signal(signal.Signals(number))  # this process is a rank that was just forked
 
 
 class _Supervisors:
@@ -119,10 +126,10 @@ class _Supervisors:
         """Write `report` unless one exists, and return the first report: "" if none exists, or if the store has ended
         with the launcher or the host of rank 0."""
         try:
-            if self._info.world == 1 or (self._store is None and no_answer(self._info)):
+            if self._info.world == 1 or (self._store is None and connection_error(self._info)):
                 return report if self._info.world == 1 else ""
             if self._store is None:
-                self._store = PrefixStore(f"{prefix()}/restarts", tcp_store(self._info, STORE_TIMEOUT, opens=False))
+                self._store = PrefixStore(f"{prefix()}/restarts", tcp_store(self._info, STORE_TIMEOUT, is_server=False))
             return self._store.compare_set(str(attempt), "", report).decode()
         except (DistNetworkError, DistStoreError):
             self._store = None

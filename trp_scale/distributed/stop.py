@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_ONE_CTRL_C = 1.0
 _SECONDS_TO_RAISE = 5.0
 
-OF_A_PERSON = ("Ctrl-C", "the file ")
+PERSON_REASONS = ("Ctrl-C", "the file ")
 """First words of stop requests by a person: batch scripts do not restart these runs."""
 
 _early: list[signal.Signals] = []
@@ -69,16 +69,16 @@ def signal_handlers(numbers: Iterable[signal.Signals], handler: Any) -> Iterator
 def listen_early() -> None:
     """Record stop signals from now on for a later `StopRequests`. A training command calls it first."""
     with suppress(ValueError):  # not the main thread
-        handle_signals(NOTICES, lambda number, frame: note_early(signal.Signals(number)))
+        handle_signals(NOTICES, lambda number, frame: record_early_signal(signal.Signals(number)))
 
 
-def note_early(number: signal.Signals) -> None:
+def record_early_signal(number: signal.Signals) -> None:
     """Record a signal that arrived before the run."""
     _note_time()
     _early.append(number)
 
 
-def asked_early() -> str | None:
+def early_signal() -> str | None:
     """Return the signal that arrived before the run, or `None`."""
     return _early[0].name if _early else None
 
@@ -118,14 +118,14 @@ class StopRequests:
         self._looked = float("-inf")
         self._interrupted = float("-inf")
         self._reason: str | None = None
-        self._handlers = signal_handlers(STOP_SIGNALS, self._hear)
+        self._handlers = signal_handlers(STOP_SIGNALS, self._handle_signal)
         self._listener: _Listener | None = None
         self._gone: float | None = None
 
     def __enter__(self) -> StopRequests:
         self._start = self._clock() if self._began is None else self._began
         self._handlers.__enter__()
-        early = asked_early()
+        early = early_signal()
         self._reason = self._reason or early  # a signal may have set it after the handlers were installed
         self._listener = _Listener()
         return self
@@ -149,20 +149,20 @@ class StopRequests:
             if self._file is not None and self._file.exists():
                 self._file.unlink(missing_ok=True)
                 self._reason = f"the file {self._file}"
-            elif gone := gone_launcher(self._launchers):
+            elif gone := ended_launcher(self._launchers):
                 self._reason = f"its launcher, process {gone}, has ended"
         return self._reason
 
-    def waiting_since(self) -> float | None:
+    def request_time(self) -> float | None:
         """Return the time of a request that the main thread may not have handled yet, by time.monotonic(), or `None`.
         For other threads."""
         if self._listener is not None and self._listener.heard is not None:
             return self._listener.heard
-        if self._gone is None and gone_launcher(self._launchers):
+        if self._gone is None and ended_launcher(self._launchers):
             self._gone = time.monotonic()
         return self._gone
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         _note_time()
         name = signal.Signals(number).name
         if number == signal.SIGINT:
@@ -241,7 +241,7 @@ def launcher_processes(launcher: str, parent: int | None = None, *, forked: bool
     return ()
 
 
-def gone_launcher(launchers: tuple[int, ...]) -> int | None:
+def ended_launcher(launchers: tuple[int, ...]) -> int | None:
     """Return the first launcher that has ended (it is no longer the parent of its child), or `None`."""
     child: int | None = None
     for expected in launchers:

@@ -162,10 +162,10 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
     problems = list(islice(_wrong_shape(resolved), MOST_PROBLEMS))  # the nearest of a million keys takes hours
     if not problems:  # what follows looks into the blocks
         problems += [*_blocks(resolved, config)]
-        problems += [*_stated_once(resolved, config, world, accumulation)]
+        problems += [*_check_stated_values(resolved, config, world, accumulation)]
         problems += [*_precision(resolved, config)]
         problems += [*_zero(resolved, config), *_copies(resolved, world)]
-        problems += [*_left_over(resolved)]
+        problems += [*_remaining_autos(resolved)]
     if problems:
         listed = listed_problems([shorten(problem, LONGEST_PROBLEM) for problem in problems])
         raise RefusedError(f"{path} cannot be used with this recipe ({len(problems)} reason(s)):\n{listed}")
@@ -234,7 +234,7 @@ def _without_kind(block: Mapping[str, Any]) -> Document:
     return {name: value for name, value in block.items() if name != "type"}
 
 
-def _stated_once(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
+def _check_stated_values(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
     batch = config.batch
     derived = (
         f"{batch.global_size} / ({batch.micro_rows} x {world} ranks), from --batch.global_size and --batch.micro_size"
@@ -354,7 +354,7 @@ def _copies(document: Document, world: int) -> Iterator[str]:
     zero, name = document["zero_optimization"], "zero_hpz_partition_size"
     ranks = zero.get(name, 1)
     if ranks == AUTO:
-        return  # _left_over names it
+        return  # _remaining_autos names it
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         words = "allowed: the number of ranks that share a copy, such as those of a node; 1"
         yield f"zero_optimization.{name} is {quote(ranks)}; {words}"
@@ -376,14 +376,14 @@ def _agree(block: Document, name: str, value: object, path: str, reason: str) ->
     block[name] = value
 
 
-def _left_over(value: object, path: str = "") -> Iterator[str]:
+def _remaining_autos(value: object, path: str = "") -> Iterator[str]:
     """Yield the paths that still have "auto": DeepSpeed would use a default there."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _left_over(item, f"{path}.{key}" if path else key)
+            yield from _remaining_autos(item, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _left_over(item, f"{path}.{index}")
+            yield from _remaining_autos(item, f"{path}.{index}")
     elif value == AUTO and path not in DEEPSPEED_AUTO:
         yield f'{path} is "auto", which cannot be resolved; write a value'
 

@@ -63,7 +63,7 @@ def finetune(arguments: FinetuneArguments) -> int:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
             seed_dir = rundir.create_run_directory(seed_arguments, world)  # other processes guard the other runs
-            with guard_run(seed_dir, config, environment, asked_in=run_dir) as guard:
+            with guard_run(seed_dir, config, environment, stop_directory=run_dir) as guard:
                 return run_seed(seed_arguments, environment, engine_name, guard)[0]
         with guard_run(run_dir, config, environment) as guard:
             for task in tasks:

@@ -206,19 +206,19 @@ class Best:
             self.value, self.step, self.since = state["value"], int(state["step"]), int(state["since"])
 
 
-def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], of_hooks: Iterable[str]) -> Best | None:
+def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], hook_figures: Iterable[str]) -> Best | None:
     """Return the tracker of a run's best checkpoint, or `None` without `checkpoint.best`.
 
     Args:
         tasks: tasks of the objective.
-        of_hooks: names of the figures that the run's hooks measure.
+        hook_figures: names of the figures that the run's hooks measure.
 
     Raises:
         RefusedError: no such figure exists.
     """
     if not settings.best:
         return None
-    known = [*(f"{VALIDATION}.{name}" for name in ("loss", "worst", *tasks)), *of_hooks]
+    known = [*(f"{VALIDATION}.{name}" for name in ("loss", "worst", *tasks)), *hook_figures]
     if settings.best not in known:
         raise RefusedError(
             f"--checkpoint.best is {settings.best!r}{nearest(settings.best, known)}; allowed in this run: "
@@ -227,7 +227,7 @@ def build_best_tracker(settings: CheckpointConfig, tasks: Iterable[str], of_hook
     return Best(figure=settings.best, patience=settings.patience)
 
 
-def of_validation(losses: Mapping[str, Any]) -> dict[str, float | None]:
+def validation_figures(losses: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the figures of a validation (loop.py: validate) by name."""
     tasks = {name: task["loss"] for name, task in losses["tasks"].items()}
     worst = losses["worst_task"]

@@ -24,7 +24,7 @@ from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
-from trp_scale.training.decisions import Best, SpikeWatch, StepAgreement, of_validation
+from trp_scale.training.decisions import Best, SpikeWatch, StepAgreement, validation_figures
 from trp_scale.training.metrics import FINISHED, StepRecord, TaskRecord, worst_task
 from trp_scale.training.observer import Observer
 from trp_scale.training.rundir import Incidents
@@ -209,7 +209,7 @@ class Trainer:
         losses = self.control.validate()
         self.state.unvalidated = losses is None
         if losses:
-            self.measured.update(of_validation(losses))
+            self.measured.update(validation_figures(losses))
         return self.agreement.reason(self.control.stop_requested()) if self.state.unvalidated else None
 
     def _better(self) -> bool:

@@ -108,7 +108,7 @@ def choose(
     try:
         if free is None and environment.device.type == "cpu":
             positions = upstream.positions_per_step / probed.batch.global_size
-            return for_cores(sizes, positions, least(torch.get_num_threads(), group))
+            return choose_by_cores(sizes, positions, least(torch.get_num_threads(), group))
         need = count_memory(upstream, probed, environment, engine_name, ds_document)
         if free is None:
             torch.cuda.empty_cache()  # memory that torch caches counts as free
@@ -131,7 +131,7 @@ def choose(
         def attempt(rows: int) -> bool:
             return fits(rows, make_engine, upstream.objective, lambda count: first_rows(upstream, count))
 
-        return that_fits(sizes, need, free, attempt if group.size == 1 else None)
+        return choose_by_memory(sizes, need, free, attempt if group.size == 1 else None)
     finally:
         upstream.sources.close()
 
@@ -163,7 +163,7 @@ def least(number: int, group: Group) -> int:
     return min(group.gather_objects(number))
 
 
-def for_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
+def choose_by_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
     """Choose the largest size with at most POSITIONS_A_CORE positions for each thread and POSITIONS in all, or the
     smallest size.
 
@@ -177,7 +177,7 @@ def for_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
     return Choice(rows=rows, why=f"{rows * positions:,.0f} of at most {allowed:,} positions for {cores}{whole}")
 
 
-def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[int], bool] | None) -> Choice:
+def choose_by_memory(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[int], bool] | None) -> Choice:
     """Choose the largest size that fits into memory.
 
     Args:

@@ -310,7 +310,7 @@ class Observer:
         self._writer.close()
         self._display.close()
         self._summary = self._summarise(reason, start or {})
-        if not self._is_told_already():
+        if not self._has_summary():
             text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
             self._write_file(SUMMARY_FILE, lambda: text)
             self._write_file(REPORT_FILE, lambda: report(self.run_dir))
@@ -319,7 +319,7 @@ class Observer:
         self._display.show(report_table(self.run_dir))
         return self._summary
 
-    def _is_told_already(self) -> bool:
+    def _has_summary(self) -> bool:
         """Whether this start has made no step, and the summary of the start that made the last step exists."""
         path = self.run_dir / SUMMARY_FILE
         return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step

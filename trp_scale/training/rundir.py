@@ -40,7 +40,7 @@ from trp_scale.config.schema import Fields, clean_text
 from trp_scale.distributed.environment import Environment, RankInfo
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.distributed.liveness import HANGS, Lease, Watchdog, write_exclusively
-from trp_scale.distributed.stop import OF_A_PERSON, StopRequests, launcher_processes
+from trp_scale.distributed.stop import PERSON_REASONS, StopRequests, launcher_processes
 from trp_scale.errors import ExitStatus, RefusedError, exit_status_and_message
 from trp_scale.storage.files import write_text
 from trp_scale.storage.transfer import RemoteError
@@ -256,14 +256,16 @@ class Ending:
             return
         finished = status is ExitStatus.DONE and nothing_left(why)
         asked = status is ExitStatus.DONE and not finished
-        again = (asked and not why.startswith(OF_A_PERSON)) or (status is ExitStatus.STORAGE and self._got_on())
+        again = (asked and not why.startswith(PERSON_REASONS)) or (
+            status is ExitStatus.STORAGE and self._has_progressed()
+        )
         advice = "all steps are done" if why == FINISHED else "nothing is left to do" if finished else status.advice
         self._write(why=why, step=step, status=status, again=again, advice=advice)
 
     def broke(self, error: BaseException, step: int | None = None) -> None:
         """Record an error of this rank that ends the run. The record of the first rank stays."""
         status, _ = exit_status_and_message(error)
-        if status is ExitStatus.REFUSED and self.finished_before and not self._got_on():
+        if status is ExitStatus.REFUSED and self.finished_before and not self._has_progressed():
             with contextlib.suppress(OSError):
                 (self.run_dir / STOP_RECORD).write_bytes(self.finished_before)
             return
@@ -273,15 +275,17 @@ class Ending:
             step=step,
             status=status,
             again=status is not ExitStatus.REFUSED
-            and (self._got_on() or (isinstance(error, RemoteError) and self.began_with >= 0)),
+            and (self._has_progressed() or (isinstance(error, RemoteError) and self.began_with >= 0)),
             advice=status.advice,
         )
 
     def hung(self, step: int, why: str) -> None:
         """Record that the watchdog ends the run."""
-        self._write(why=why, step=step, status=ExitStatus.HUNG, again=self._got_on(), advice=ExitStatus.HUNG.advice)
+        self._write(
+            why=why, step=step, status=ExitStatus.HUNG, again=self._has_progressed(), advice=ExitStatus.HUNG.advice
+        )
 
-    def _got_on(self) -> bool:
+    def _has_progressed(self) -> bool:
         return newest_step(self.run_dir) > self.began_with
 
     def _write(self, **fields: Any) -> None:
@@ -355,13 +359,13 @@ class Guard(NamedTuple):
 
 @contextmanager
 def guard_run(
-    run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
+    run_dir: Path, config: Config, environment: Environment, *, stop_directory: Path | None = None
 ) -> Iterator[Guard]:
     """Context that holds the lease of a directory, listens for stop requests and ends hangs. All ranks enter it.
 
     Args:
         run_dir: existing directory, shared by all ranks.
-        asked_in: directory of the file STOP; None: run_dir.
+        stop_directory: directory of the file STOP; None: run_dir.
 
     Raises:
         RefusedError: on every rank: another run uses the directory.
@@ -374,7 +378,7 @@ def guard_run(
         started = world.broadcast_object(f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
         ending.begin(info.attempt or 0)
         requests = StopRequests(
-            asked_in or run_dir,
+            stop_directory or run_dir,
             rank=info.rank,
             max_hours=config.training.max_hours,
             launchers=launcher_processes(info.launcher, forked=info.attempt is not None),
@@ -386,8 +390,8 @@ def guard_run(
             rank=info.rank,
             world=info.world,
             limit=60.0 * config.reliability.hang_minutes,
-            stop_asked=stop.waiting_since,
-            leave_word=ending.hung,
+            stop_request_time=stop.request_time,
+            on_hang=ending.hung,
         )
         stack.enter_context(watchdog)
         try:

@@ -277,9 +277,9 @@ def test_exactly_the_listed_settings_may_change(field: str) -> None:
 
 def test_every_rule_names_a_setting_that_exists() -> None:
     of_kinds = {f"{role}.{field.name}" for role, _, settings in registered_components() for field in fields(settings)}
-    of_hooks = {f"{name}.*" for role, name, _ in registered_components() if role == "hook"}
+    hook_figures = {f"{name}.*" for role, name, _ in registered_components() if role == "hook"}
     known = (
-        of_hooks
+        hook_figures
         | set(all_fields())
         | {f"{section.name}.*" for section in fields(PosBertConfig())}
         | of_kinds

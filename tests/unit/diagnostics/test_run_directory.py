@@ -199,7 +199,7 @@ def test_a_run_that_is_alive(run_dir: Path) -> None:
 
 
 def test_a_holder_on_another_host(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "RENEWED_EACH", 0.1)
+    monkeypatch.setattr(doctor, "RENEWAL_INTERVAL_S", 0.1)
     lease = lease_of(run_dir)
     assert of(run_dir, "lease").state == "ok", "it was renewed just now"
     aged(lease, 3600)
@@ -245,7 +245,7 @@ def test_room_for_the_next_checkpoint(run_dir: Path, monkeypatch: pytest.MonkeyP
     "content", ["", "[]", "{", "[" * 100_000, '{"step": "8", "status": [], "hosts": 3, "earlier": 1}']
 )
 def test_files_that_say_nothing_stop_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(doctor, "RENEWED_EACH", 0.1)
+    monkeypatch.setattr(doctor, "RENEWAL_INTERVAL_S", 0.1)
     for name in ("stop.json", "environment.json", "lease.json", "metrics.jsonl", "incidents.jsonl"):
         (run_dir / name).write_text(content + "\n")
     aged(run_dir / "lease.json", 3600)

@@ -158,7 +158,7 @@ def test_a_damaged_lease_is_of_nobody_that_renews_it(tmp_path: Path, content: st
 
 @pytest.fixture(autouse=True)
 def quick_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ALL_WRITTEN", 0.5)
+    monkeypatch.setattr(module, "REPORTS_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "SLOW_START", 1.0)
 
 
@@ -179,7 +179,7 @@ class Ended:
 
 
 def watched(directory: Path, ended: Ended, **settings: Any) -> Watchdog:
-    return Watchdog(directory, end=ended.end, leave_word=ended.word, **settings)
+    return Watchdog(directory, end=ended.end, on_hang=ended.word, **settings)
 
 
 def test_without_a_sign_of_life_it_writes_what_the_rank_does_and_ends(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_slow_steps_have_a_longer_limit(tmp_path: Path, monkeypatch: pytest.Monk
 def test_after_a_request_to_stop_a_step_must_end_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AFTER_A_REQUEST", 0.3)
     ended, asked = Ended(), time.monotonic()
-    with watched(tmp_path / "now", ended, limit=600.0, stop_asked=lambda: asked) as watchdog:
+    with watched(tmp_path / "now", ended, limit=600.0, stop_request_time=lambda: asked) as watchdog:
         watchdog.step(3)
         assert ended.done.wait(10)
     assert "no step has ended within 0 s" in ended.words[0][1]
@@ -263,7 +263,7 @@ LOCKED = """
 import sys, time, ctypes
 from pathlib import Path
 from trp_scale.distributed import liveness as watchdog
-watchdog.ALL_WRITTEN = watchdog.SLOW_START = 1.0
+watchdog.REPORTS_TIMEOUT_S = watchdog.SLOW_START = 1.0
 with watchdog.Watchdog(Path(sys.argv[1]), limit=0.5) as dog:
     dog.step(1)
     time.sleep(0.3)

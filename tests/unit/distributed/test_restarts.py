@@ -13,7 +13,7 @@ import pytest
 
 from trp_scale.distributed.launchers import RankInfo, discover
 from trp_scale.distributed.restarts import run_with_restarts
-from trp_scale.distributed.stop import StopRequests, asked_early, launcher_processes
+from trp_scale.distributed.stop import StopRequests, early_signal, launcher_processes
 
 Run = Callable[[int], int]
 
@@ -88,7 +88,7 @@ def test_a_request_to_stop_is_passed_on_and_nothing_starts_after_it(
 
     def run(attempt: int) -> int:
         waits.touch()
-        while asked_early() is None:
+        while early_signal() is None:
             time.sleep(0.01)
         return int(fault)
 

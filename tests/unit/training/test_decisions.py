@@ -34,7 +34,7 @@ from trp_scale.training.decisions import (
     SpikeWatch,
     StepAgreement,
     build_best_tracker,
-    of_validation,
+    validation_figures,
 )
 from trp_scale.training.rundir import Incidents, read_incidents
 
@@ -126,7 +126,7 @@ def test_less_is_better_of_losses_and_more_of_accuracies() -> None:
 
 def test_the_figures_of_a_validation() -> None:
     tasks = {"a": {"loss": 1.0, "count": 2}, "b": {"loss": 3.0, "count": 1}, "c": {"loss": None, "count": 0}}
-    found = of_validation({"loss": 2.0, "worst_task": "b", "tasks": tasks})
+    found = validation_figures({"loss": 2.0, "worst_task": "b", "tasks": tasks})
     assert found == {
         "validation.a": 1.0,
         "validation.b": 3.0,
@@ -134,7 +134,7 @@ def test_the_figures_of_a_validation() -> None:
         "validation.loss": 2.0,
         "validation.worst": 3.0,
     }
-    assert of_validation({"loss": None, "worst_task": None, "tasks": {}})["validation.worst"] is None
+    assert validation_figures({"loss": None, "worst_task": None, "tasks": {}})["validation.worst"] is None
 
 
 def test_unknown_figures_are_refused_with_those_there_are() -> None:

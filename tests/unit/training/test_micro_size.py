@@ -134,8 +134,8 @@ def test_where_it_is_close_it_is_tried_and_steps_back(
 
 def test_nothing_is_tried_where_another_rank_would_wait() -> None:
     need = Need(fixed=100, row=10)
-    assert micro_size.that_fits([1, 2, 4, 8], need, 200, lambda rows: True).rows == 8
-    assert micro_size.that_fits([1, 2, 4, 8], need, 200, None).rows == 4
+    assert micro_size.choose_by_memory([1, 2, 4, 8], need, 200, lambda rows: True).rows == 8
+    assert micro_size.choose_by_memory([1, 2, 4, 8], need, 200, None).rows == 4
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_states(engine: str, stage: int | None, ranks: int, expected: float) -> 
 
 def test_on_a_cpu_the_cores_are_kept_busy() -> None:
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert [micro_size.for_cores(sizes, 128, threads).rows for threads in (1, 2, 64)] == [32, 64, 128]
-    assert micro_size.for_cores(sizes, 50_000, 1).rows == 1
-    assert "4 rows: 512 of at most 6,144 " in str(micro_size.for_cores([1, 2, 4], 128, 1))
+    assert [micro_size.choose_by_cores(sizes, 128, threads).rows for threads in (1, 2, 64)] == [32, 64, 128]
+    assert micro_size.choose_by_cores(sizes, 50_000, 1).rows == 1
+    assert "4 rows: 512 of at most 6,144 " in str(micro_size.choose_by_cores([1, 2, 4], 128, 1))
 
 
 def test_sizes_that_other_settings_refuse_are_left_out(image_dataset: Path, tmp_path: Path) -> None:
