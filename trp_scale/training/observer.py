@@ -64,20 +64,13 @@ def peak_memory_bytes(*, on_gpu: bool) -> int:
     """Return the peak memory of this process: torch's allocations on its GPU, or the resident set on a CPU."""
     if on_gpu:
         return int(torch.cuda.max_memory_allocated())
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(largest if sys.platform == "darwin" else largest * 1024)  # Linux counts in KiB, macOS in bytes
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
 def seconds_of_process() -> float:
-    """Return the seconds since the start of this process, including imports; since the import of this module on systems
-    other than Linux."""
-    if not sys.platform.startswith("linux"):
-        return time.monotonic() - _IMPORTED
+    """Return the seconds since the start of this process, including imports."""
     after_the_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")
-
-
-_IMPORTED = time.monotonic()
 
 
 class StartUp:

@@ -181,13 +181,6 @@ def test_a_step_that_the_device_leaves_out_is_a_skip(kind: str, first: bool) -> 
     ]
 
 
-def test_a_step_drops_the_gradient() -> None:
-    engine = engine_of()
-    push(engine, gradients(0, engine.module))
-    engine.step(0.1)
-    assert all(parameter.grad is None for parameter in engine.module.parameters())
-
-
 def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(found) == set(expected)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -243,16 +236,6 @@ def test_state_that_is_made_before_the_first_step_changes_nothing() -> None:
     prepared.create_optimizer_state()
     assert not any(tensor.any() for name, tensor in state_of(prepared).items() if not name.endswith("/weight"))
     assert_same_state(two_more_steps(prepared), two_more_steps(fresh))
-
-
-def test_sgd_is_restored_by_its_weights_alone() -> None:
-    original, restored = engine_of(kind="sgd"), engine_of(changed_weights(), kind="sgd")
-    push(original, gradients(0, original.module))
-    original.step(0.1)
-    transplant(original, restored)
-    restored.after_load(1)
-    assert {name.split("/")[1] for name in state_of(restored)} == {"weight"}
-    assert_same_state(two_more_steps(restored), two_more_steps(original))
 
 
 def test_pieces_cover_every_parameter_once() -> None:

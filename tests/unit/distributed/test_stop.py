@@ -85,14 +85,6 @@ def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clo
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_after_a_sigterm_is_still_the_first(clock: Clock) -> None:
-    with StopRequests(clock=clock) as requests:
-        os.kill(os.getpid(), signal.SIGTERM)
-        clock.now += 5
-        os.kill(os.getpid(), signal.SIGINT)
-        assert requests.reason_to_stop() == "SIGTERM"
-
-
 def test_the_next_run_of_a_process_was_not_asked_to_stop(clock: Clock) -> None:
     with StopRequests(clock=clock):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -113,26 +105,17 @@ def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
 
 
 def test_the_file_is_looked_for_once_a_second_and_taken_away(clock: Clock, tmp_path: Path) -> None:
-    with StopRequests(tmp_path, clock=clock) as requests:
+    with StopRequests(tmp_path, clock=clock) as requests, StopRequests(tmp_path, rank=1, clock=clock) as of_rank_1:
         assert requests.reason_to_stop() is None
         (tmp_path / "STOP").touch()
         clock.now += 0.5
         assert requests.reason_to_stop() is None
+        clock.now += 2.0
+        assert of_rank_1.reason_to_stop() is None
+        clock.now -= 2.0
         clock.now += 0.6
         assert requests.reason_to_stop() == f"the file {tmp_path / 'STOP'}"
     assert not (tmp_path / "STOP").exists()
-
-
-def test_only_rank_0_looks_for_the_file(clock: Clock, tmp_path: Path) -> None:
-    (tmp_path / "STOP").touch()
-    with StopRequests(tmp_path, rank=1, clock=clock) as requests:
-        assert requests.reason_to_stop() is None
-    assert (tmp_path / "STOP").exists()
-
-
-def test_handlers_are_given_back_after_an_error(clock: Clock) -> None:
-    with pytest.raises(RuntimeError, match="broken"), StopRequests(clock=clock):
-        raise RuntimeError("broken")
 
 
 def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[int, str]:

@@ -144,18 +144,15 @@ def test_it_runs_between_steps_only_and_frees_what_they_left(watched: Watched) -
     assert not watched.told.messages, "a reader of the log has nothing to do about it"
 
 
-def test_after_an_error_it_is_as_before(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_after_an_error_it_is_as_before(watched: Watched, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     monkeypatch.setattr(watched.trainer, "train_step", lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        watched.trainer.run()
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_where_it_was_off_it_stays_off(watched: Watched) -> None:
-    gc.disable()
+    if not enabled:
+        gc.disable()
     try:
-        watched.trainer.run()
-        assert not gc.isenabled()
+        with pytest.raises(ZeroDivisionError):
+            watched.trainer.run()
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0
     finally:
         gc.enable()
 
@@ -237,13 +234,6 @@ def test_decay_of_earlier_versions_reaches_the_least_rate_at_the_last_step(sched
     assert found[warmup] == pytest.approx(PEAK, rel=1e-12)
     assert found[-1] == pytest.approx(LEAST, rel=1e-9)
     assert all(later < earlier for earlier, later in itertools.pairwise(found[warmup:]))
-
-
-def test_cosine_decay_is_half_way_in_the_middle_and_flat_at_both_ends() -> None:
-    found = rates(110, schedule="cosine")  # 100 steps of decay from step 10
-    assert found[60] == pytest.approx((PEAK + LEAST) / 2, rel=1e-12)
-    assert found[35] == pytest.approx(LEAST + (PEAK - LEAST) * (0.5 + 0.5 * 0.5**0.5), rel=1e-9)
-    assert found[10] - found[11] < (PEAK - LEAST) / 1000 and found[-2] - found[-1] < (PEAK - LEAST) / 1000
 
 
 def test_constant_stays_at_the_full_rate() -> None:
