@@ -68,7 +68,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("positions", ["absolute", "relative"])
 @pytest.mark.parametrize("tokens", ["visible", "all"])
-def test_a_run_of_ours(tmp_path: Path, tokens: Any, positions: Any) -> None:
+def test_encoder_of_an_image_run(tmp_path: Path, tokens: Any, positions: Any) -> None:
     model = write_run(tmp_path, config(tokens=tokens, positions=positions))
     encoder, settings = load_source(tmp_path)
     assert (settings.vision.positions, settings.downstream.pretraining_grid) == (positions, GRID)
@@ -91,7 +91,9 @@ def test_a_run_with_a_coordinate_adversary_keeps_the_adversarys_index(tmp_path: 
 @pytest.mark.parametrize("order", ["column_row", "row_column"])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("exported", [False, True])
-def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool, order: PositionOrder) -> None:
+def test_encoder_of_a_multimodal_run_and_its_export(
+    tmp_path: Path, exported: bool, norm: bool, order: PositionOrder
+) -> None:
     """Itself, and as timm has it: positions stay fixed, in their order, and a missing last norm is a fresh one."""
     given = small_modalities.config(
         inputs=("semseg", "rgb"), outputs=("depth",), encoder_norm=norm, position_order=order
@@ -124,7 +126,7 @@ def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> Image
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "class"])
-def test_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
+def test_encoder_of_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
     model = write_classifier(tmp_path, finetune_config(pooling=pooling, learned_positions=learned))
     encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions is learned
@@ -137,7 +139,7 @@ def test_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
             assert_close(found, model.fc_norm(model.encoder(pixels)[0]))
 
 
-def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_path: Path) -> None:
+def test_interpolated_positions_keep_the_pretraining_grid(tmp_path: Path) -> None:
     settings = finetune_config(GRID, positions="interpolated", pretraining_grid=3)
     model = write_classifier(tmp_path, settings)
     encoder, found = load_source(tmp_path, positions="interpolated")
@@ -162,14 +164,14 @@ def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_pa
     assert decay == 0.0, "MAE's code spares positions"
 
 
-def test_a_run_that_has_learned_positions_hands_them_on(tmp_path: Path) -> None:
+def test_trained_positions_are_loaded(tmp_path: Path) -> None:
     model = write_classifier(tmp_path, finetune_config(positions="learned"))
     encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions
     assert encoder.pos_embed.equal(model.encoder.pos_embed)
 
 
-def test_exports_of_a_run_are_the_run(tmp_path: Path) -> None:
+def test_exports_equal_their_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", config(tokens="visible"))
     expected = features(load_source(tmp_path / "run")[0])
     export(tmp_path / "run", tmp_path / "hf", to="hf")
@@ -180,7 +182,7 @@ def test_exports_of_a_run_are_the_run(tmp_path: Path) -> None:
         assert_close(features(encoder), expected)
 
 
-def test_what_transformers_saves(tmp_path: Path) -> None:
+def test_vitmae_saved_by_transformers(tmp_path: Path) -> None:
     settings = config(tokens="visible")
     peer = vitmae(settings)
     with torch.no_grad():
@@ -204,7 +206,7 @@ def save_timm_model(directory: Path, **changes: Any) -> timm.models.VisionTransf
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
-def test_what_timm_saves(tmp_path: Path, pool: str) -> None:
+def test_vit_saved_by_timm(tmp_path: Path, pool: str) -> None:
     """Its own mean and deviation, 0.5, are in the patch embedding afterwards."""
     peer = save_timm_model(tmp_path, global_pool=pool)
     statistics = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
@@ -252,7 +254,7 @@ def refuse_to_open(path: Path, *named: str) -> None:
         ({"global_pool": "map"}, "attention pooling"),
     ],
 )
-def test_a_transformer_that_computes_something_else_is_refused(tmp_path: Path, changes: Any, difference: str) -> None:
+def test_unsupported_timm_models_are_refused(tmp_path: Path, changes: Any, difference: str) -> None:
     save_timm_model(tmp_path, **changes)
     refuse_to_open(tmp_path, "vit_base_patch16_224", difference)
 
@@ -292,7 +294,7 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
             refuse_to_open(directory, "config.json")
 
 
-def test_a_masked_autoencoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_other_vitmae_models_are_refused(tmp_path: Path) -> None:
     peer = vitmae(config(tokens="visible"))
     ViTMAEModel(peer.config).save_pretrained(tmp_path / "bare")
     refuse_to_open(tmp_path / "bare", "ViTMAEForPreTraining")

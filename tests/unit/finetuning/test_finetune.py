@@ -101,7 +101,7 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused_by_its_flag(
+def test_invalid_flags_are_refused_by_name(
     image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
 ) -> None:
     flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)

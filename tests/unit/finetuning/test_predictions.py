@@ -94,7 +94,7 @@ def test_predictions_of_labelled_rows_are_those_of_the_figures(glue: Path, tmp_p
     assert mnli.values[0] == pytest.approx(np.mean([one == two for one, two in zip(given, gold, strict=True)]))
 
 
-def test_scores_are_cut_to_those_that_there_are(tmp_path: Path) -> None:
+def test_scores_are_clipped_to_their_range(tmp_path: Path) -> None:
     submission = GlueSubmission("stsb", {}, tmp_path, ALONE)
     assert [submission.format_prediction(score) for score in (-0.2, 1.23456, 7.0)] == ["0.000", "1.235", "5.000"]
 
@@ -177,7 +177,7 @@ def test_detections_are_read_by_coco_beside_the_annotations(tmp_path: Path) -> N
     assert len(measured) < 24 and {one["category_id"] % 7 for one in found} == {2}
 
 
-def test_keys_that_come_twice_or_lead_elsewhere(tmp_path: Path) -> None:
+def test_repeated_and_hostile_keys(tmp_path: Path) -> None:
     several = write_images(tmp_path / "several", [[reddish(1), reddish(2)], [reddish(1)]])
     hostile = write_images(tmp_path / "hostile", [[{**reddish(1), "__key__": "../../out"}]])
 

@@ -85,14 +85,14 @@ def all_blocks() -> list[np.ndarray]:
     return [np.ones(len(table.rows), dtype=np.bool_) for table in TABLES]
 
 
-def test_as_many_as_asked_each_label_alike() -> None:
+def test_sample_has_the_requested_size_and_is_stratified() -> None:
     found = training_rows(sample_rows(whole(), all_blocks(), 60, seed=0))
     assert len(found) == 60
     labels = [int(LABELS[member][10 * block + row]) for member, block, row in found]
     assert np.bincount(labels).tolist() == [6] * 10
 
 
-def test_the_seed_draws_them_and_more_hold_fewer() -> None:
+def test_larger_samples_contain_smaller_ones_and_seeds_differ() -> None:
     few, more, other = (
         training_rows(sample_rows(whole(), all_blocks(), n, seed=s)) for n, s in ((20, 0), (100, 0), (20, 1))
     )
@@ -100,7 +100,7 @@ def test_the_seed_draws_them_and_more_hold_fewer() -> None:
     assert few != other
 
 
-def test_only_allowed_blocks_are_drawn_from() -> None:
+def test_samples_are_of_allowed_blocks() -> None:
     allowed = [np.arange(20) < 7, np.arange(10) < 3]
     found = training_rows(sample_rows(whole(), allowed, 100, seed=0))
     assert found == {(0, block, row) for block in range(7) for row in range(10)} | {
@@ -110,7 +110,7 @@ def test_only_allowed_blocks_are_drawn_from() -> None:
         sample_rows(whole(), allowed, 101, seed=0)
 
 
-def test_rows_of_one_data_set_keep_their_keys() -> None:
+def test_sampled_rows_keep_their_keys() -> None:
     """So that crops and masks are those of the whole data set."""
     path = [MemberPath(name="", weight=Fraction(1), path=None)]  # type: ignore[arg-type]
     every_row = Rows(blocks=TABLES[:1], meta=None, limit=0, builder=AddressBuilder(), digests=[""], labels=LABELS[:1])

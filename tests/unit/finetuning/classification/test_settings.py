@@ -41,7 +41,7 @@ def changed(**changes: Any) -> ClassificationTaskConfig:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         check(changed(**changes))
 

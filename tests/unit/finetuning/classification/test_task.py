@@ -73,7 +73,7 @@ def test_classes_of_one_name_are_told_apart_by_their_number() -> None:
     assert {name: one["images"] for name, one in classes.items()} == {"crane (0)": 1, "crane (1)": 0, "maillot": 2}
 
 
-def test_filler_rows_count_nowhere() -> None:
+def test_padding_rows_are_ignored() -> None:
     logits, labels = torch.eye(12), torch.arange(12)
     logits[3] = logits[3].flip(0)  # the one that is wrong
     weights = torch.ones(12)
@@ -83,21 +83,21 @@ def test_filler_rows_count_nowhere() -> None:
     assert found["accuracy"] == 1.0 and found["detail"]["classes"]["class 3"]["images"] == 0
 
 
-def test_of_equal_logits_the_lower_class_comes_first() -> None:
+def test_ties_go_to_the_lower_class() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
     assert label_ranks(logits, torch.arange(4)).tolist() == [2, 0, 1, 3]
     constant = compute_metrics(torch.zeros(12, 12), torch.arange(12))
     assert (constant["accuracy"], constant["accuracy_top5"]) == pytest.approx((1 / 12, 5 / 12))
 
 
-def test_a_model_that_gives_no_numbers_is_wrong() -> None:
+def test_non_finite_logits_are_wrong() -> None:
     for broken in (float("nan"), float("inf")):
         logits = torch.full((12, 12), broken)
         found = compute_metrics(logits, torch.arange(12))
         assert (found["accuracy"], found["accuracy_top5"]) == (0.0, 0.0)
 
 
-def test_top_5_of_few_classes_is_not_given() -> None:
+def test_top_5_needs_many_classes() -> None:
     assert "accuracy_top5" not in compute_metrics(torch.randn(12, 9), torch.zeros(12, dtype=torch.int64))
 
 

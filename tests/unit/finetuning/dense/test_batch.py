@@ -69,7 +69,7 @@ def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", [SegmentationMaps, DepthMaps])
-def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[DenseMaps], whole: bool) -> None:
+def test_padding_rows_have_empty_maps(image_dataset: Path, kind: type[DenseMaps], whole: bool) -> None:
     config, data = open_data(image_dataset, kind)
     count = data.meta.rows
     batch = data.rows(config, whole=whole).builder.build(addresses(data, config, image_dataset, count + 2), 0)
@@ -183,7 +183,7 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     assert prepared.shape == (30, 71)
 
 
-def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:
+def test_other_data_is_refused_with_the_command_that_creates_it(image_dataset: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(RefusedError, match=r"trp-scale shard-images.*semseg=MAPS"):

@@ -65,7 +65,7 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found["constant_delta_1"] == pytest.approx(constant, abs=1e-12)
 
 
-def test_what_was_not_measured_counts_nowhere() -> None:
+def test_unmeasured_pixels_are_ignored() -> None:
     true, predicted = random_depth(2, 6, 6), random_depth(2, 6, 6, seed=1)
     true[:, 2] = 0
     first = compute_errors(predicted, true)
@@ -76,7 +76,7 @@ def test_what_was_not_measured_counts_nowhere() -> None:
         compute_errors(predicted, torch.zeros(2, 6, 6))
 
 
-def test_rows_that_only_fill_a_batch_count_nowhere() -> None:
+def test_padding_rows_are_ignored() -> None:
     true, predicted = random_depth(3, 6, 6), random_depth(3, 6, 6, seed=1)
     metric = DepthErrors(METRES)
     metric.add(list(predicted), batch_of(true, there=2))
@@ -124,7 +124,7 @@ def test_the_alignment_is_the_least_squares_one_and_that_of_a_constant_is_the_me
     assert {name: constant[name] for name in mean} == pytest.approx(mean, abs=1e-9)
 
 
-def test_predictions_out_of_the_limits_are_the_limits() -> None:
+def test_predictions_are_clamped_to_the_limits() -> None:
     true = torch.full((1, 2, 2), 5.0)
     assert compute_errors(torch.full((1, 2, 2), -4.0), true)["rmse"] == pytest.approx(5.0 - 1e-3)
     assert compute_errors(torch.full((1, 2, 2), 40.0), true)["rmse"] == pytest.approx(5.0)

@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(image_dataset: Path, tmp_path
         ("depth", {"dense__max_depth": 1e-4}, "--dense.max_depth is 0.0001, allowed: more than --dense.min_depth"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_their_flag(
+def test_invalid_settings_are_refused_by_flag(
     image_dataset: Path, tmp_path: Path, kind: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RefusedError) as caught:
@@ -258,7 +258,7 @@ def test_figures_are_scikit_learn_s_and_void_counts_nowhere() -> None:
     assert list(found["detail"]["pixels"].values()) == confusion_matrix(true, guess).sum(1).tolist()
 
 
-def test_a_class_that_is_nowhere_is_left_out_of_the_means() -> None:
+def test_absent_classes_are_excluded_from_the_means() -> None:
     counts = torch.tensor([[3, 1, 0, 0], [0, 4, 0, 2], [0, 0, 0, 0], [0, 0, 0, 0]])
     found = segmentation_metrics(counts, ("a", "b", "nowhere", "only predicted"))
     assert found["mean_iou"] == pytest.approx((3 / 4 + 4 / 7 + 0) / 3)
@@ -277,7 +277,7 @@ def test_the_constant_prediction_s_figure_is_what_it_would_get() -> None:
     assert metric.finish(ALONE)["constant_mean_iou"] == pytest.approx(constant.finish(ALONE)["mean_iou"], abs=1e-12)
 
 
-def test_maps_of_nothing_but_void_are_refused() -> None:
+def test_maps_with_only_void_are_refused() -> None:
     metric = ConfusionMatrix(NAMES)
     metric.add([torch.zeros(4, 4, dtype=torch.long)], batch_of([torch.full((4, 4), 255, dtype=torch.uint8)]))
     with pytest.raises(RefusedError, match=r"--dense.ignored"):

@@ -119,7 +119,7 @@ def test_a_malformed_coco_file_is_refused_by_place(tmp_path: Path, document: Any
         read_coco(write_coco(tmp_path, document))
 
 
-def test_objects_that_cannot_be_found_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_empty_and_outside_objects_are_skipped_and_counted(tmp_path: Path) -> None:
     document = coco_document()
     first = document["annotations"][0]
     for box in ([3, 3, 0, 5], [16, 2, 4, 4], [3, -9, 4, 9]):

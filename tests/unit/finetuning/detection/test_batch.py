@@ -138,7 +138,7 @@ def test_measured_images_are_whole_with_all_their_objects(scenes: Annotations) -
         assert both / either > 0.85, number
 
 
-def test_rows_that_are_not_there_or_cannot_be_read_are_grey_and_have_no_weight(tmp_path: Path) -> None:
+def test_padding_and_unreadable_rows_are_grey_with_weight_0(tmp_path: Path) -> None:
     data = read_coco(write_coco(tmp_path, coco_document()))
     (tmp_path / "images" / "b.png").write_bytes(b"no image")
     batch = build(data, addresses([0, 1, 0], present=[True, True, False]), augment=True)
@@ -171,7 +171,7 @@ def test_images_are_read_as_torchvision_reads_them(tmp_path: Path, mode: str, fo
     assert torch.equal(read_image(tmp_path / "image", (12, 16)), expected)
 
 
-def test_crowds_are_not_learned_and_the_most_objects_are_kept_to(scenes: Annotations, tmp_path: Path) -> None:
+def test_crowds_and_objects_beyond_the_limit_are_skipped(scenes: Annotations, tmp_path: Path) -> None:
     batch = build(read_coco(write_coco(tmp_path, coco_document())), addresses([0]), augment=False)
     assert batch["classes"][0, :3].tolist() == [3, 2, 0]
     most = int(np.argmax(scenes.counts()))
@@ -179,7 +179,7 @@ def test_crowds_are_not_learned_and_the_most_objects_are_kept_to(scenes: Annotat
     assert build(scenes, addresses([most]), augment=False, max_objects=1)["counts"].tolist() == [1]
 
 
-def test_objects_of_which_nothing_is_left_to_see_are_not_learned(tmp_path: Path) -> None:
+def test_invisible_objects_are_not_learned(tmp_path: Path) -> None:
     document = coco_document()
     first = document["annotations"][0]
     thin = {**first, "bbox": [2, 2, 1.5, 8], "segmentation": [[2, 2, 2, 10, 3.5, 10, 3.5, 2]]}

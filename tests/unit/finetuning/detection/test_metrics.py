@@ -170,7 +170,7 @@ PLANE = ([0.0, 2.0, 2.0, 5.0], 1, 0.7)
 CROWD = ([1.0, 1.0, 3.0, 3.0], 1, 0.95)
 
 
-def test_what_is_all_found_has_figures_of_one_in_the_images_own_pixels(coco: Annotations) -> None:
+def test_perfect_detections_have_metrics_of_1(coco: Annotations) -> None:
     metrics = DetectionMetrics([coco])
     metrics.add([detections(BRUSH, CAT, CROWD), detections(PLANE)], batch_of(coco, [0, 1]))
     figures = metrics.finish(ALONE)
@@ -194,7 +194,7 @@ def test_coco_figures_by_hand(coco: Annotations) -> None:
     assert "mask_AP" not in figures and "APl" not in figures
 
 
-def test_two_ranks_say_what_one_says_and_filler_rows_nothing(coco: Annotations) -> None:
+def test_two_ranks_equal_one_and_padding_rows_are_ignored(coco: Annotations) -> None:
     wrong = ([8.0, 8.0, 11.0, 11.0], 1, 0.7)  # before the plane's row, and with its score
     rows = [detections(BRUSH, CROWD, wrong), detections(PLANE, CAT)]
     alone, first, second = (DetectionMetrics([coco]) for _ in range(3))
@@ -206,7 +206,7 @@ def test_two_ranks_say_what_one_says_and_filler_rows_nothing(coco: Annotations) 
     assert figures["detail"]["AP"]["plane"] == pytest.approx(0.5)
 
 
-def test_nothing_found_is_zero_and_nothing_to_find_is_refused(coco: Annotations, tmp_path: Path) -> None:
+def test_no_detections_give_0_and_no_objects_are_refused(coco: Annotations, tmp_path: Path) -> None:
     metrics = DetectionMetrics([coco])
     metrics.add([detections(masks=False), detections(masks=False)], batch_of(coco, [0, 1]))
     assert metrics.finish(ALONE)["AP"] == 0.0

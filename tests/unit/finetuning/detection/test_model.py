@@ -166,7 +166,7 @@ def test_thresholds_and_shares_of_samples_are_torchvisions() -> None:
         assert pool.sampling_ratio == theirs.roi_heads.box_roi_pool.sampling_ratio
 
 
-def test_settings_go_where_they_belong() -> None:
+def test_settings_reach_torchvisions_modules() -> None:
     settings = {"score_threshold": 0.3, "suppression_threshold": 0.4, "detections": 7, "box_samples": 24}
     settings |= {"rpn_samples": 20, "train_proposals": 11, "test_proposals": 13}
     detector = Detector(detection_config(**settings))

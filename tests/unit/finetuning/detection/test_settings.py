@@ -30,7 +30,7 @@ def small_detector(**detection: Any) -> DetectionTaskConfig:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_named(changes: dict[str, Any], message: str) -> None:
     config = small_detector(pyramid="fpn")
     for key, value in changes.items():
         section, name = key.split(".")

@@ -96,7 +96,7 @@ def test_padding_to_a_length_and_rows_that_are_not_there(tmp_path: Path, text_da
             assert all(set(row_ids) <= {row, -1} for row, row_ids in enumerate(batch["row_ids"].tolist()))
 
 
-def test_what_is_learned_from_has_a_digest(tmp_path: Path, text_dataset: Path) -> None:
+def test_digests_follow_labels(tmp_path: Path, text_dataset: Path) -> None:
     root = write_glue(tmp_path)
     before = [table.digest() for table in open_task(root, text_dataset, "mnli", length=64)[0]]
     assert before == [table.digest() for table in open_task(root, text_dataset, "mnli", length=64)[0]]
@@ -165,7 +165,7 @@ def test_the_mean_of_a_row_is_that_of_its_own_pieces(tmp_path: Path, text_datase
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
-def test_every_row_has_places_of_its_own(lengths: list[int]) -> None:
+def test_packed_rows_do_not_overlap(lengths: list[int]) -> None:
     sizes = np.array(lengths)
     sequence, first, slot = pack_rows(sizes, 64)
     taken = np.zeros((sequence.max() + 1, 64), dtype=np.int64)

@@ -107,7 +107,7 @@ def refusal(tmp_path: Path, task: str, content: bytes, **arguments: Any) -> str:
         ("sst2", b"sentence\tlabel\nfine\t1\n\xff\xfe\t1\n", ["/train.tsv:3: not UTF-8"]),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_line(tmp_path: Path, task: str, content: bytes, named: list[str]) -> None:
+def test_errors_name_file_and_line(tmp_path: Path, task: str, content: bytes, named: list[str]) -> None:
     message = refusal(tmp_path, task, content)
     assert all(part in message for part in named), message
 
@@ -235,7 +235,7 @@ def test_both_forms_are_the_same_examples(tmp_path: Path, task: str) -> None:
         assert ours.labels is not None and ours.labels.tolist() == pytest.approx(theirs.labels.tolist())  # type: ignore[union-attr]
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_errors_of_dataset_directories(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="bad, good"):
         directory = tmp_path / "b" / "sst2"
         rows = datasets.Dataset.from_dict(

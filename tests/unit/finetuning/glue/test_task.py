@@ -212,7 +212,7 @@ def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
     assert objective.regression == ((0,) if classes == 1 else ())
 
 
-def test_where_a_row_lies_changes_nothing() -> None:
+def test_packing_does_not_change_logits() -> None:
     model = BertClassifier(settings(3), vocabulary=VOCABULARY).double()
     objective = SentenceClassification("task", 3)
     packed, padded = rows(3), rows(3, "length")
@@ -354,7 +354,7 @@ def test_published_berts_differ_in_names_and_poolers(text_dataset: Path, tmp_pat
     ],
     ids=["tokenizer", "task", "twice", "folder", "length", "test", "path"],
 )
-def test_what_cannot_be_is_refused_by_its_flag(
+def test_invalid_flags_are_refused_by_name(
     text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
 ) -> None:
     root = write_glue(tmp_path / "glue", {name: text for name, text in FILES.items() if not name.startswith("QNLI")})
@@ -364,7 +364,7 @@ def test_what_cannot_be_is_refused_by_its_flag(
     assert not list((tmp_path / "x").rglob("metrics.jsonl"))
 
 
-def test_lines_left_out_and_sets_that_are_missing_are_told(
+def test_skipped_lines_and_missing_sets_are_reported(
     text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_glue(tmp_path / "glue", {name: text for name, text in FILES.items() if "mismatched" not in name})
