@@ -43,8 +43,8 @@ class WeightAverage(Hook):
 
     def decay(self) -> Tensor:
         """d_t of the next update, 0-dimensional."""
-        most = torch.full_like(self.updates, self.settings.decay)
-        return most.minimum((1 + self.updates) / (10 + self.updates)) if self.settings.warmup else most
+        decay = torch.full_like(self.updates, self.settings.decay)
+        return decay.minimum((1 + self.updates) / (10 + self.updates)) if self.settings.warmup else decay
 
     @torch.no_grad()
     def after_step(self, ctx: StepContext) -> None:
@@ -54,9 +54,9 @@ class WeightAverage(Hook):
             return
         share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
         for average, present in foreach_chunks(self.average.parts, weights):  # bounds the memory of the differences
-            way = torch._foreach_sub(present, average)
-            torch._foreach_mul_(way, share.to(way[0]))
-            torch._foreach_add_(average, way)
+            difference = torch._foreach_sub(present, average)
+            torch._foreach_mul_(difference, share.to(difference[0]))
+            torch._foreach_add_(average, difference)
         self.updates = ctx.commit(self.updates + 1, self.updates)
 
     def validation(self) -> AbstractContextManager[None]:

@@ -154,8 +154,8 @@ class Ascent:
         root = square.sqrt() / square_share.sqrt() + self.optimizer.eps
         if self.settings.lr > 0.0:
             lr = self.settings.lr * lr / self.optimizer.lr
-        climbed = vector + lr / mean_share * (mean / root)
-        return climbed, {"steps": steps, "exp_avg": mean, "exp_avg_sq": square}
+        ascended = vector + lr / mean_share * (mean / root)
+        return ascended, {"steps": steps, "exp_avg": mean, "exp_avg_sq": square}
 
 
 def run_own_pass(ctx: StepContext) -> None:
@@ -208,7 +208,7 @@ class EffectWatch:
         self._still_since: int | None = None
         self._warned = ""
 
-    def note(self, ctx: StepContext, effective: Tensor) -> None:
+    def count_step(self, ctx: StepContext, effective: Tensor) -> None:
         """Count a step if it was applied. `effective`: 0-dimensional bool, on the device."""
         self.idle = ctx.commit(torch.where(effective, 0, self.idle + 1), self.idle)
         self.steps = ctx.step + 1
@@ -218,24 +218,24 @@ class EffectWatch:
         warning once."""
         still = effect is not None and share_of_eps < SMALL_SHARE and abs(effect) < SMALL_EFFECT
         self._still_since = (self._still_since or self.steps) if still else None
-        words, kind = "", settings.kind
+        reason, kind = "", settings.kind
         if idle >= IDLE_STEPS:
-            words = "idle"
+            reason = "idle"
             notice = (
                 f"the adversary {kind} had no effect for {idle} consecutive steps: its gradient is zero, not finite or "
                 "too small to change the loss within its ball, or its steps are too small; check sensitivity, norm and "
                 "saturated in metrics.jsonl, and --adversary.lr, --adversary.eps and --adversary.on_saturation"
             )
         elif self._still_since is not None and self.steps - self._still_since >= self.patience:
-            words = "still"
+            reason = "still"
             notice = (
                 f"the adversary {kind} hardly acts (since step {self._still_since}): its norm is {share_of_eps:.2g} "
                 f"of eps, and its effect {abs(effect or 0.0):.1g} of the loss; {_remedy(settings)}"
             )
-        if words and words != self._warned:
+        if reason and reason != self._warned:
             logger.warning("%s", notice)
-        self._warned = words
-        return notice if words else ""
+        self._warned = reason
+        return notice if reason else ""
 
 
 def _remedy(settings: AdversarySettings) -> str:

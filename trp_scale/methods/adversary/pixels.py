@@ -62,7 +62,7 @@ class PixelAdversary(Hook):
 
     def after_step(self, ctx: StepContext) -> None:
         self.shifts = {}
-        self.effect.note(ctx, self._sensitivity > 0)
+        self.effect.count_step(ctx, self._sensitivity > 0)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the values of `log_line`. `norm` is of this rank's crops, `sensitivity` of the global batch."""

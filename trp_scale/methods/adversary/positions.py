@@ -98,7 +98,7 @@ class PositionAdversary(Hook):
         assert ctx.loss is not None, "decided before the hooks' after_step"
         self._loss = ctx.loss
         matters = reach.isfinite() & (reach > NEGLIGIBLE * ctx.loss.abs())
-        self.effect.note(ctx, matters & (self._moved | at_edge))
+        self.effect.count_step(ctx, matters & (self._moved | at_edge))
 
     @torch.no_grad()
     def metrics(self) -> Mapping[str, Any]:
@@ -223,9 +223,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """Return a hash of the bits of fp32 or int64 tensors and their positions, 0-dimensional int64 >= 0. It uses only
     integers, so it is exact."""
     bits = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors]).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    positions = torch.arange(1, bits.numel() + 1, device=bits.device)
     # Multiplications by odd numbers and shifts, as in Vigna's splitmix64; int64 wraps around.
-    mixed = (bits ^ (places * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+    mixed = (bits ^ (positions * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
     return (mixed ^ (mixed >> 31)).sum() & (2**FINGERPRINT_BITS - 1)  # type: ignore[no-any-return]
 
@@ -259,8 +259,8 @@ class AgreementCheck:
         largest, negative = self._largest.tolist()
         mine, self._mine, self._largest = self._mine, None, None
         if largest != -negative:
-            held = ctx.data_group.gather_objects(int(mine))
-            listed = ", ".join(f"rank {rank}: {value:016x}" for rank, value in enumerate(held))
+            fingerprints = ctx.data_group.gather_objects(int(mine))
+            listed = ", ".join(f"rank {rank}: {value:016x}" for rank, value in enumerate(fingerprints))
             raise RuntimeError(
                 f"step {ctx.step + 1}: the ranks hold different adversaries (fingerprints {listed}). All ranks should "
                 "compute the same update from one reduced gradient: check the machine of the rank that differs, and "
@@ -301,7 +301,7 @@ class Saturation:
         """Return the perturbation and its ascent state with lost elements set to zero."""
         lost = self.lost(flat)
 
-        def kept(value: Tensor) -> Tensor:
+        def reset_lost(value: Tensor) -> Tensor:
             return torch.where(lost, torch.zeros_like(value), value) if value.shape == flat.shape else value
 
-        return kept(flat), {name: kept(value) for name, value in state.items()}
+        return reset_lost(flat), {name: reset_lost(value) for name, value in state.items()}

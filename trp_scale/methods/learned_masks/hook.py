@@ -33,7 +33,7 @@ from trp_scale.methods.learned_masks.settings import HeadSettings, LearnedMasksS
 NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
 
-MOST = 256
+MAX_UNREAD_EVENTS = 256
 """Maximum number of unread pairs of GPU events."""
 
 
@@ -88,7 +88,7 @@ class LearnedMasks(Hook):
             self._outer_step(ctx, self.outer.unrolled_gradient(ctx, self.choose))
             self.unrolled = True
         self.masked = {}
-        window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.of_last_step)
+        window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.uses_last_step)
         ctx.recount(self.outer.counts(ctx, window))
         if self.outer_step_due:
             self.outer.before_last_step(ctx, window)
@@ -127,7 +127,7 @@ class LearnedMasks(Hook):
             self.outer.head_step(ctx)
         if head_step:
             self.unrolled = False
-        self.window, self.masked = without_inputs(self.window), {}
+        self.window, self.masked = drop_inputs(self.window), {}
         self.inner_steps = 0 if head_step else self.inner_steps + 1
         self.head_steps = (0 if outer_step else self.head_steps + 1) if head_step else self.head_steps
 
@@ -143,7 +143,7 @@ class LearnedMasks(Hook):
         """
         assert self.window is not None, "metrics are read after a step"
         values = {
-            **described(self.window),
+            **mask_metrics(self.window),
             **self.masker.lesson,
             **self.outer.metrics(),
         }
@@ -188,13 +188,13 @@ def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
     return network
 
 
-def without_inputs(window: MaskedWindow) -> MaskedWindow:
+def drop_inputs(window: MaskedWindow) -> MaskedWindow:
     """Drop the inputs of the masking network, which are as large as the activations of a layer."""
     return replace(window, selections=[replace(selection, embeddings=None) for selection in window.selections])
 
 
 @torch.no_grad()
-def described(window: MaskedWindow) -> dict[str, Tensor]:
+def mask_metrics(window: MaskedWindow) -> dict[str, Tensor]:
     """Return the metrics of this rank's masks."""
     probabilities = torch.cat([mask.probabilities for mask in window.selections]).double().clamp(1e-12, 1 - 1e-12)
     entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
@@ -217,26 +217,26 @@ class LevelClock:
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time inside the context to the part `name`."""
         if not self.gpu:
-            began = time.perf_counter()
+            start = time.perf_counter()
             yield
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         yield
         last.record()
         self._events.append((name, first, last))
-        while len(self._events) > MOST and self._events[0][2].query():  # type: ignore[no-untyped-call]
-            self._take(*self._events.pop(0))  # bounds the list on ranks that log nothing
+        while len(self._events) > MAX_UNREAD_EVENTS and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            self._add_event(*self._events.pop(0))  # bounds the list on ranks that log nothing
 
-    def _take(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+    def _add_event(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
 
     def shares(self) -> dict[str, float]:
         """Return the share of each part in the time since the last call; the rest is level I. Waits for the device."""
         for name, first, last in self._events:
             last.synchronize()
-            self._take(name, first, last)
+            self._add_event(name, first, last)
         whole = time.perf_counter() - self._since
         shares = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
         self._seconds, self._events, self._since = {}, [], time.perf_counter()

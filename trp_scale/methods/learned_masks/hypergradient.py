@@ -56,10 +56,10 @@ class OuterObjective:
         derivative: derivative of the inner objective by the masks.
         clock: measures the time of each part.
     Attributes:
-        of_last_step: the hypergradient differentiates the last inner step of a cycle and needs the network's inputs.
+        uses_last_step: the hypergradient differentiates the last inner step of a cycle and needs the network's inputs.
     """
 
-    of_last_step: bool = True
+    uses_last_step: bool = True
     settings: LearnedMasksSettings
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
@@ -178,12 +178,12 @@ class ValidationLoss(OuterObjective):
     def both_paths(self, ctx: StepContext, train: list[Batch], validation: list[Batch], rule: HeadRule) -> Shards:
         """Make the head step by this rule; return the bracket of eq. 9 at the weights that forwards read now."""
 
-        def noted(gradient: Tensor) -> HeadStep:
+        def keep_step(gradient: Tensor) -> HeadStep:
             step = rule(gradient)
-            self.note(HeadUpdate(head=step, train=train, validation=validation))
+            self.keep_for_comparison(HeadUpdate(head=step, train=train, validation=validation))
             return step
 
-        return self.level.encoder_gradient(ctx.engine, train, validation, ctx.step, noted)
+        return self.level.encoder_gradient(ctx.engine, train, validation, ctx.step, keep_step)
 
     def direct_path(self, ctx: StepContext, engine: Engine) -> Shards:
         """Return dL_val / d weights of an engine's encoder on the next window of D_val, for variants in which the head
@@ -191,10 +191,10 @@ class ValidationLoss(OuterObjective):
         with self.clock("validation"):
             window, head = on_device(self.sources.validation.next_window(), ctx), self.level.head.parameters
             held = HeadStep(before=head, parameters=head, response=torch.zeros_like(head.flat()))
-            self.note(HeadUpdate(head=held, train=window, validation=window))
+            self.keep_for_comparison(HeadUpdate(head=held, train=window, validation=window))
             return self.level.direct_gradient(engine, window, ctx.step)
 
-    def note(self, update: HeadUpdate) -> None:
+    def keep_for_comparison(self, update: HeadUpdate) -> None:
         """Keep the inputs of a hypergradient for its comparison."""
         self.last = update if self.exact.every > 0 else None
 
@@ -208,8 +208,8 @@ class ValidationLoss(OuterObjective):
         self.response_norm = direction.norm()
         gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
-            places = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is restored up to rounding
-            self.compare(ctx, window, gradients, *(whole(engine, shards) for shards in places))
+            weights = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is restored up to rounding
+            self.compare(ctx, window, gradients, *(whole(engine, shards) for shards in weights))
         return gradients
 
     def through_inner_step(
@@ -227,7 +227,7 @@ class ValidationLoss(OuterObjective):
             )
             return [(window, [gradient.times(-1.0) for gradient in gradients])]
 
-    def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
+    def outer_encoder(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
         """Return the encoder that L_val reads after a step of E, and its derivative by the gradient of the step."""
         return after, response
 
@@ -242,7 +242,7 @@ class ValidationLoss(OuterObjective):
     ) -> None:
         """Compare with the exact hypergradient of one inner step; see `WholeStep`."""
         assert self.last is not None, "the head made a step"
-        after, response = self.seen(ctx, after, response)
+        after, response = self.outer_encoder(ctx, after, response)
         step = WholeStep(before=before, after=after, response=response, update=self.last, number=ctx.step)
         self.last = None
         ((_, gradients),) = approximate
@@ -289,12 +289,12 @@ def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerStep:
-    """An unrolled step. Attributes: ctx: its context for hooks; window: its masks; place: offset of its weights from
+    """An unrolled step. Attributes: ctx: its context for hooks; window: its masks; offset: offset of its weights from
     the current weights; `None` = no offset."""
 
     ctx: StepContext
     window: MaskedWindow
-    place: Shards | None
+    offset: Shards | None
 
 
 class UnrolledValidationLoss(ValidationLoss):
@@ -306,7 +306,7 @@ class UnrolledValidationLoss(ValidationLoss):
 
     """
 
-    of_last_step = False
+    uses_last_step = False
     settings: HeadSettings
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
@@ -345,9 +345,9 @@ class UnrolledValidationLoss(ValidationLoss):
     def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
         """Compare with the exact hypergradient of the last step."""
         engine, present = step.ctx.engine, step.ctx.engine.weights()
-        before = present if step.place is None else present.plus(step.place)
-        places = (before, present.plus(end), present.times(0.0).shift(rate))
-        self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in places))
+        before = present if step.offset is None else present.plus(step.offset)
+        weights = (before, present.plus(end), present.times(0.0).shift(rate))
+        self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in weights))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
         """Return the differentiated steps, and the offset of the weights after them (eq. 6)."""
@@ -362,13 +362,13 @@ class UnrolledValidationLoss(ValidationLoss):
                 gradient = ctx.engine.compute_gradient(_losses(inner_ctx, micros))
             if self.settings.derivative == "last":
                 steps.clear()
-            steps.append(InnerStep(ctx=inner_ctx, window=window, place=offset))
+            steps.append(InnerStep(ctx=inner_ctx, window=window, offset=offset))
             offset = gradient.times(-rate) if offset is None else offset.plus(gradient, -rate)
         assert offset is not None, "unroll is at least 1"
         return steps, offset
 
     def _through(self, step: InnerStep, direction: Shards) -> Hypergradient:
-        with _offset_weights(step.ctx.engine, step.place):
+        with _offset_weights(step.ctx.engine, step.offset):
             return self.through_inner_step(step.ctx, step.window, direction, None)
 
     def _hessian_product(self, step: InnerStep, direction: Shards) -> Shards:
@@ -379,7 +379,7 @@ class UnrolledValidationLoss(ValidationLoss):
 
         losses = _losses(step.ctx, step.window.micros)
         with (
-            _offset_weights(engine, step.place),
+            _offset_weights(engine, step.offset),
             engine.perturb_weights(direction, epsilon) as move_to,
             engine.exact_forwards(),
         ):

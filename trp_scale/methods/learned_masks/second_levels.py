@@ -68,13 +68,13 @@ class JointObjective:
         """Return the elements of the reconstruction's tasks and the crops with a class, [T] float64; one of the two is
         0."""
         if not batch.joined:
-            return with_last(self.reconstruction.count(batch))
+            return append_value(self.reconstruction.count(batch))
         crops = batch["row_weights"].double().sum() * batch["images"].shape[1]
         return torch.cat([crops.new_zeros(len(self.tasks) - 1), crops.reshape(1)])
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """Return gamma, split equally among the balanced tasks of the reconstruction, and 1 for classification."""
-        weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
+        weights = append_value(self.reconstruction.outside_weights(counts[:-1]), 1.0)
         for position in self.reconstruction.balanced:
             weights[position].fill_(self.gamma / len(self.reconstruction.balanced))
         return weights
@@ -104,10 +104,10 @@ class JointObjective:
 
 def pad_absent_task(losses: TaskLosses) -> TaskLosses:
     """Append an absent last task, [T - 1] -> [T]."""
-    return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
+    return TaskLosses(sums=append_value(losses.sums), counts=append_value(losses.counts))
 
 
-def with_last(values: Tensor, last: float = 0.0) -> Tensor:
+def append_value(values: Tensor, last: float = 0.0) -> Tensor:
     """Append a value, [T - 1] -> [T]."""
     return torch.cat([values, values.new_full((1,), last)])
 
@@ -186,7 +186,7 @@ class FineTunedValidationLoss(ValidationLoss):
         self.head_step(ctx)
         return self.direct_path(ctx, self.tuned).times(self.settings.pull(ctx.lr))
 
-    def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
+    def outer_encoder(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
         """Return F and its derivative: F moves by the share dF' / dE of the move of E."""
         pulled = {name: self.settings.pull(ctx.lr) * value for name, value in response.items()}
         return whole(self.tuned, self.tuned.weights()), pulled
@@ -196,7 +196,7 @@ class FineTunedValidationLoss(ValidationLoss):
         not change."""
         level, tuned = self.level, self.tuned
         rows = global_rows(tuned, window)
-        way = distance_between(ctx.engine, tuned)
+        offset = distance_between(ctx.engine, tuned)
         head = leaf(level.head.parameters.flat())
         losses: list[Tensor] = []
         tuned.clear_unused_gradients()  # the decoder is not used
@@ -213,8 +213,8 @@ class FineTunedValidationLoss(ValidationLoss):
             level.head.adamw_step(gradient, self.scale(ctx))
         else:
             tuned.skip()
-        self.distance = way.norm()
-        move(tuned, way, self.settings.pull(ctx.lr))
+        self.distance = offset.norm()
+        move(tuned, offset, self.settings.pull(ctx.lr))
 
     def engines(self) -> Mapping[str, Engine]:
         return {FINE_TUNED: self.tuned}
@@ -254,8 +254,8 @@ def distance_between(engine: Engine, tuned: Engine) -> Shards:
 
 
 @torch.no_grad()
-def move(engine: Engine, way: Shards, share: float) -> None:
-    """Add share x way to the weights in place."""
-    for weights, parts in foreach_chunks(current_weights(engine).parts, way.parts):
+def move(engine: Engine, offset: Shards, share: float) -> None:
+    """Add share x offset to the weights in place."""
+    for weights, parts in foreach_chunks(current_weights(engine).parts, offset.parts):
         torch._foreach_add_(weights, parts, alpha=share)
     engine.publish_weights()

@@ -128,12 +128,6 @@ def test_lagged_takes_the_losses_of_the_last_step_each_task_was_seen_in() -> Non
     assert weights[3] == pytest.approx(softmax({0: 1.0, 1: 2.0, 2: 18.0, 3: 3.0}, 4), abs=1e-14)
 
 
-def test_lagged_with_the_hard_maximum_is_uniform_first_and_the_last_worst_task_then() -> None:
-    _, weights = lagged(alpha_schedule="hard")
-    assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3])
-    assert weights[1:] == [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
-
-
 def hard_lagged(*history: dict[int, float], objective: ToyObjective = FOUR, applied: bool = True) -> list[list[float]]:
     """Weights of each step of lagged with the hard maximum."""
     weigher = balancer(objective, estimate="lagged", alpha_schedule="hard")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,33 +50,6 @@ def test_the_schedule_of_the_theorem_reaches_it(a: float) -> None:
     found = settle(a, alpha_schedule="theorem", radius=1.0, lipschitz=2 * a, bound=a)
     assert found == pytest.approx(best_point(a), abs=5e-3)
     assert problem(a).worst(torch.tensor([found])) == pytest.approx(a / (math.sqrt(a) + 1) ** 2, rel=0.05)
-
-
-def smoothed_minimiser(a: float, alpha: float) -> float:
-    """Root of the slope of (1/alpha) log(exp(alpha A (x-1)^2) + (T-1) exp(alpha x^2)), by bisection."""
-
-    def slope(x: float) -> float:
-        odds = (TASKS - 1) * math.exp(alpha * (x * x - a * (x - 1) ** 2))
-        return (2 * a * (x - 1) + odds * 2 * x) / (1 + odds)
-
-    return bisect(slope, 0.0, 1.0)
-
-
-def bisect(slope: Callable[[float], float], low: float, high: float) -> float:
-    assert slope(low) < 0 < slope(high)
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return (low + high) / 2
-
-
-@pytest.mark.parametrize("a", SHARPNESS)
-@pytest.mark.parametrize("alpha", [0.5, 1.0, 4.0])
-def test_a_constant_alpha_settles_at_the_minimiser_of_the_smoothed_maximum(a: float, alpha: float) -> None:
-    path = descend(problem(a), balancer(problem(a), alpha=alpha), [0.0], steps=300, rate=lambda step: 0.02)
-    found = float(path.points[-1])
-    assert found == pytest.approx(smoothed_minimiser(a, alpha), abs=1e-9)
-    assert abs(found - best_point(a)) > 0.01, "which is not the minimiser of the maximum"
 
 
 @pytest.mark.parametrize("a", SHARPNESS)

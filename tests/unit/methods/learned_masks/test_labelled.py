@@ -91,13 +91,6 @@ def test_labels_and_images_are_those_of_the_keys(images: Path) -> None:
             assert (batch["row_weights"] == 1).all() and batch["images"].shape[1:] == (2, 3, 32, 32)
 
 
-def test_each_source_has_an_order_of_its_own(images: Path) -> None:
-    sources = opened(learned(images))
-    assert sources.downstream is not None
-    train, d_train = (source.next_window() for source in (sources.train, sources.downstream.train))
-    assert torch.cat([b.keys for b in train]).tolist() != torch.cat([b.keys for b in d_train]).tolist()
-
-
 @pytest.mark.parametrize("workers", always([0, 1], 0))
 def test_every_world_sees_the_same_batches(images: Path, workers: int) -> None:
     sizes = {"batch_size": 8, "micro_size": 2}
