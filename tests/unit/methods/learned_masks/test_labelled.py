@@ -230,7 +230,7 @@ def test_what_cannot_be_learned_from_is_refused(images: Path, tmp_path: Path) ->
     with pytest.raises(RefusedError, match="has 1 class"):
         opened(learned(changed(path, classes=None)))
     few = write_images(tmp_path / "few", [[sample(number, 8, 8) for number in range(9)]], rows_per_block=9)
-    with pytest.raises(RefusedError, match=r"all 1 training blocks D_val.* smaller --rows_per_block"):
+    with pytest.raises(RefusedError, match=r"validation_share 0\.2 .* --rows_per_block"):
         opened(learned(few))
     with pytest.raises(RefusedError, match=r"6.*divide.*--multilevel\.batch_size.*--multilevel\.micro_size"):
         opened(learned(images, multilevel={"batch_size": 6, "micro_size": 4}))
