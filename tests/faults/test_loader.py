@@ -145,10 +145,10 @@ def test_new_workers_make_the_same_rows(opened: Callable[..., TrainSource], numb
 def test_a_run_that_was_asked_to_stop_does_not_wait_for_rows(
     opened: Callable[..., TrainSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PATIENCE_OF_A_STOP", 1.0)
+    monkeypatch.setattr(fetch, "STOP_WAIT_SECONDS", 1.0)
     train, expected = opened(2), opened(0)
     asked = [False]
-    train.asked = lambda: asked[0]
+    train.stop_requested = lambda: asked[0]
     before = set(multiprocessing.active_children())
     assert same(train.next_window(), expected.next_window())
     workers = [child for child in multiprocessing.active_children() if child not in before]

@@ -32,10 +32,10 @@ from trp_scale.storage.cache import use_of_caches
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Interval at which the loader checks its workers while it waits for a batch."""
 
-PATIENCE_OF_A_STOP = 5.0
+STOP_WAIT_SECONDS = 5.0
 """Seconds that a run waits for rows after a stop request."""
 
 TRIAL_SECONDS = 60.0
@@ -66,15 +66,15 @@ class Fetcher(Dataset[Batch]):
     ) -> None:
         self._plan, self._builder, self._stored, self._share = plan, builder, stored, share
         self._ahead: TarsAhead | None = None
-        self._asked = False
+        self._prefetch_started = False
         self._without: frozenset[int] = frozenset()
 
-    def leave_out(self, positions: Iterable[int]) -> None:
+    def skip_positions(self, positions: Iterable[int]) -> None:
         """Treat the rows at these positions as unreadable."""
         self._without |= frozenset(positions)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_ahead": None, "_asked": False}
+        return {**self.__dict__, "_ahead": None, "_prefetch_started": False}
 
     @property
     def module(self) -> str:
@@ -83,8 +83,8 @@ class Fetcher(Dataset[Batch]):
 
     def __getitems__(self, positions: range) -> Batch:
         """Build one micro-batch; DataLoader calls this for each range of the batch sampler."""
-        if not self._asked:
-            self._ahead, self._asked = tars_ahead(self._plan, self._stored, self._share), True
+        if not self._prefetch_started:
+            self._ahead, self._prefetch_started = tars_ahead(self._plan, self._stored, self._share), True
         if self._ahead is not None:
             self._ahead.reading(positions.start)
         addresses = self._plan.locate(np.arange(positions.start, positions.stop, dtype=np.int64))
@@ -111,7 +111,7 @@ class Fetcher(Dataset[Batch]):
         """Stop prefetching tars in this process."""
         if self._ahead is not None:
             self._ahead.close()
-        self._ahead, self._asked = None, False
+        self._ahead, self._prefetch_started = None, False
 
 
 class WorkerLostError(RuntimeError):
@@ -165,7 +165,7 @@ class MicroBatches:
         prefetch: micro-batches that each worker prepares ahead.
         pin_memory: pin batches for copies to a GPU.
         stuck_seconds: seconds without a batch after which workers count as hanging.
-        asked: returns whether the run was asked to stop; it then does not wait for a late batch.
+        stop_requested: returns whether the run was asked to stop; it then does not wait for a late batch.
     """
 
     def __init__(
@@ -177,13 +177,13 @@ class MicroBatches:
         prefetch: int,
         pin_memory: bool,
         stuck_seconds: float = 300.0,
-        asked: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         if workers:
             start_worker_server(fetcher.module)
         self._fetcher, self._sampler = fetcher, sampler
         self._count, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
-        self._stuck_seconds, self._asked = stuck_seconds, asked
+        self._stuck_seconds, self._stop_requested = stuck_seconds, stop_requested
         self._passes = _PassSampler()
         self._loader: DataLoader[Batch] | None = None
         self._closed = False
@@ -213,7 +213,7 @@ class MicroBatches:
                         "loader workers end when they import the main script (see their errors above); put its calls "
                         'under if __name__ == "__main__":, or set --data.workers 0'
                     ) from error
-                lost = self._left_out(ranges) if at == lost_at else []
+                lost = self._find_lethal(ranges) if at == lost_at else []
                 if at == lost_at and not lost:
                     raise UnreadableError(
                         f"{error}, again at the same rows, but none of the rows ends a process; check for a lack of "
@@ -221,7 +221,7 @@ class MicroBatches:
                     ) from error
                 logger.warning("%s; new workers continue at the same rows", error)
                 lost_at = None if lost else at
-                self._forget()
+                self._drop_workers()
 
     def _deliver(self, ranges: _Ranges) -> Iterator[Batch]:
         if self._loader is None:
@@ -249,7 +249,7 @@ class MicroBatches:
             worker_init_fn=prepare_worker if workers else None,
             multiprocessing_context=multiprocessing.get_context("forkserver") if workers else None,
             generator=torch.Generator(),  # the default would advance the global generator
-            timeout=LOOK_SECONDS if workers else 0,
+            timeout=POLL_SECONDS if workers else 0,
         )
 
     def _await_batch(self, batches: Iterator[Batch]) -> Batch | None:
@@ -266,7 +266,7 @@ class MicroBatches:
                     return next(batches, None)
                 except Exception as error:  # a message from a worker may be truncated
                     waited = time.monotonic() - began
-                    if self._asked() and waited > PATIENCE_OF_A_STOP:
+                    if self._stop_requested() and waited > STOP_WAIT_SECONDS:
                         raise StoppedWaitingError(f"asked to stop, and no rows arrived for {waited:.0f} s") from error
                     if self._stuck:
                         raise WorkerLostError(
@@ -293,18 +293,18 @@ class MicroBatches:
 
     def _watch(self) -> None:
         """Kill a hanging worker from a separate thread: the main thread waits for it in C, without a timeout."""
-        while not self._watched.wait(LOOK_SECONDS):
+        while not self._watched.wait(POLL_SECONDS):
             since = self._since
             if since is None:
                 continue
             waited = time.monotonic() - since
-            if waited > self._stuck_seconds or (waited > PATIENCE_OF_A_STOP and self._asked()):
+            if waited > self._stuck_seconds or (waited > STOP_WAIT_SECONDS and self._stop_requested()):
                 self._stuck = [worker.pid for worker in self._workers]
                 for worker in self._workers:
                     worker.kill()
                 self._since = None
 
-    def _left_out(self, ranges: _Ranges) -> list[int]:
+    def _find_lethal(self, ranges: _Ranges) -> list[int]:
         """Find positions with rows that end a process, and let the fetcher skip them."""
         skipped = []
         for pending in tuple(ranges.pending):
@@ -312,10 +312,10 @@ class MicroBatches:
                 continue
             ends = [at for at in pending if not _survives(_make, self._fetcher, range(at, at + 1))]
             skipped += ends
-            self._fetcher.leave_out(ends)
+            self._fetcher.skip_positions(ends)
         return skipped
 
-    def _forget(self) -> None:
+    def _drop_workers(self) -> None:
         """Kill the workers and drop torch's loader."""
         _kill(self._workers)
         self._loader, self._stuck = None, []
@@ -354,7 +354,7 @@ def _make(fetcher: Fetcher, positions: range) -> None:
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether DataLoader reports that no batch arrived within LOOK_SECONDS."""
+    """Whether DataLoader reports that no batch arrived within POLL_SECONDS."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
 
 

@@ -25,7 +25,7 @@ INDEX_FORMAT = 2
 """Format 2 holds the class of each image."""
 
 
-MOST_OF_A_REASON = 300
+MAX_REASON_LENGTH = 300
 """Characters of an error message that are kept: it may quote a damaged file."""
 
 
@@ -39,7 +39,7 @@ def failure_reason(error: Exception) -> str:
         raise error
     message = " ".join(str(error).split())
     text = message if isinstance(error, DataError) else f"{type(error).__name__}: {message}"
-    return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]}..."
+    return text if len(text) <= MAX_REASON_LENGTH else f"{text[:MAX_REASON_LENGTH]}..."
 
 
 @dataclass(frozen=True, kw_only=True)

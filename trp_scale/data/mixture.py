@@ -109,7 +109,7 @@ def require_data(settings: Mapping[str, str]) -> None:
                 require_dataset(Path(location), f"--{name} {location}")
 
 
-def shares_said(paths: Sequence[MemberPath]) -> list[str]:
+def describe_shares(paths: Sequence[MemberPath]) -> list[str]:
     """Return a line with the shares of a mixture if its weights neither sum to 1 nor are whole numbers."""
     total = sum((path.weight for path in paths), Fraction(0))
     if total == 1 or all(path.weight.denominator == 1 for path in paths):

@@ -97,12 +97,12 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".g
 SAMPLED_BYTES = 65536
 """Bytes of each of the three samples of a file for its fingerprint."""
 
-LOOKED_THROUGH = 1000
+MAX_INSPECTED = 1000
 """Limit of folder entries that are inspected; a folder may hold millions."""
 
 _KINDS = {"text": "text that is not sharded", "image": "images that are not sharded", "tar": "tars without an index"}
 
-_OF_A_RUN = ("metrics.jsonl", "stop.json")
+_RUN_FILES = ("metrics.jsonl", "stop.json")
 """Files that identify a run directory."""
 
 
@@ -262,16 +262,16 @@ def _explain_missing_dataset(place: Path) -> str:
     if place.is_dir():
         if (place / "progress").is_dir():
             return "sharding was interrupted, dataset.json is missing; repeat the same command to continue"
-        if any((place / name).is_file() for name in _OF_A_RUN):
+        if any((place / name).is_file() for name in _RUN_FILES):
             return f"a run directory, not a data set; to see its results: trp-scale report --run {_word(place)}"
         if is_dataset_directory(place):
             command = _sharding_command("text", place)
             return f"a directory of datasets.save_to_disk, not a data set; {command}, or shard-images"
-        if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), LOOKED_THROUGH)):
+        if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), MAX_INSPECTED)):
             return f"not a data set, but it contains data sets; give one: {', '.join(within[:10])}"
         if folders := modality_folders(place):
             return f"not a data set, but folders of {', '.join(folders)}; shard them: {modality_command(folders)}"
-    files = [place / name for name, _ in islice(walk_files(place), LOOKED_THROUGH)] if place.is_dir() else [place]
+    files = [place / name for name, _ in islice(walk_files(place), MAX_INSPECTED)] if place.is_dir() else [place]
     files = [path for path in files if path.is_file()] or [place]
     if files == [place] and place.is_dir():
         return "an empty directory; allowed: one that trp-scale shard-text, shard-images or index wrote"

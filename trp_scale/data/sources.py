@@ -17,7 +17,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
-from trp_scale.data.mixture import MemberPath, parse_paths, shares_said
+from trp_scale.data.mixture import MemberPath, describe_shares, parse_paths
 from trp_scale.data.plan import Blocks, HeldOutPlan, MixtureMember, Plan, TrainPlan
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.split import held_out
@@ -367,5 +367,5 @@ def open_sources(
         rows,
         downstream,
     )
-    sources.notices += shares_said(paths)
+    sources.notices += describe_shares(paths)
     return sources

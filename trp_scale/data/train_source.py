@@ -59,7 +59,7 @@ class TrainSource:
         waited_seconds: time that callers have waited for windows.
         cache_use: cache statistics of this rank's workers up to the last window.
         workers: loader processes; 0 reads in this process.
-        asked: returns whether the run was asked to stop; it then does not wait for late rows
+        stop_requested: returns whether the run was asked to stop; it then does not wait for late rows
             (fetch.StoppedWaitingError).
         reports_to: source whose next window also carries the keys of this source's unreadable blocks, because the loop
             counts such keys in its own windows only; `None` if the loop reads this source.
@@ -106,7 +106,7 @@ class TrainSource:
         self._rank = rank
         self.workers = config.data.workers if workers is None else workers
         self._prefetch, self._pin_memory = config.data.prefetch, pin_memory
-        self.asked: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] = lambda: False
         self._stuck_seconds = config.reliability.worker_seconds
         self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
@@ -188,7 +188,7 @@ class TrainSource:
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
             stuck_seconds=self._stuck_seconds,
-            asked=self.asked,
+            stop_requested=self.stop_requested,
         )
         return iter(self._batches)
 

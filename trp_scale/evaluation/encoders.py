@@ -15,7 +15,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.data.text.tokenizer import open_given
+from trp_scale.data.text.tokenizer import open_tokenizer
 from trp_scale.evaluation.arguments import FrozenPositions
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
@@ -51,7 +51,7 @@ class TextEncoder(Encoder):
         from trp_scale.pretraining.pos_bert.model import bert_config
 
         assert source.tokenizer is not None
-        self.settings, self.tokenizer = config, open_given(source.tokenizer, flag="--run")
+        self.settings, self.tokenizer = config, open_tokenizer(source.tokenizer, flag="--run")
         weights = source.read()
         name, pieces = "embeddings.word_embeddings.weight", len(self.tokenizer)
         weights[name] = weights[name][:pieces]  # the rest is padding for efficient kernels

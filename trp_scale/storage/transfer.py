@@ -43,10 +43,10 @@ REQUEST_SECONDS = 60.0
 PIECE = 8 << 20
 """Bytes of one request."""
 
-AT_ONCE = 8
+MAX_REQUESTS = 8
 """Concurrent requests."""
 
-TOLD_AFTER = 6
+LOG_AFTER = 6
 """Failed requests in a row before the log reports them, after about ten seconds."""
 
 SECONDS_TO_STOP = 5.0
@@ -226,7 +226,7 @@ class Remote:
             for piece in pieces[1:]:
                 fetch(piece)
             return
-        with ThreadPoolExecutor(min(AT_ONCE, len(pieces) - 1)) as pool:
+        with ThreadPoolExecutor(min(MAX_REQUESTS, len(pieces) - 1)) as pool:
             futures = [pool.submit(fetch, piece) for piece in pieces[1:]]
             try:
                 for future in futures:
@@ -324,7 +324,7 @@ class Remote:
                 if _lacks_credentials(error):
                     raise self._refusal(where, error) from error
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
-                if asked == TOLD_AFTER:
+                if asked == LOG_AFTER:
                     logger.warning("%s: %s; the request is repeated for up to %g s", where, reason, self._seconds)
                 if self._once or pause > seconds_left():
                     ended = f"not read within {self._seconds:g} s"

@@ -234,7 +234,7 @@ class Run:
         self.observer = self._observer()
         for notice in [*self.notices, *self.sources.notices, *cautions(config, self.context.steps_per_epoch)]:
             self.observer.message(notice)
-        self.sources.train.asked = lambda: self.guard.stop_requested() is not None
+        self.sources.train.stop_requested = lambda: self.guard.stop_requested() is not None
         self.checkpoints = CheckpointWriter(
             run_dir=self.run_dir,
             group=self.world,

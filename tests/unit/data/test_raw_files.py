@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.config.loader import data_command, known_recipes, load_recipe
-from trp_scale.data.mixture import parse_paths, require_data, require_made, shares_said
+from trp_scale.data.mixture import describe_shares, parse_paths, require_data, require_made
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -85,10 +85,10 @@ def test_several_directories_need_weights_and_shares_are_told(tmp_path: Path) ->
             require_data({"data.path": wrong})
     with_comma = laid_out(tmp_path / "a,b", "dataset.json")
     assert [path.path for path in parse_paths(str(with_comma))] == [with_comma]
-    (shares,) = shares_said(parse_paths("a:0.5=/b,c:0.9=/c"))
+    (shares,) = describe_shares(parse_paths("a:0.5=/b,c:0.9=/c"))
     assert "1.4" in shares and "a 35.7%, c 64.3%" in shares
     for clear in ("/b", "a:0.5=/b,c:0.5=/c", "a:1=/b,c:2=/c"):
-        assert not shares_said(parse_paths(clear))
+        assert not describe_shares(parse_paths(clear))
 
 
 def test_folders_of_modalities_are_no_classes(tmp_path: Path) -> None:

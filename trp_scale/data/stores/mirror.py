@@ -29,7 +29,7 @@ from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import DIRECTORY, Cache, cache_root, shared_cache
 from trp_scale.storage.files import atomic_write, lock_file
 from trp_scale.storage.transfer import (
-    AT_ONCE,
+    MAX_REQUESTS,
     DataReplacedError,
     NotThereError,
     Remote,
@@ -139,7 +139,7 @@ class _Update:
                 if listed is not None or not name.startswith("tokenizer/"):
                     raise
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
             for _ in pool.map(fetch, wanted):
                 pass
 

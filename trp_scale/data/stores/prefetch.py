@@ -64,7 +64,7 @@ class Share:
         return positions[(places >= self.read.start) & (places < self.read.stop)]
 
 
-def most_ahead() -> int:
+def max_ahead() -> int:
     """Return TRP_SCALE_TARS_AHEAD.
 
     Raises:
@@ -148,7 +148,7 @@ class TarsAhead:
                 continue
             seen.add(part)
             room = (store.room() // 2 if room is None else room) - len(part.wanted)
-            if room < 0 or len(seen) > most_ahead():
+            if room < 0 or len(seen) > max_ahead():
                 return
             if not store.is_local(part) and part not in self._failed:
                 yield store, part
@@ -174,7 +174,7 @@ class TarsAhead:
 def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = None) -> TarsAhead | None:
     """Return the `TarsAhead` of this process; `None` if another process prefetches, or nothing is remote."""
     worker = get_worker_info()
-    if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
+    if not first_rank_here() or (worker is not None and worker.id) or not max_ahead():
         return None
     if any(store.room() for block in stored for store, _ in block.tars(0)):
         return TarsAhead(plan, stored, share)

@@ -200,7 +200,7 @@ class ExternalTar:
     version: str
 
 
-def look_up(place: str) -> ExternalTar:
+def stat_tar(place: str) -> ExternalTar:
     """Return the current state of a tar.
 
     Raises:
@@ -256,7 +256,7 @@ class ExternalTars(CachedStore):
         if self.is_remote(stored.tar):
             return super().open(stored)
         known = self._known_tar(stored.tar)
-        self._refuse_changed(known, look_up(known.place))
+        self._refuse_changed(known, stat_tar(known.place))
         try:
             return os.open(known.place, os.O_RDONLY)
         except OSError as error:
@@ -290,7 +290,7 @@ class ExternalTars(CachedStore):
         known = self._known_tar(tar)
         if is_url(known.place):  # the download compares it
             return None
-        current = look_up(known.place)
+        current = stat_tar(known.place)
         self._refuse_changed(known, current)
         return current.size
 

@@ -103,7 +103,7 @@ def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length:
     _put(temporary, directory)
 
 
-def open_given(directory: Path, *, flag: str) -> Any:
+def open_tokenizer(directory: Path, *, flag: str) -> Any:
     """Open a Hugging Face tokenizer directory with transformers, without running Python code from it.
 
     Raises:
@@ -121,26 +121,26 @@ def open_given(directory: Path, *, flag: str) -> Any:
         # By default transformers asks on the terminal whether to run such code, and accepts a "y" from a pipe.
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except BaseException as error:  # panics of the tokenizers library are not Exceptions
-        _pass_on(error)
+        _reraise_exit(error)
         raise DataError(
             f"{directory}: transformers cannot load a tokenizer from it ({error_text(error)}); give {flag} DIR with a "
             "tokenizer that needs no code of its own: such code is never run"
         ) from error
 
 
-def _pass_on(error: BaseException) -> None:
+def _reraise_exit(error: BaseException) -> None:
     """Raise errors that end the process and have nothing to do with a file."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
 
 
-def save_given(source: Path, directory: Path) -> None:
+def copy_tokenizer_directory(source: Path, directory: Path) -> None:
     """Copy a Hugging Face tokenizer directory atomically, in the form that this version of transformers writes.
 
     Raises:
         DataError: transformers cannot load it, or it has no fast (Rust) form.
     """
-    tokenizer = open_given(source, flag="--tokenizer")
+    tokenizer = open_tokenizer(source, flag="--tokenizer")
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"--tokenizer {source}: only tokenizers with a tokenizer.json (fast ones) give character offsets"
@@ -175,34 +175,34 @@ def load_for_sharding(directory: Path) -> Tokenizer:
     """
     path = directory / "tokenizer.json"
     read_object(path, DataError, largest=LARGEST)
-    with _of_tokenizers(path):
+    with _convert_errors(path):
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
-    try_out(tokenizer, path)
+    check_encoding(tokenizer, path)
     return tokenizer
 
 
-def try_out(tokenizer: Tokenizer, path: Path) -> Encoding:
+def check_encoding(tokenizer: Tokenizer, path: Path) -> Encoding:
     """Encode a pair of words and an unknown character: a model without its own unknown piece raises at an unknown word,
     which may be in the last of a million documents.
 
     Raises:
         DataError: encoding fails.
     """
-    with _of_tokenizers(path):
+    with _convert_errors(path):
         tokenizer.encode("\U0010fffd")
         return tokenizer.encode("a", "b")
 
 
 @contextmanager
-def _of_tokenizers(path: Path) -> Iterator[None]:
+def _convert_errors(path: Path) -> Iterator[None]:
     """Context that converts errors of the tokenizers library to DataError."""
     try:
         yield
-    except BaseException as error:  # as in open_given
-        _pass_on(error)
+    except BaseException as error:  # as in open_tokenizer
+        _reraise_exit(error)
         raise DataError(f"{path}: not a usable tokenizer ({error_text(error)}); copy it again") from error
 
 

@@ -20,7 +20,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.plan import Addresses
-from trp_scale.data.text.tokenizer import open_given, try_out, vocabulary_size
+from trp_scale.data.text.tokenizer import check_encoding, open_tokenizer, vocabulary_size
 from trp_scale.finetuning.glue.folders import Examples
 
 TOKENIZER_BATCH = 4096
@@ -48,7 +48,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     Raises:
         RefusedError: the directory does not exist, or has no BERT tokenizer.
     """
-    tokenizer = open_given(directory, flag="--downstream.tokenizer")
+    tokenizer = open_tokenizer(directory, flag="--downstream.tokenizer")
     if not getattr(tokenizer, "is_fast", False) or None in (
         tokenizer.pad_token_id,
         tokenizer.cls_token_id,
@@ -62,7 +62,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     backend.no_padding()
     backend.enable_truncation(length, strategy="longest_first")
     backend.encode_special_tokens = True  # "[MASK]" in text is text, as in pre-training
-    probe = try_out(backend, directory)
+    probe = check_encoding(backend, directory)
     ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1])
     if ends != (tokenizer.cls_token_id, tokenizer.sep_token_id, 1):
         raise RefusedError(

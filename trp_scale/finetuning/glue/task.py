@@ -28,7 +28,7 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.sources import Rows
-from trp_scale.data.text.tokenizer import save_given
+from trp_scale.data.text.tokenizer import copy_tokenizer_directory
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_encoder
@@ -119,7 +119,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
     def save_assets(self, run_dir: Path, world: Group) -> None:
         """Copy the tokenizer, so the run can be fine-tuned on another task."""
         if world.rank == 0 and not (run_dir / TOKENIZER).exists():
-            save_given(self._tokenizer_directory, run_dir / TOKENIZER)
+            copy_tokenizer_directory(self._tokenizer_directory, run_dir / TOKENIZER)
 
     @classmethod
     def measure_on(cls, config: GlueTaskConfig, checkpoint: Path, data: str, images: str) -> None:

@@ -31,7 +31,7 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
-from trp_scale.data.stores.tars import PLACES, ExternalTar, look_up, open_stream, write_places
+from trp_scale.data.stores.tars import PLACES, ExternalTar, open_stream, stat_tar, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, make_key
 from trp_scale.sharding.images.reencode import open_image
@@ -41,7 +41,7 @@ from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
 from trp_scale.sharding.job.parts import Part, PortionReport, sharding_settings, started_parts
 from trp_scale.sharding.job.workers import Advance, ProgressBar, start_sample
 from trp_scale.storage.files import remove_leftovers
-from trp_scale.storage.transfer import AT_ONCE
+from trp_scale.storage.transfer import MAX_REQUESTS
 
 log = logging.getLogger(__name__)
 
@@ -348,8 +348,8 @@ def index_tars(config: IndexConfig) -> Path:
 def _look_up_tars(config: IndexConfig) -> TarKind:
     """Look up all tars and select the members to read."""
     places = find_tars(config.tars)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        sources = list(pool.map(look_up, places))
+    with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+        sources = list(pool.map(stat_tar, places))
     tars = [_Tar(number=n, name=name, source=sources[n]) for n, name in enumerate(unique_names(places))]
     choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
     return TarKind(

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER
 from trp_scale.data.text.tokenizer import (
+    copy_tokenizer_directory,
     load_for_sharding,
-    save_given,
     save_trained,
     special_tokens,
     train_word_piece,
@@ -434,7 +434,7 @@ def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings)
 
 def _write_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings, directory: Path) -> None:
     if config.tokenizer:
-        save_given(Path(config.tokenizer), directory)
+        copy_tokenizer_directory(Path(config.tokenizer), directory)
         return
     sampled = corpus.portions[:: -(-len(corpus.portions) // SAMPLED_PORTIONS)]
     share = max(1, config.tokenizer_sample_bytes // len(sampled))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.runs import ROOT
 from trp_scale.config import RefusedError
-from trp_scale.data.text.tokenizer import save_given
+from trp_scale.data.text.tokenizer import copy_tokenizer_directory
 from trp_scale.finetuning.glue.batch import load_tokenizer
 
 CODE = """
@@ -45,7 +45,7 @@ BROUGHT_BY = {
 }
 
 DOORS: dict[str, Callable[[Path, Path], object]] = {
-    "shard_text --tokenizer": save_given,
+    "shard_text --tokenizer": copy_tokenizer_directory,
     "downstream.tokenizer": lambda source, _: load_tokenizer(source, length=32),
 }
 
