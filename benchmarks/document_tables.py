@@ -24,9 +24,8 @@ from trp_scale.config.loader import data, known_recipes, load_recipe, summary
 from trp_scale.console import GIB
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
-from trp_scale.planning.command import best_on
+from trp_scale.planning.command import best_on, curve, table
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.tables import curve, table
 from trp_scale.pretraining.base import DataFacts
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

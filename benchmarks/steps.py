@@ -14,8 +14,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
-from trp_scale.core.objective import Objective
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import Objective, RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import RecordsOperations

@@ -35,7 +35,7 @@ from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.checkpoint import manager
 from trp_scale.core.engine import EngineError
-from trp_scale.core.seeds import per_member_rng
+from trp_scale.core.run import per_member_rng
 from trp_scale.models.tensor_plan import Cut
 from trp_scale.pretraining.pos_bert.model import Layer
 

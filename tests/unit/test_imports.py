@@ -180,7 +180,7 @@ def test_text_goes_without_the_libraries_of_images() -> None:
         "sharding.text.shard",
         "training.pretrain",
         "pretraining.pos_bert.upstream",
-        "pretraining.pos_bert.weights",
+        "pretraining.pos_bert.model",
         "finetuning.finetune",
         "finetuning.glue.task",
         "evaluation.probe.command",

@@ -174,7 +174,7 @@ class TaskLosses:
         sums: [T] float64, sum over the elements of each task, with the autograd graph.
         counts: [T] float64, number of elements.
         shared_inputs: [rows, K] detached inputs of the last layer that the tasks share, in its compute precision; only
-            with a tap (core/objective.py).
+            with a tap (core/run.py).
         hits: [T] float64, number of elements with a correct prediction; None if unknown, and in training.
     """
 

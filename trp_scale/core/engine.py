@@ -28,7 +28,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
-    from trp_scale.core.objective import Objective
+    from trp_scale.core.run import Objective
 
 MoveTo = Callable[[float | Tensor], None]
 """Sets another scale of the perturbation."""

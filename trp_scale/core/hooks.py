@@ -26,9 +26,8 @@ from trp_scale.config.registry import find
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, LateStats, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.objective import task_losses
 from trp_scale.core.pieces import STATE_NAMES, Shards
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import RunContext, task_losses
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import RefusedError
 

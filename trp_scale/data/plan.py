@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, mix, name_hash, permutation, stream
 from trp_scale.data.mixture import Mixture
-from trp_scale.storage.shared_arrays import NodeArray, content_key, node_array
+from trp_scale.storage.files import NodeArray, content_key, node_array
 
 _GROUPS_KEPT = 4
 

@@ -25,7 +25,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import Group
 
 Choice = tuple[Literal["none", "blocks"], str]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
-from trp_scale.core.seeds import per_member_rng
+from trp_scale.core.run import per_member_rng
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb

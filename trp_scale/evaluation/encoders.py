@@ -29,7 +29,7 @@ class Encoder(nn.Module):
     """Return the token features of the last block.
 
     Attributes:
-        backbone: transformers' `BertModel`, or `ImageEncoder` (models/image_encoder.py).
+        backbone: transformers' `BertModel`, or `ImageEncoder` (models/vit.py).
         settings: encoder sizes, under `model` and `vision`.
         tokenizer: text: transformers' tokenizer from pre-training; `None` for images.
         image_size: images: side in pixels; 0 for text.
@@ -186,7 +186,7 @@ class FrozenEncoder:
         seed: int = 0,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
-        from trp_scale.models.image_encoder import ImageEncoder  # with timm, which text goes without
+        from trp_scale.models.vit import ImageEncoder  # with timm, which text goes without
 
         self.pooling, self.precision = pooling, precision
         self.device = device or torch.device("cpu")

@@ -75,7 +75,7 @@ class EncoderSource:
         if "pos_embed" in weights:
             weights["pos_embed"] = interpolate(weights["pos_embed"], config.grid)
         elif config.trains_positions:
-            from trp_scale.models.image_encoder import sine_cosine_positions
+            from trp_scale.models.vit import sine_cosine_positions
 
             weights["pos_embed"] = sine_cosine_positions(config)
         return weights

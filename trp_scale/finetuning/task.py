@@ -20,8 +20,7 @@ from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
-from trp_scale.core.objective import Objective
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import Objective, RunContext
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.mixture import MemberPath, parse_paths
@@ -38,7 +37,7 @@ from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.reporting.results import SeedResult
 
 if TYPE_CHECKING:
-    from trp_scale.models.image_encoder import OnImageEncoder
+    from trp_scale.models.vit import OnImageEncoder
 
 
 class TaskObjective:

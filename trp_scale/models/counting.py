@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import Objective
 from trp_scale.models.initialise import parameters_as_shapes
 
 TRAINING_OVER_FORWARD = 3

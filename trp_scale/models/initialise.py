@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.seeds import tensor_seed
+from trp_scale.core.run import tensor_seed
 from trp_scale.models.positions import sine_cosine
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import Objective
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.models.counting import Operation, RecordsOperations, fake_pass, gpu_attention

@@ -16,8 +16,7 @@ from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
-from trp_scale.core.objective import Objective
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import Objective, RunContext
 from trp_scale.data import sources as data_sources
 from trp_scale.data.sources import OpenLabelled, Rows, Sources
 from trp_scale.distributed.environment import Environment

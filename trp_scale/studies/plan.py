@@ -13,8 +13,7 @@ from trp_scale.planning.arguments import NO_DATA, PlanArguments, parse_plan
 from trp_scale.planning.clusters import Cluster, find_gpu
 from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import fitting, make_plans, refusal
-from trp_scale.planning.step import extra_passes, prepass
+from trp_scale.planning.plan import extra_passes, fitting, make_plans, prepass, refusal
 from trp_scale.studies.execute import NodeState, has_finished, read_states
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, to_arguments

@@ -10,7 +10,7 @@ from typing import Any
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.console import Cell, Table
-from trp_scale.evaluation.figures.drawing import figure_class
+from trp_scale.evaluation.figures.pictures import figure_class
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
 from trp_scale.reporting.paired_tests import LEVEL
 from trp_scale.reporting.results import RESULTS_FILE

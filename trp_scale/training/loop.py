@@ -21,8 +21,7 @@ from trp_scale.config import Config, OptimizerConfig
 from trp_scale.core.batch import Batch, LateStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
-from trp_scale.core.objective import Objective, task_losses
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import Objective, RunContext, task_losses
 from trp_scale.data.fetch import StoppedWaitingError
 from trp_scale.training.decisions import Best, SpikeWatch, StepAgreement, validation_figures
 from trp_scale.training.metrics import FINISHED, StepRecord, TaskRecord, worst_task

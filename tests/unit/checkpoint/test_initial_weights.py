@@ -23,8 +23,7 @@ from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.initialise import build_with_initialisers, fill_module
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.weights import is_encoder, load_weights, stored_positions
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
-from trp_scale.pretraining.pos_bert.weights import TIED_PARAMETERS, load_bert
+from trp_scale.pretraining.pos_bert.model import TIED_PARAMETERS, BertForMaskedPositions, bert_config, load_bert
 
 BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trp_scale.core.seeds import per_member_rng, reseed, tensor_seed
+from trp_scale.core.run import per_member_rng, reseed, tensor_seed
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from tests.settings import changed
 from trp_scale.config.checks import against_compiling
 from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.objective import task_losses
+from trp_scale.core.run import task_losses
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines import compiled
 from trp_scale.engines.compiled import Graphs, compile_model

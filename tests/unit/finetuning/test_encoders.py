@@ -30,9 +30,9 @@ from trp_scale.engines.optimizer import decay_groups
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.encoders import load_weights, open_encoder
-from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.models.positions import PositionOrder, sine_cosine
+from trp_scale.models.vit import ImageEncoder
 
 BERT = {
     "model_type": "bert",

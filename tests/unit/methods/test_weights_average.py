@@ -26,8 +26,8 @@ from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.errors import CheckpointError
 from trp_scale.evaluation.arguments import parse_probe
 from trp_scale.finetuning.encoders import open_encoder
+from trp_scale.pretraining.pos_bert.model import load_bert
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
-from trp_scale.pretraining.pos_bert.weights import load_bert
 
 
 def write_pair(directory: Path, kind: str) -> tuple[Path, Path]:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import copy_timm_weights, finetune_config, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
-from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
+from trp_scale.models.vit import ImageEncoder
 from trp_scale.pretraining.mae.weights import is_encoder
 
 

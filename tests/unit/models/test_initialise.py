@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.unit.models.masked_rows import VOCABULARY
 from trp_scale.config import TextModelConfig
-from trp_scale.core.seeds import tensor_seed
+from trp_scale.core.run import tensor_seed
 from trp_scale.models.initialise import initial_tensor, initialise
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 

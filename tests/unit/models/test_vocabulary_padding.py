@@ -8,10 +8,9 @@ from torch import nn
 
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
 from trp_scale.data.text.dataset import GROUPS
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.model import PADDED_PARAMETERS, BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
-from trp_scale.pretraining.pos_bert.weights import PADDED_PARAMETERS
 
 OBJECTIVE = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=32)
 BATCH = masked_rows(7)

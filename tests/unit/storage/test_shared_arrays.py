@@ -14,8 +14,8 @@ import pytest
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.plan import Order
 from trp_scale.errors import RefusedError
-from trp_scale.storage import shared_arrays as node_arrays
-from trp_scale.storage.shared_arrays import SHARED_FROM, NodeArray, content_key, node_array
+from trp_scale.storage import files as node_arrays
+from trp_scale.storage.files import SHARED_FROM, NodeArray, content_key, node_array
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from trp_scale.config.checks import check
 from trp_scale.config.loader import from_dict, load_recipe
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import Objective
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.plain import PlainEngine

@@ -26,13 +26,12 @@ from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quote
 from trp_scale.evaluation.encoders import FrozenEncoder
-from trp_scale.evaluation.figures.drawing import DPI, figure_class, show_image, small_axes
+from trp_scale.evaluation.figures.pictures import DPI, figure_class, show_image, small_axes
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.measurement import all_blocks
-from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.positions import RelativeInputs
-from trp_scale.models.vit import TransformerBlock
+from trp_scale.models.vit import ImageEncoder, TransformerBlock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment
-from trp_scale.evaluation.figures.drawing import DPI, Picture, draw_legend, show_image, small_axes
 from trp_scale.evaluation.figures.features import ShownImages, measured_images, planned_batches
+from trp_scale.evaluation.figures.pictures import DPI, Picture, draw_legend, show_image, small_axes
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassifier
 from trp_scale.finetuning.dense.depth import DepthTask

@@ -22,7 +22,6 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.arguments import RepresentArguments
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
-from trp_scale.evaluation.figures.drawing import Picture, figure_class
 from trp_scale.evaluation.figures.features import (
     EncodedImages,
     ImageChoice,
@@ -40,7 +39,7 @@ from trp_scale.evaluation.figures.features import (
     planned_batches,
     project_to_plane,
 )
-from trp_scale.evaluation.figures.pictures import draw_trained
+from trp_scale.evaluation.figures.pictures import Picture, draw_trained, figure_class
 from trp_scale.evaluation.figures.trained_images import load_trained, upstream_name
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.finetuning.arguments import SCRATCH

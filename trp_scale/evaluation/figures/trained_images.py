@@ -22,7 +22,7 @@ from trp_scale.checkpoint.format import STATE_OF, named_weights, read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig, split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.core.seeds import tensor_seed
+from trp_scale.core.run import tensor_seed
 from trp_scale.data.hashing import Words
 from trp_scale.data.images.dataset import ImageMeta, decode_image
 from trp_scale.data.mixture import parse_paths

@@ -32,9 +32,9 @@ from trp_scale.finetuning.task import (
     open_task_sources,
     select_training_blocks,
 )
-from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
 from trp_scale.models.patches import Pixels
+from trp_scale.models.vit import ImageEncoder, OnImageEncoder
 from trp_scale.reporting.results import CONSTANT
 
 MOST_FREQUENT = "most_frequent_class"

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from timm.models.convnext import ConvNeXtBlock
 from torch import Tensor, nn
 
-from trp_scale.core.seeds import tensor_seed
+from trp_scale.core.run import tensor_seed
 from trp_scale.finetuning.dense.settings import DenseTaskConfig
-from trp_scale.models.image_encoder import EncoderShape, ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initialise_vision, set_all
+from trp_scale.models.vit import EncoderShape, ImageEncoder, OnImageEncoder
 
 NORM_CHANNELS = 16
 """Fewest channels in a group of a group norm: on a 1 x 1 map, a norm over fewer channels loses too much."""

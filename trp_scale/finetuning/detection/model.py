@@ -23,8 +23,8 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
 
 from trp_scale.finetuning.dense.model import as_map, quarters
 from trp_scale.finetuning.detection.settings import DetectionConfig, DetectionTaskConfig
-from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision, set_all
+from trp_scale.models.vit import ImageEncoder, OnImageEncoder
 
 LEVELS = ("0", "1", "2", "3")
 """torchvision's names of the maps of strides p/4, p/2, p and 2p; "pool" has stride 4p."""

@@ -13,8 +13,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
-from trp_scale.core.run import RunContext
-from trp_scale.core.seeds import tensor_seed
+from trp_scale.core.run import RunContext, tensor_seed
 from trp_scale.methods.balancing.settings import FixedSumSettings, LossReadingSettings, RandomSettings, UniformSettings
 
 

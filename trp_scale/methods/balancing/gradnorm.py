@@ -1,6 +1,6 @@
 """GradNorm: weights that give all tasks equal training rates (Chen et al., Algorithm 1).
 
-Taps measure the gradient of each task where the tasks branch, in the normal backward pass (core/objective.py: Tap).
+Taps measure the gradient of each task where the tasks branch, in the normal backward pass (core/run.py: Tap).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Trains
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective, TappedObjective, TapPlace
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import Objective, RunContext, TappedObjective, TapPlace
 from trp_scale.methods.balancing.base import LossReadingBalancer, TaskAdam
 from trp_scale.methods.balancing.settings import GradNormSettings
 

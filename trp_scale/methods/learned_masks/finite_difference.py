@@ -25,9 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import PatchObjective, task_losses
 from trp_scale.core.pieces import Shards, whole_tensors
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import PatchObjective, RunContext, task_losses
 from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
 from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskFactors, masked_config
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import STATE_NAMES, Shards
-from trp_scale.core.seeds import reseed, tensor_seed
+from trp_scale.core.run import PatchObjective, reseed, tensor_seed
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
 from trp_scale.methods.learned_masks.settings import LabelledSettings

@@ -17,8 +17,7 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.core.objective import PatchObjective
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import PatchObjective, RunContext
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative
 from trp_scale.methods.learned_masks.hypergradient import (
     OuterObjective,

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from trp_scale.config.images import MaskedAutoencoderConfig, PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
 from trp_scale.core.pieces import Shards, foreach_chunks
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import GATE, PATCH_WEIGHTS, PatchObjective, RunContext
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
 from trp_scale.models.initialise import set_all, xavier_uniform_tensor
 from trp_scale.models.positions import sine_cosine

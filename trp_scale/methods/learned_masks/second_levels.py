@@ -15,9 +15,8 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import Shards, foreach_chunks
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import PatchObjective, RunContext
 from trp_scale.methods.learned_masks.finite_difference import MaskDerivative, Weights, whole
 from trp_scale.methods.learned_masks.head import Head, HeadLevel, global_rows, global_sum, leaf
 from trp_scale.methods.learned_masks.hypergradient import Clock, ValidationLoss, on_device

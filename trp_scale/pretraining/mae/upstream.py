@@ -16,8 +16,7 @@ from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config.images import split_patches
 from trp_scale.core.batch import Batch, Extra, TaskLosses, WindowSource
 from trp_scale.core.hooks import Hook, StepContext, built
-from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import GATE, PATCH_WEIGHTS, PatchObjective, RunContext
 from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment

@@ -17,14 +17,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trp_scale.checkpoint.export import Export
+from trp_scale.checkpoint.export import PATCHES, TOKEN, Export, Pair, WeightNames
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import from_dict
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.models.vit import feed_forward_ratio
-from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightNames
 from trp_scale.pretraining.mae import relative_vit
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig

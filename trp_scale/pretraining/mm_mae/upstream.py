@@ -15,8 +15,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, built
-from trp_scale.core.objective import Tap, TapPlace
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import RunContext, Tap, TapPlace
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows

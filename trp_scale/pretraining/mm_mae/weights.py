@@ -12,11 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.export import Export
+from trp_scale.checkpoint.export import PATCHES, TOKEN, Export, Pair, WeightLayout, WeightNames
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
 from trp_scale.models.initialise import current_value, set_value
-from trp_scale.models.weight_names import PATCHES, TOKEN, Pair, WeightLayout, WeightNames
 from trp_scale.pretraining.mae.weights import check_positions, check_timm, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig

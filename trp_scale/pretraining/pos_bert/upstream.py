@@ -18,7 +18,7 @@ from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses
-from trp_scale.core.objective import Tap, TapPlace
+from trp_scale.core.run import Tap, TapPlace
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows
 from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
@@ -26,9 +26,8 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.pos_bert.batch import keep_all_positions, open_rows
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput, load_bert
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
-from trp_scale.pretraining.pos_bert.weights import load_bert
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
 """Argument of the model for each tap."""
@@ -170,7 +169,7 @@ def blank_rows(length: int, predicted: int, rows: int) -> Batch:
 class TextUpstream(Upstream):
     """Sentence pairs with masked words; see `Upstream`."""
 
-    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.weights:write_bert"}
+    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.model:write_bert"}
     open_rows = staticmethod(open_rows)
 
     def __init__(self, config: PosBertConfig, environment: Environment) -> None:

@@ -19,7 +19,7 @@ from trp_scale.evaluation.figures.features import (
     mean_distance,
     recorded_attention,
 )
-from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.models.vit import ImageEncoder
 
 
 def test_against_every_pair() -> None:

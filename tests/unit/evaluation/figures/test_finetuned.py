@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.unit.evaluation.small_encoder import GRID, SIZE, small_config, with_large_weights
 from trp_scale.evaluation.figures import finetuned
-from trp_scale.evaluation.figures.drawing import draw_legend
 from trp_scale.evaluation.figures.finetuned import PixelMaps, class_activation, grad_cam
+from trp_scale.evaluation.figures.pictures import draw_legend
 from trp_scale.finetuning.classification.task import ImageClassifier
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.methods.balancing.toy import ToyObjective
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.objective import Tap, TapPlace
+from trp_scale.core.run import Tap, TapPlace
 
 WIDTH = 6
 SHARED_INPUTS = 5

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.core.objective import TapPlace
+from trp_scale.core.run import TapPlace
 from trp_scale.methods.balancing.gradnorm import GradNorm
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 

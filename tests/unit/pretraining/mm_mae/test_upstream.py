@@ -16,8 +16,7 @@ from tests.unit.data.images.multimodal import SEMSEG_CLASSES, multimodal_config,
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, changed, config, small_model
 from trp_scale.config import Config, ModelConfig
 from trp_scale.core.batch import Batch
-from trp_scale.core.objective import TapPlace
-from trp_scale.core.run import RunContext
+from trp_scale.core.run import RunContext, TapPlace
 from trp_scale.distributed.environment import Environment
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.pretraining.base import DataFacts, build_upstream

@@ -25,10 +25,15 @@ from tests.unit.models.masked_rows import (
 )
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary
+from trp_scale.pretraining.pos_bert.model import (
+    BertForMaskedPositions,
+    bert_config,
+    load_bert,
+    padded_vocabulary,
+    to_transformers,
+)
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
-from trp_scale.pretraining.pos_bert.weights import load_bert, to_transformers
 
 PADDED = 128
 
