@@ -249,7 +249,7 @@ def inspected(directory: Path) -> Case:
 
     def read() -> None:
         for shown in stored_images(tar, 3):
-            shown.line()
+            shown.describe()
             shown.pictures()
 
     files = [Target(path=data / "dataset.json", kind="json"), Target(path=index_path(tar), kind="json")]
