@@ -216,7 +216,7 @@ def test_the_first_screen_lists_what_a_run_names(capsys: pytest.CaptureFixture[s
         cli.main(["pretrain", "--recipe", "mm_mae_tiny", "--help"])
     first = capsys.readouterr().out
     assert "--upstream mm_mae; known: mae, mm_mae, pos_bert" in first
-    assert re.search(r"^--hooks \(none\); known, .*\n  gradient_noise_scale +Measure the", first, flags=re.MULTILINE)
+    assert re.search(r"^--hooks \(none\); known, .*\n  gradient_noise_scale +Estimate the", first, flags=re.MULTILINE)
     assert re.search(r"^  semseg +\S", first, flags=re.MULTILINE)  # no kind chooses it
 
 
