@@ -20,6 +20,7 @@ from trp_scale.config.checks import engine_rules
 from trp_scale.config.json_files import json_lines, parse_json
 from trp_scale.config.loader import flat, from_dict, to_dict
 from trp_scale.config.registry import names
+from trp_scale.config.schema import Fields
 from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
 from trp_scale.distributed.liveness import LEASE
 from trp_scale.errors import CheckpointError, listed_problems, quote, shorten
@@ -402,10 +403,11 @@ data.path may change if the data are the same."""
 def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
     """Set, in place, the behaviour of earlier versions for settings that their files do not contain. `stored`: nested
     settings of a checkpoint or result."""
-    if "decay_end" not in stored.get("optimizer", {}):
+    sections = Fields(stored, "stored settings", CheckpointError)  # a damaged document may have a number as a section
+    if "decay_end" not in sections.section("optimizer"):
         config.optimizer.decay_end = "last_step"
     balancer: Any = getattr(config, "balancer", None)
-    if hasattr(balancer, "group_sizes") and "group_sizes" not in stored.get("balancer", {}):
+    if hasattr(balancer, "group_sizes") and "group_sizes" not in sections.section("balancer"):
         balancer.group_sizes = "batch"
 
 

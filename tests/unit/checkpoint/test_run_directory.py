@@ -19,6 +19,7 @@ from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import (
     MAY_CHANGE,
+    adopt_unrecorded,
     check_settings,
     checkpoints,
     copy_tokenizer,
@@ -31,7 +32,7 @@ from trp_scale.checkpoint.run_directory import (
 )
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import to_dict
-from trp_scale.config.registry import registered_components
+from trp_scale.config.registry import make_settings, registered_components
 from trp_scale.distributed.groups import ALONE, Group, RankError, check_shared_directory, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -500,3 +501,11 @@ def test_another_run_s_checkpoint_does_not_continue_this_run_s_metrics(tmp_path:
         select(run_dir, str(other), ALONE)
     own = save_step(run_dir, 3)
     assert select(run_dir, str(own), ALONE).path == own
+
+
+@pytest.mark.parametrize("section", ["optimizer", "balancer"])
+def test_a_number_as_a_section_is_refused(section: str) -> None:
+    config = PosBertConfig()
+    config.balancer = make_settings("balancer", "group_dro")
+    with pytest.raises(CheckpointError, match=section):
+        adopt_unrecorded(config, {section: 5})
