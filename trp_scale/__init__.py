@@ -58,22 +58,34 @@ __all__ = [
     "shard_text",
 ]
 
-_NAMES = {
-    "api": "Run known_recipes load pretrain shard_images shard_text",
-    "config": "PretrainConfig",
-    "config.recipes": "recipe",
-    "config.registry": "MetricPlot component describe_metrics",
-    "config.settings": "Section Settings setting",
-    "core.batch": "Batch StepStats TaskLosses",
-    "core.hooks": "Balancer Hook StepContext",
-    "core.pieces": "Shards",
-    "core.run": "RunContext",
-    "data.images.maps": "MapFormat",
-    "errors": "RefusedError",
-    "methods.balancing.base": "TaskBalancer",
-    "pretraining.modalities.base": "Modality",
+_HOME = {
+    "Balancer": "trp_scale.core.hooks",
+    "Batch": "trp_scale.core.batch",
+    "Hook": "trp_scale.core.hooks",
+    "MapFormat": "trp_scale.data.images.maps",
+    "MetricPlot": "trp_scale.config.registry",
+    "Modality": "trp_scale.pretraining.modalities.base",
+    "PretrainConfig": "trp_scale.config",
+    "RefusedError": "trp_scale.errors",
+    "Run": "trp_scale.api",
+    "RunContext": "trp_scale.core.run",
+    "Section": "trp_scale.config.settings",
+    "Settings": "trp_scale.config.settings",
+    "Shards": "trp_scale.core.pieces",
+    "StepContext": "trp_scale.core.hooks",
+    "StepStats": "trp_scale.core.batch",
+    "TaskBalancer": "trp_scale.methods.balancing.base",
+    "TaskLosses": "trp_scale.core.batch",
+    "component": "trp_scale.config.registry",
+    "describe_metrics": "trp_scale.config.registry",
+    "known_recipes": "trp_scale.api",
+    "load": "trp_scale.api",
+    "pretrain": "trp_scale.api",
+    "recipe": "trp_scale.config.recipes",
+    "setting": "trp_scale.config.settings",
+    "shard_images": "trp_scale.api",
+    "shard_text": "trp_scale.api",
 }
-_HOME = {name: f"trp_scale.{module}" for module, names in _NAMES.items() for name in names.split()}
 """Module of each name."""
 
 if not TYPE_CHECKING:  # type checkers still report unknown names

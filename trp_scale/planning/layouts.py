@@ -233,8 +233,8 @@ class DdpLayout(Layout):
         if ranks == 1:
             return states
         # Flat buckets persist; gradients of earlier micro-batches need memory until they are packed.
-        beside = states["gradients"] if several else min(states["gradients"], BUCKET_BYTES)
-        return {**states, "gradients": beside, "buckets": self.sent * counted.parameters}
+        gradient_bytes = states["gradients"] if several else min(states["gradients"], BUCKET_BYTES)
+        return {**states, "gradients": gradient_bytes, "buckets": self.sent * counted.parameters}
 
     def collectives(self, counted: Counted, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
         yield from super().collectives(counted, ranks, micro, accumulation)
@@ -402,12 +402,12 @@ class MegatronLayout(Layout):
             return super().states(counted, ranks, several=several)
         every, share, data = self.part(counted).parameters, self.sharers(ranks), self.data_ranks(ranks)
         masters = MASTER * every / share if self.rounded else 0
-        beside = MASTER * every if several or data == 1 else min(MASTER * every, BUCKET_BYTES)
+        gradient_bytes = MASTER * every if several or data == 1 else min(MASTER * every, BUCKET_BYTES)
         flat = self.sent * every if data > 1 else 0
         gathering = self.read * min(every, BUCKET_BYTES // MASTER) if share > 1 else 0
         return {
             "weights": self.read * every + masters,
-            "gradients": beside,
+            "gradients": gradient_bytes,
             "moments": 2 * MASTER * every / share,
             "buckets": flat + (self.sent * every / share if share > 1 else 0) + gathering,
         }

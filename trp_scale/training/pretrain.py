@@ -292,11 +292,11 @@ class Run:
             self.start_up()
             if (why := self.checkpoints.given_up()) and why != self.ended:
                 self.ended = f"{self.ended}; {why}"
-            beside: dict[str, Any] = {} if self.best is None else {"best": self.best.state()}
+            best_figures: dict[str, Any] = {} if self.best is None else {"best": self.best.state()}
             if not nothing_left(self.ended) and (kept := checkpoints(self.run_dir)):
                 command = rundir.continue_command([clean_text(word) for word in sys.orig_argv], self.run_dir)
-                beside["goes_on"] = f"{kept[-1][1]}; go on from it with: {command}"
-            self.observer.close(self.ended, {**self.start_up.figures(), **beside})
+                best_figures["goes_on"] = f"{kept[-1][1]}; go on from it with: {command}"
+            self.observer.close(self.ended, {**self.start_up.figures(), **best_figures})
             if self.state.step >= self.config.training.steps or nothing_left(self.ended):
                 then()
         finally:
