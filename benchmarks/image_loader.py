@@ -49,7 +49,7 @@ from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.mae import batch as mae_batch
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.sharding.job.parts import new_tar, report_path
+from trp_scale.sharding.parts import new_tar, report_path
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

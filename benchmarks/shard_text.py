@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, train_word_piece
-from trp_scale.sharding.job.parts import new_tar
+from trp_scale.sharding.parts import new_tar
 from trp_scale.sharding.text.annotate import Annotator, make_tagger
 from trp_scale.sharding.text.corpus import embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import Document, ReadSettings, read_portion

@@ -17,9 +17,8 @@ from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, SMALL, environment, essence, flags, lines
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
-from tests.unit.sharding.job.test_parts import content
-from trp_scale.config.json_files import read_object
-from trp_scale.config.yaml_files import write_yaml
+from tests.unit.sharding.test_parts import content
+from trp_scale.config.files import read_object, write_yaml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 

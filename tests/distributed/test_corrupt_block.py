@@ -19,8 +19,7 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines
 from tests.unit.data.loaded import damage, table_of
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.data.plan import MixtureMember, TrainPlan
-from trp_scale.data.split import held_out
+from trp_scale.data.plan import MixtureMember, TrainPlan, held_out
 
 EPOCH = {"batch__global_size": 32, "batch__micro_size": 16, "data__verify": True, "optimizer__schedule": "constant"}
 

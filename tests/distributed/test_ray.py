@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.fixtures import small_text_dataset
-from tests.unit.sharding.job.test_parts import content, text_part
 from tests.unit.sharding.pseudo_labels.labelled import Models, files, label, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, mask2former
+from tests.unit.sharding.test_parts import content, text_part
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.workers import Advance, ProgressBar, run_portions
+from trp_scale.sharding.workers import Advance, ProgressBar, run_portions
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'trp-scale[ray]'")
 

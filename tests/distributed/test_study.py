@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.cli import main as cli
-from trp_scale.config.yaml_files import write_yaml
+from trp_scale.config.files import write_yaml
 
 SETTINGS = {
     "data.path": "{scenes}",

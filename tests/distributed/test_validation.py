@@ -17,7 +17,7 @@ from tests.unit.data.loaded import table_of
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config.run_flags import parse
-from trp_scale.data.split import held_out
+from trp_scale.data.plan import held_out
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling

@@ -30,9 +30,9 @@ from trp_scale.data.images.dataset import decode_image, decode_scaled, jpeg_size
 from trp_scale.data.images.formats import write_png
 from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.index import index_path, write_json
-from trp_scale.data.stores.mirror import MARKER, find_mirror
-from trp_scale.data.stores.tars import PLACES, find_external_tars
+from trp_scale.data.mirror import MARKER, find_mirror
 from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
+from trp_scale.data.tars import PLACES, find_external_tars
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.base import open_sources
@@ -40,10 +40,9 @@ from trp_scale.sharding.display import stored_images
 from trp_scale.sharding.images.index_tars import index_settings, index_tars
 from trp_scale.sharding.images.settings import IndexConfig, ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.job.parts import Part, PortionReport, report_path, write_dataset_index
-from trp_scale.sharding.merge import merge
+from trp_scale.sharding.parts import Part, PortionReport, report_path, write_dataset_index
 from trp_scale.sharding.pseudo_labels.directory import LabelReport, digest_of_images
-from trp_scale.sharding.verify import verify_dataset
+from trp_scale.sharding.verify import merge, verify_dataset
 from trp_scale.storage.cache import cache_root
 
 

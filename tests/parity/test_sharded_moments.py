@@ -216,7 +216,7 @@ class Frozen(nn.Module):
 
 
 def refusal_of_what_does_not_learn() -> str:
-    from trp_scale.engines.sharded_moments import OwnRows
+    from trp_scale.engines.ddp import OwnRows
 
     with pytest.raises(EngineError) as caught:
         OwnRows(Frozen(), Group("data", dist.get_rank(), dist.get_world_size()), rounded=False)

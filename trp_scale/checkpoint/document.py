@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.config.schema import LARGEST, Fields, FileName, Positive, Whole, record
 from trp_scale.errors import CheckpointError, error_text, quote, shorten
 from trp_scale.storage.files import json_text, write_text

@@ -23,7 +23,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, rea
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
 from trp_scale.config import RefusedError, Weights
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.config.registry import find, import_name
 from trp_scale.distributed.groups import RankError
 from trp_scale.errors import CheckpointError

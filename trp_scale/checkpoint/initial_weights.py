@@ -20,7 +20,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, reading_tensors
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.config import ModelConfig, RefusedError
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.errors import error_text, shorten
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, set_value
 

@@ -54,7 +54,7 @@ def _run_or_submit(
     _log_progress()
     settings.check()
     if settings.executor == "slurm-array":
-        from trp_scale.sharding.job.clusters import submit_array
+        from trp_scale.sharding.clusters import submit_array
 
         submit_array(command, argv, settings, directory)
     elif settings.sbatch:
@@ -72,7 +72,7 @@ def index(argv: Sequence[str]) -> int:
     settings = read(IndexConfig, argv, prog="trp-scale index", first=first)
     from trp_scale.data.index import read_json
     from trp_scale.sharding.images.index_tars import index_settings, index_tars, is_indexed
-    from trp_scale.sharding.job.parts import write_dataset_index
+    from trp_scale.sharding.parts import write_dataset_index
 
     dataset = Path(settings.tars)
     if settings.output is None and is_indexed(dataset):
@@ -102,7 +102,7 @@ class MergeArguments(TakesModules):
 def merge(argv: Sequence[str]) -> int:
     """`trp-scale merge`."""
     arguments = read(MergeArguments, argv, prog="trp-scale merge")
-    from trp_scale.sharding.merge import merge as join
+    from trp_scale.sharding.verify import merge as join
 
     _log_progress()
     join(arguments.dataset, arguments.max_skipped)
@@ -129,7 +129,7 @@ def inspect(argv: Sequence[str]) -> int:
     from trp_scale.data.index import index_path, read_index
     from trp_scale.errors import DataError
     from trp_scale.sharding.display import is_image_shard
-    from trp_scale.sharding.job.parts import first_shard, refuse_unfinished
+    from trp_scale.sharding.parts import first_shard, refuse_unfinished
 
     shard = arguments.shard.absolute()
     if not index_path(shard).is_file():

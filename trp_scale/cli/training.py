@@ -49,7 +49,7 @@ def recipes(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """`trp-scale plan`."""
-    from trp_scale.planning.arguments import parse_plan
+    from trp_scale.planning.clusters import parse_plan
 
     arguments = parse_plan(argv)
     from trp_scale.planning.command import print_plan

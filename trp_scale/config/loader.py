@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trp_scale.config import Config, PretrainConfig
+from trp_scale.config.files import read_lines, write_yaml
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.json_files import read_lines
 from trp_scale.config.recipes import (
     RECIPES,
     Inherited,
@@ -30,7 +30,6 @@ from trp_scale.config.recipes import (
 from trp_scale.config.registry import RUNS, Component, find, listed_roles, load_module, registered_components, runs
 from trp_scale.config.schema import Problem, WrongValueError, setting_name, setting_names, typed_reader
 from trp_scale.config.settings import Settings
-from trp_scale.config.yaml_files import write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
 
 Section = TypeVar("Section")

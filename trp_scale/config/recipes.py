@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trp_scale.config.files import read_yaml
 from trp_scale.config.registry import runs
-from trp_scale.config.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, nearest, quote
 
 RECIPES = Path(__file__).parents[1] / "recipes"

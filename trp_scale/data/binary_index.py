@@ -35,10 +35,10 @@ from typing import IO, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config.json_files import LARGEST_INDEX, parse_json
+from trp_scale.config.files import LARGEST_INDEX, parse_json
 from trp_scale.config.schema import Fields, FileName, Positive, Whole
 from trp_scale.data.index import BINARY_INDEX, index_path
-from trp_scale.data.stores.tars import TarStore
+from trp_scale.data.tars import TarStore
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.files import atomic_write
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses, Blocks, Plan
-from trp_scale.data.stores.prefetch import Share, StoredTars, TarsAhead, tars_ahead
+from trp_scale.data.prefetch import Share, StoredTars, TarsAhead, tars_ahead
 from trp_scale.distributed.stop import STOP_SIGNALS
 from trp_scale.errors import RefusedError, UnreadableError
 from trp_scale.storage.cache import use_of_caches

@@ -18,8 +18,8 @@ import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
+from trp_scale.data.mirror import local_directory
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.stores.mirror import local_directory
 from trp_scale.errors import DataError
 from trp_scale.storage.transfer import is_url
 
@@ -40,7 +40,7 @@ class MemberPath:
 def parse_paths(text: str) -> list[MemberPath]:
     """Parse `data.path`: a directory, or 'name:weight=directory' several times with commas between.
 
-    A directory may be a URL: its small files are then fetched, and the path is that of its mirror (stores/mirror.py).
+    A directory may be a URL: its small files are then fetched, and the path is that of its mirror (mirror.py).
 
     Raises:
         DataError: the URL has no data set.

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.config.registry import names
 from trp_scale.config.schema import Fields, is_plain_name
 from trp_scale.data.index import read_fields

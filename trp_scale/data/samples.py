@@ -20,8 +20,8 @@ from trp_scale.config.schema import LARGEST, is_plain_name
 from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, name_hash
 from trp_scale.data.index import index_path, read_index, read_index_document
-from trp_scale.data.stores.mirror import find_store
-from trp_scale.data.stores.tars import StoredPart, TarStore
+from trp_scale.data.mirror import find_store
+from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, quote, shorten
 
 Counts = npt.NDArray[np.uint32]

@@ -18,10 +18,9 @@ from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_work
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath, describe_shares, parse_paths
-from trp_scale.data.plan import Blocks, HeldOutPlan, MixtureMember, Plan, TrainPlan
+from trp_scale.data.plan import Blocks, HeldOutPlan, MixtureMember, Plan, TrainPlan, held_out
+from trp_scale.data.prefetch import StoredTars
 from trp_scale.data.raw_files import require_dataset
-from trp_scale.data.split import held_out
-from trp_scale.data.stores.prefetch import StoredTars
 from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.launchers import ranks_of_node
 from trp_scale.storage.cache import CacheUse

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from trp_scale.data.binary_index import OrderBlocks
 from trp_scale.data.images.maps import CLASS, IMAGE
 from trp_scale.data.samples import SampleTable
-from trp_scale.data.stores.tars import StoredPart
+from trp_scale.data.tars import StoredPart
 from trp_scale.errors import DataError, RefusedError, error_text
 
 OPEN_IN_CACHE = 32

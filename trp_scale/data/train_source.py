@@ -12,7 +12,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
 from trp_scale.data.plan import ByBlock, Plan
-from trp_scale.data.stores.prefetch import Share, StoredTars
+from trp_scale.data.prefetch import Share, StoredTars
 from trp_scale.distributed.launchers import NodeRanks
 from trp_scale.storage.cache import CacheUse
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trp_scale.config.json_files import read_lines
+from trp_scale.config.files import read_lines
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.launchers import RankInfo, list_ranks

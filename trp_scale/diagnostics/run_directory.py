@@ -22,7 +22,7 @@ from typing import Any
 
 from trp_scale.checkpoint.document import damage, read_document
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkpoints, incompleteness
-from trp_scale.config.json_files import parse_json, read_content, read_optional_object
+from trp_scale.config.files import parse_json, read_content, read_optional_object
 from trp_scale.diagnostics.machine import Finding, judge
 from trp_scale.distributed.liveness import (
     GONE_AFTER,

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from trp_scale.config.json_files import read_optional_object
+from trp_scale.config.files import read_optional_object
 from trp_scale.distributed.launchers import list_ranks
 from trp_scale.errors import ExitStatus, RefusedError
 

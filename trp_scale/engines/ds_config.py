@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.json_files import parse_json, read_content
+from trp_scale.config.files import parse_json, read_content
 from trp_scale.config.settings import near_divisors
 from trp_scale.errors import MOST_PROBLEMS, listed_problems, nearest, quote, shorten
 

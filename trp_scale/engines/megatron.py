@@ -21,7 +21,7 @@ from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
 from trp_scale.core.run import per_member_rng
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.ddp import DdpEngine, GradientReduction
+from trp_scale.engines.ddp import DdpEngine, GradientReduction, OwnRows
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import Masters
 from trp_scale.engines.sequence_parallel import (
@@ -33,7 +33,6 @@ from trp_scale.engines.sequence_parallel import (
     reduce_scatter_tokens,
     split_tokens,
 )
-from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, initialisers
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches

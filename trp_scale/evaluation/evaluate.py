@@ -15,9 +15,8 @@ from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import HeldOutPlan
+from trp_scale.data.plan import HeldOutPlan, held_out
 from trp_scale.data.sources import Chosen, Rows, within_cpus
-from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
 from trp_scale.errors import DataError, finding

@@ -16,8 +16,8 @@ from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.checkpoint.initial_weights import FILE, stored_weights
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
+from trp_scale.config.files import read_object
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
-from trp_scale.config.json_files import read_object
 from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import Fields
 from trp_scale.errors import quote

@@ -16,8 +16,7 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.launchers import discover
 from trp_scale.engines import ds_config
 from trp_scale.planning import clusters
-from trp_scale.planning.arguments import NO_DATA, PlanArguments
-from trp_scale.planning.clusters import GPUS, Cluster, Gpu, find_gpu
+from trp_scale.planning.clusters import GPUS, NO_DATA, Cluster, Gpu, PlanArguments, find_gpu
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal

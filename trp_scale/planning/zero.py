@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from trp_scale.config import Config
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.engines import ds_config
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.planning.clusters import Cluster

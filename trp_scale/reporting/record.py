@@ -14,10 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from trp_scale.config import Config
-from trp_scale.config.json_files import read_optional_object
+from trp_scale.config.files import read_optional_object, read_yaml
 from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
 from trp_scale.config.schema import Fields, PartOf, record
-from trp_scale.config.yaml_files import read_yaml
 from trp_scale.distributed.liveness import lease_holder
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.training.metrics import FINISHED, RunHistory, nothing_left, read_history

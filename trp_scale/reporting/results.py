@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
-from trp_scale.config.json_files import read_json
+from trp_scale.config.files import read_json
 from trp_scale.config.schema import record
 from trp_scale.errors import quote, shorten
 from trp_scale.storage.files import write_text

@@ -18,10 +18,10 @@ from trp_scale.data.images.dataset import decode_image
 from trp_scale.data.images.formats import FORMATS, png_size
 from trp_scale.data.images.maps import CLASS, OWN_TAR, StoredMaps, class_names, known_suffixes, map_formats, stored_maps
 from trp_scale.data.index import Block, read_fields, read_index
+from trp_scale.data.mirror import find_store
 from trp_scale.data.samples import check_members
-from trp_scale.data.stores.mirror import find_store
-from trp_scale.data.stores.tars import StoredPart
 from trp_scale.data.tar_reader import parse_npy
+from trp_scale.data.tars import StoredPart
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, SUFFIXES
 from trp_scale.data.text.tokenizer import load_for_sharding
 from trp_scale.errors import DataError, shorten

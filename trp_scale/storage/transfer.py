@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from trp_scale.config.json_files import LARGEST_INDEX
+from trp_scale.config.files import LARGEST_INDEX
 from trp_scale.config.schema import find_credentials
 from trp_scale.distributed.stop import first_signal_time
 from trp_scale.errors import DataError, ExitStatus, RefusedError

@@ -23,12 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.config.schema import record
 from trp_scale.distributed.stop import NOTICES, signal_handlers
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.results import RESULTS_FILE
-from trp_scale.sharding.job.clusters import submit_job
+from trp_scale.sharding.clusters import submit_job
 from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
 from trp_scale.training.metrics import nothing_left

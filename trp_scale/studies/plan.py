@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trp_scale.config import Config
-from trp_scale.planning.arguments import NO_DATA, PlanArguments, parse_plan
-from trp_scale.planning.clusters import Cluster, find_gpu
+from trp_scale.planning.clusters import NO_DATA, Cluster, PlanArguments, find_gpu, parse_plan
 from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import extra_passes, fitting, make_plans, prepass, refusal

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE, name_seed_runs
 from trp_scale.config import RefusedError
-from trp_scale.config.json_files import json_lines, parse_json
+from trp_scale.config.files import json_lines, parse_json
 from trp_scale.config.schema import PartOf, Whole, record
 
 FINISHED = "finished"

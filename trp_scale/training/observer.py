@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trp_scale.config import Config, LoggingConfig
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.core.engine import CompiledGraphs
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task

@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object, read_yaml
 from trp_scale.config.schema import Fields, PartOf, Whole, record
-from trp_scale.config.yaml_files import read_yaml
 from trp_scale.console import Cell, Colour, Table, figure_text, number_cell
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.training.metrics import FEWEST, LastLesson, RunHistory, TaskHistory, end_begins, read_history

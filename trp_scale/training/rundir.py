@@ -34,7 +34,7 @@ import torch
 import trp_scale
 from trp_scale.checkpoint.run_directory import newest_step
 from trp_scale.config import Config
-from trp_scale.config.json_files import json_lines, parse_json, read_object, read_optional_object
+from trp_scale.config.files import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields, clean_text
 from trp_scale.distributed.environment import Environment, RankInfo

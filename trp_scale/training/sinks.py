@@ -17,7 +17,7 @@ from PIL import Image
 
 from trp_scale.checkpoint.run_directory import PICTURES, SET_ASIDE
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.json_files import read_lines
+from trp_scale.config.files import read_lines
 from trp_scale.errors import error_text
 from trp_scale.training.report import REPORT_FILE
 

@@ -13,7 +13,7 @@ import pytest
 from tests.faulty_server import Faults
 from tests.unit.checkpoint.fake_engine import save_step
 from tests.unit.checkpoint.test_run_directory import flip
-from tests.unit.data.stores.test_s3 import s3, signed
+from tests.unit.data.test_s3 import s3, signed
 from trp_scale.checkpoint import keeper as keeper_module
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.keeper import Keeper

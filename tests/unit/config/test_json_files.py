@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from tests.faults.mutations import alias_bomb
-from trp_scale.config.json_files import (
+from trp_scale.config.files import (
     DEEPEST,
     LONGEST_LINE,
+    MOST_VALUES,
     json_lines,
     parse_json,
     read_content,
     read_json,
     read_lines,
     read_object,
+    read_yaml,
+    write_yaml,
 )
-from trp_scale.config.yaml_files import MOST_VALUES, read_yaml, write_yaml
 from trp_scale.errors import LONGEST_QUOTE, RefusedError, error_text, listed_problems, nearest, quote, shorten
 
 

@@ -25,7 +25,7 @@ from trp_scale.data.samples import read_samples
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.parts import write_dataset_index
+from trp_scale.sharding.parts import write_dataset_index
 from trp_scale.sharding.verify import verify_dataset
 
 

@@ -16,7 +16,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, name_hash
 from trp_scale.data.plan import ByBlock, MixtureMember, Order, TrainPlan, row_identities
-from trp_scale.data.stores.prefetch import Share
+from trp_scale.data.prefetch import Share
 from trp_scale.distributed.launchers import NodeRanks, ranks_of_node
 from trp_scale.pretraining.base import open_sources
 

@@ -7,7 +7,7 @@ import pytest
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Words, name_hash
-from trp_scale.data.split import downstream_validation, held_out
+from trp_scale.data.plan import downstream_validation, held_out
 
 GOLDEN = [8, 11, 54, 56, 71, 101, 114, 173, 179, 181, 183, 195]
 DOWNSTREAM_GOLDEN = [3, 6, 9, 10, 12, 14, 17, 21, 30, 35, 36, 37, 47, 48, 52, 54, 55, 56]

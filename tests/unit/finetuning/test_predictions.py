@@ -19,8 +19,7 @@ from tests.unit.finetuning.detection.small_sets import small_scenes
 from tests.unit.finetuning.glue.small_data import FILES, MNLI_COLUMNS, finetune_here, glue_flags, write_glue
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import RowReader, open_image_dataset
-from trp_scale.data.plan import HeldOutPlan, MixtureMember
-from trp_scale.data.split import held_out
+from trp_scale.data.plan import HeldOutPlan, MixtureMember, held_out
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import DataError
 from trp_scale.finetuning.glue.task import GlueSubmission

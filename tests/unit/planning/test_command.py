@@ -9,7 +9,7 @@ import pytest
 from tests.runs import flags
 from trp_scale.cli.main import main
 from trp_scale.config.run_flags import parse
-from trp_scale.planning.arguments import parse_plan
+from trp_scale.planning.clusters import parse_plan
 from trp_scale.planning.command import dry_run
 
 TINY = ["--recipe", "pos_bert_tiny", "--batch.global_size", "1024", "--batch.micro_size", "auto"]

@@ -16,7 +16,7 @@ import pytest
 from trp_scale.data.index import write_json
 from trp_scale.data.text.tokenizer import save_trained, train_word_piece
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.parts import new_tar
+from trp_scale.sharding.parts import new_tar
 from trp_scale.storage.files import only_run, remove_leftovers, temporary_beside, write_text
 
 

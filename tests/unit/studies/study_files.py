@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config.yaml_files import write_yaml
+from trp_scale.config.files import write_yaml
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import load_study
 

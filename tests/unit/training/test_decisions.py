@@ -22,7 +22,7 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import CheckpointConfig, RefusedError, ReliabilityConfig
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.split import downstream_validation
+from trp_scale.data.plan import downstream_validation
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
 from trp_scale.training import pretrain as training

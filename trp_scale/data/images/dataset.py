@@ -53,8 +53,8 @@ from trp_scale.data.index import failure_reason, read_index
 from trp_scale.data.plan import Addresses
 from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
-from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.data.tar_reader import SampleReader
+from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, error_text, quote, shorten
 
 

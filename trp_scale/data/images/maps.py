@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
-from trp_scale.config.json_files import read_content
+from trp_scale.config.files import read_content
 from trp_scale.config.registry import find, names
 from trp_scale.config.schema import is_plain_name
 from trp_scale.data.images.formats import GREY, RGB, Map, png_format, png_size, read_png, refuse_too_many_pixels

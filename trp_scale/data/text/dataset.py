@@ -18,8 +18,8 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.index import failure_reason
 from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
-from trp_scale.data.stores.tars import StoredPart, TarStore
 from trp_scale.data.tar_reader import ArrayReader
+from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, quote
 
 GROUPS: tuple[str, ...] = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from trp_scale.config.json_files import read_object
+from trp_scale.config.files import read_object
 from trp_scale.data.index import write_json
 from trp_scale.errors import DataError, error_text
 from trp_scale.storage.files import temporary_beside

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.core.batch import Batch
-from trp_scale.data.plan import HeldOutPlan, TrainPlan
-from trp_scale.data.split import held_out
+from trp_scale.data.plan import HeldOutPlan, TrainPlan, held_out
 from trp_scale.data.train_source import TrainSource
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages

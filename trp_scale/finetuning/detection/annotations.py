@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
+from trp_scale.config.files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
 from trp_scale.config.schema import LARGEST, is_finite, is_plain_name, is_within
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.errors import LONGEST_QUOTE, DataError, error_text, quote, shorten

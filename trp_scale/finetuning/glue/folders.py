@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.config.json_files import read_content
+from trp_scale.config.files import read_content
 from trp_scale.data.raw_files import check_rows, open_dataset
 from trp_scale.errors import DataError, error_text, quote, shorten
 

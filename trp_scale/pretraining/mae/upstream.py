@@ -21,7 +21,7 @@ from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.methods.learned_masks.flops import masks_step_flops
+from trp_scale.methods.learned_masks.hook import masks_step_flops
 from trp_scale.methods.learned_masks.labelled import open_downstream
 from trp_scale.methods.learned_masks.second_levels import JointObjective
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings, RandomMasksSettings

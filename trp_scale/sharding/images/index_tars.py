@@ -2,7 +2,7 @@
 
 DATASET/
   dataset.json                  as written by shard-images, with the settings; written last
-  shards/places.json            location of each tar (data/stores/tars.py)
+  shards/places.json            location of each tar (data/tars.py)
   shards/NAME.index.json        index of a tar and its source; a resumed run skips these tars
   shards/index.bin
 """
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trp_scale.config.json_files import parse_json
+from trp_scale.config.files import parse_json
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.maps import CLASS, IMAGE, OWN_TAR, read_names
@@ -31,15 +31,15 @@ from trp_scale.data.index import (
     read_index_document,
     write_json,
 )
-from trp_scale.data.stores.tars import PLACES, ExternalTar, open_stream, stat_tar, write_places
+from trp_scale.data.tars import PLACES, ExternalTar, open_stream, stat_tar, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
 from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, make_key
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
-from trp_scale.sharding.job.job import DataKind, FinishedShard, ShardingJob
-from trp_scale.sharding.job.parts import Part, PortionReport, sharding_settings, started_parts
-from trp_scale.sharding.job.workers import Advance, ProgressBar, start_sample
+from trp_scale.sharding.job import DataKind, FinishedShard, ShardingJob
+from trp_scale.sharding.parts import Part, PortionReport, sharding_settings, started_parts
+from trp_scale.sharding.workers import Advance, ProgressBar, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import MAX_REQUESTS
 

@@ -13,7 +13,7 @@ from trp_scale.config.registry import preparation_sections
 from trp_scale.config.settings import check_settings, non_default_values, setting
 from trp_scale.data.images.maps import map_formats
 from trp_scale.errors import DataError, RefusedError
-from trp_scale.sharding.job.parts import ShardingSettings, SpreadSettings
+from trp_scale.sharding.parts import ShardingSettings, SpreadSettings
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Sharding of images (sharding/job/job.py).
+"""Sharding of images (sharding/job.py).
 
   shards/image-000000.tar       WebDataset tar; one sample = one image
       KEY.jpg                   upright RGB or grey JPEG
@@ -33,9 +33,9 @@ from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
-from trp_scale.sharding.job.job import DataKind, ShardingJob
-from trp_scale.sharding.job.parts import PortionReport, ShardWriter
-from trp_scale.sharding.job.workers import Advance, ProgressBar, start_sample
+from trp_scale.sharding.job import DataKind, ShardingJob
+from trp_scale.sharding.parts import PortionReport, ShardWriter
+from trp_scale.sharding.workers import Advance, ProgressBar, start_sample
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from trp_scale.config.json_files import read_lines
+from trp_scale.config.files import read_lines
 from trp_scale.errors import DataError, error_text, escape_name, quote, shorten
 from trp_scale.storage.transfer import is_url, shared_remote
 

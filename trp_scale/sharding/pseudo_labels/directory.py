@@ -1,4 +1,4 @@
-"""Pseudo-labels of one modality as a data kind (sharding/job/job.py), in a directory next to the image shards.
+"""Pseudo-labels of one modality as a data kind (sharding/job.py), in a directory next to the image shards.
 
 DATASET/
   dataset.json                  "modalities" lists the new directories, after all their shards are finished
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trp_scale.config.files import LARGEST_INDEX, read_content
 from trp_scale.config.flags import TakesModalities
-from trp_scale.config.json_files import LARGEST_INDEX, read_content
 from trp_scale.config.registry import preparation_sections
 from trp_scale.config.schema import Fields, record
 from trp_scale.config.settings import check_settings, non_default_values, setting
@@ -30,8 +30,8 @@ from trp_scale.data.samples import write_binary_index
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.settings import LabelSettings
-from trp_scale.sharding.job.job import DataKind, FinishedShard
-from trp_scale.sharding.job.parts import PortionReport, SpreadSettings, report_path
+from trp_scale.sharding.job import DataKind, FinishedShard
+from trp_scale.sharding.parts import PortionReport, SpreadSettings, report_path
 from trp_scale.storage.files import only_run, remove_leftovers
 
 if TYPE_CHECKING:

@@ -33,10 +33,9 @@ from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Size
 from trp_scale.pretraining.modalities.settings import LabelSettings
-from trp_scale.sharding.job.clusters import cluster_gpus, cpus_of_task
-from trp_scale.sharding.job.job import ShardingJob
-from trp_scale.sharding.job.parts import ShardWriter, new_tar, report_path, sharding_settings
-from trp_scale.sharding.job.workers import Advance, ProgressBar, process_number, run_portions
+from trp_scale.sharding.clusters import cluster_gpus, cpus_of_task
+from trp_scale.sharding.job import ShardingJob
+from trp_scale.sharding.parts import ShardWriter, new_tar, report_path, sharding_settings
 from trp_scale.sharding.pseudo_labels.directory import (
     UNREADABLE,
     LabelReport,
@@ -56,6 +55,7 @@ from trp_scale.sharding.pseudo_labels.models import (
     load_model,
     load_processor,
 )
+from trp_scale.sharding.workers import Advance, ProgressBar, process_number, run_portions
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 

@@ -12,7 +12,7 @@ from functools import cache, partial
 from itertools import chain
 from typing import IO, Any
 
-from trp_scale.config.json_files import parse_json
+from trp_scale.config.files import parse_json
 from trp_scale.data.raw_files import check_rows, load_dataset, open_regular
 from trp_scale.errors import RefusedError, quote
 from trp_scale.sharding.text.corpus import LARGEST_SHARD, Span, TextPortion, open_parquet

@@ -28,9 +28,8 @@ from trp_scale.data.text.tokenizer import (
     vocabulary_size,
 )
 from trp_scale.errors import DataError, shorten
-from trp_scale.sharding.job.job import DataKind, ShardingJob, shard_stem
-from trp_scale.sharding.job.parts import PortionReport, ShardingSettings, ShardWriter
-from trp_scale.sharding.job.workers import Advance, ProgressBar
+from trp_scale.sharding.job import DataKind, ShardingJob, shard_stem
+from trp_scale.sharding.parts import PortionReport, ShardingSettings, ShardWriter
 from trp_scale.sharding.text.annotate import (
     NOT_ENGLISH_SHARE,
     Annotated,
@@ -42,6 +41,7 @@ from trp_scale.sharding.text.annotate import (
 from trp_scale.sharding.text.corpus import Corpus, TextPortion, embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.sharding.text.splitting import SentenceSplitter
+from trp_scale.sharding.workers import Advance, ProgressBar
 from trp_scale.storage.files import only_run, write_text
 
 BATCH_SENTENCES = 2000

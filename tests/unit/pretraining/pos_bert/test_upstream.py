@@ -17,7 +17,7 @@ from tests.unit.methods.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, slots, small_model
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.data.split import held_out
+from trp_scale.data.plan import held_out
 from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import GROUPS, OTHER
 from trp_scale.distributed.environment import Environment

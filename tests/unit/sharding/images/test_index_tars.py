@@ -22,8 +22,8 @@ from tests.unit.data.loaded import assert_same, steps
 from trp_scale.cli.main import main
 from trp_scale.data.images.dataset import decode_image, open_image_dataset
 from trp_scale.data.index import read_index, read_json
-from trp_scale.data.stores.tars import find_external_tars
 from trp_scale.data.tar_reader import SampleReader
+from trp_scale.data.tars import find_external_tars
 from trp_scale.errors import DataError
 from trp_scale.sharding.verify import verify_dataset
 

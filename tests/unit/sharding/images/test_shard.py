@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_folder, jpeg, png, png_of_size, rotated_jpeg, stored
-from tests.unit.sharding.job.test_parts import content
+from tests.unit.sharding.test_parts import content
 from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.maps import known_suffixes
 from trp_scale.data.index import read_index, read_json

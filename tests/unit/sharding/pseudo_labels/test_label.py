@@ -28,9 +28,8 @@ from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.depth import StoredDepth, depth_maps, metric_units, relative_units
 from trp_scale.pretraining.modalities.semseg import class_maps
-from trp_scale.sharding.merge import merge
 from trp_scale.sharding.pseudo_labels.label import LabelStream
-from trp_scale.sharding.verify import verify_dataset
+from trp_scale.sharding.verify import merge, verify_dataset
 
 DIRECTORIES = ("depth", "semseg")
 

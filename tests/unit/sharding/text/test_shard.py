@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_config, small_text_dataset
-from tests.unit.sharding.job.test_parts import content
+from tests.unit.sharding.test_parts import content
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.errors import DataError

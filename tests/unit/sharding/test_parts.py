@@ -14,9 +14,9 @@ from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
-from trp_scale.sharding.job.parts import Part, started_parts
-from trp_scale.sharding.merge import merge
+from trp_scale.sharding.parts import Part, started_parts
 from trp_scale.sharding.text.shard import shard_text
+from trp_scale.sharding.verify import merge
 from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -15,7 +15,7 @@ from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.cli.main import main
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.stores.mirror import local_directory
+from trp_scale.data.mirror import local_directory
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.sharding.verify import verify_dataset

@@ -17,10 +17,10 @@ from tests.faulty_server import directory, faulty_server
 from tests.grids import always
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
+from trp_scale.data import prefetch as ahead
+from trp_scale.data.mirror import local_directory
 from trp_scale.data.plan import HeldOutPlan, MixtureMember, TrainPlan
-from trp_scale.data.stores import prefetch as ahead
-from trp_scale.data.stores.mirror import local_directory
-from trp_scale.data.stores.prefetch import TarsAhead, tars_ahead
+from trp_scale.data.prefetch import TarsAhead, tars_ahead
 from trp_scale.data.text.dataset import TextDataset, open_text_dataset
 from trp_scale.errors import RefusedError
 from trp_scale.pretraining.base import open_sources
@@ -169,7 +169,7 @@ RUN = """
 import sys, time
 from tests.unit.data.stored import config_for
 from trp_scale.pretraining.base import open_sources
-from trp_scale.data.stores import prefetch as ahead
+from trp_scale.data import prefetch as ahead
 
 sources = open_sources(config_for(sys.argv[1]), rank=0, world=1)
 sources.train.next_window()

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trp_scale.config.json_files import LARGEST
+from trp_scale.config.files import LARGEST
 from trp_scale.config.schema import Fields, FileName, Whole, is_within, record
 from trp_scale.data.index import BINARY_INDEX, index_path, read_json, write_json
-from trp_scale.data.stores.tars import PART_MARK, PLACES, CachedStore, StoredPart, TarStore, find_external_tars
+from trp_scale.data.tars import PART_MARK, PLACES, CachedStore, StoredPart, TarStore, find_external_tars
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.cache import DIRECTORY, Cache, cache_root, shared_cache
 from trp_scale.storage.files import atomic_write, lock_file

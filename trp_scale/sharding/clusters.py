@@ -19,8 +19,8 @@ from typing import Any
 
 from trp_scale.config.registry import load_module, own_modules
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.parts import SpreadSettings
-from trp_scale.sharding.job.workers import Advance, PortionT, ReportT, process_died
+from trp_scale.sharding.parts import SpreadSettings
+from trp_scale.sharding.workers import Advance, PortionT, ReportT, process_died
 
 RETRIES = 5
 """Retries of a portion after its process or node was lost."""

@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 from trp_scale.data.binary_index import first_rank_here
 from trp_scale.data.hashing import Integers
 from trp_scale.data.plan import Plan
-from trp_scale.data.stores.tars import StoredPart, TarStore
+from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import RefusedError
 
 AHEAD = "TRP_SCALE_TARS_AHEAD"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sharding.job.test_parts import ROOT, content, image_part, text_part
+from tests.unit.sharding.test_parts import ROOT, content, image_part, text_part
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
-from trp_scale.sharding.merge import merge
+from trp_scale.sharding.verify import merge
 
 
 def test_text_in_parts_in_any_order_is_the_same_data_set(text: Path, tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ from tests.faulty_server import directory, faulty_server
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.data import tar_reader
+from trp_scale.data import mirror, tar_reader
 from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.mirror import local_directory
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.samples import write_binary_index
-from trp_scale.data.stores import mirror
-from trp_scale.data.stores.mirror import local_directory
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError, RefusedError

@@ -196,7 +196,7 @@ def run_portions(
     counters = context.Array("q", bar.counters)
     with _Display(bar, counters):
         if executor == "ray":
-            from trp_scale.sharding.job.clusters import run_on_ray
+            from trp_scale.sharding.clusters import run_on_ray
 
             return run_on_ray(
                 portions,

@@ -14,11 +14,11 @@ from tests.unit.data.images.foreign_tars import three_tars
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.cli.main import main
+from trp_scale.data import mirror
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.stores import mirror
-from trp_scale.data.stores.mirror import find_store, local_directory
-from trp_scale.data.stores.tars import PART_MARK
+from trp_scale.data.mirror import find_store, local_directory
 from trp_scale.data.tar_reader import SampleReader
+from trp_scale.data.tars import PART_MARK
 from trp_scale.errors import DataError, RefusedError
 
 

@@ -26,7 +26,7 @@ from trp_scale.config.schema import Fields, record
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
 from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.errors import MOST_PROBLEMS, DataError, quote
-from trp_scale.sharding.job.parts import (
+from trp_scale.sharding.parts import (
     MAX_LISTED,
     Part,
     PortionReport,
@@ -41,7 +41,7 @@ from trp_scale.sharding.job.parts import (
     unfinished_line,
     write_dataset_index,
 )
-from trp_scale.sharding.job.workers import Advance, Numbered, PortionT, ProgressBar, run_portions
+from trp_scale.sharding.workers import Advance, Numbered, PortionT, ProgressBar, run_portions
 from trp_scale.storage.files import only_run, remove_leftovers
 
 FAILED = "failed"

@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.runs import ROOT, environment, hear_ctrl_c
 from trp_scale.errors import DataError
-from trp_scale.sharding.job.workers import Advance, ProgressBar, run_portions, start_sample
+from trp_scale.sharding.workers import Advance, ProgressBar, run_portions, start_sample
 
 
 @dataclass(frozen=True)
