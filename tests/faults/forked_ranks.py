@@ -1,38 +1,36 @@
 """Two ranks of `trp-scale pretrain` that get a signal at a named place of their own code.
 
-A launcher costs each start seconds of imports. Here one process imports what a run needs, and forks the ranks: a start
-costs a second. The ranks are told of each other by RANK, MASTER_ADDR and so on, as by hand; a rank whose other has
-ended is treated as launchers do: SIGTERM, then SIGKILL.
+A launcher costs each start seconds of imports. Here the ranks are forked from a process that has imported what a run
+needs (`tests.ranks.fork`). RANK, MASTER_ADDR and so on are set as by hand; a rank whose other has ended gets SIGTERM,
+then SIGKILL, as from a launcher.
 
-    ranks = ForkedRanks()
-    statuses = ranks(arguments, log, Signal(place="backward", rank=1, number=signal.SIGKILL, times=3, after=0.001))
+    signal = Signal(place="backward", rank=1, number=signal.SIGKILL, times=3, after=0.001)
+    statuses = run_ranks(arguments, log, signal)
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import free_port
-from tests.runs import ROOT, environment
+from tests.ranks import fork, free_port
+from tests.runs import environment
 
 WORLD = 2
 LONGEST = 120.0
 """Seconds that a start may take: then it hangs."""
 
-PATIENCE = (5.0, 5.0)
+PATIENCE = 5.0
 """Seconds from the end of one rank to SIGTERM for the other, and from there to SIGKILL."""
 
 PLACES = {
@@ -72,83 +70,37 @@ class Signal:
     after: float = 0.0
 
 
-class ForkedRanks:
-    """The process that ranks are forked from; started at the first call."""
+def run_ranks(arguments: list[str], log: Path, given: Signal | None = None) -> list[int]:
+    """Start a run once.
 
-    def __init__(self) -> None:
-        self._server: subprocess.Popen[str] | None = None
+    Args:
+        arguments: of `trp-scale pretrain`.
+        log: takes what the ranks print.
+        given: None: no rank gets a signal.
 
-    def __call__(self, arguments: list[str], log: Path, given: Signal | None = None) -> list[int]:
-        """One start of a run.
-
-        Args:
-            arguments: of `trp-scale pretrain`.
-            log: takes what the ranks print.
-            given: None: no rank gets a signal.
-
-        Returns:
-            each rank's exit status, the negative number of a signal that ended it.
-        Raises:
-            AssertionError: the ranks had to be killed after LONGEST.
-        """
-        if self._server is None:
-            command = [sys.executable, "-m", "tests.faults.forked_ranks"]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._server = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload]
-        assert self._server is not None and self._server.stdin is not None and self._server.stdout is not None
-        told = {"arguments": arguments, "log": str(log), "given": asdict(given) if given else None}
-        self._server.stdin.write(json.dumps(told) + "\n")
-        self._server.stdin.flush()
-        statuses: list[int] = json.loads(self._server.stdout.readline())
-        assert len(statuses) == WORLD, f"it hangs, {given}: {log.read_text(errors='replace')[-5000:]}"
-        return statuses
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.communicate(timeout=30)
+    Returns:
+        each rank's exit status, the negative number of a signal that ended it.
+    Raises:
+        AssertionError: the ranks had to be killed after LONGEST.
+    """
+    port = free_port()
+    ranks = [fork(_be_a_rank, rank, port, arguments, log, given, environment()) for rank in range(WORLD)]
+    hangs = not wait([rank.sentinel for rank in ranks], LONGEST)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in ranks:
+            rank.join(PATIENCE)
+        for rank in ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, number)
+    for rank in ranks:
+        rank.join()
+    assert not hangs, f"it hangs, {given}: {log.read_text(errors='replace')[-5000:]}"
+    return [rank.exitcode for rank in ranks]
 
 
-def _serve() -> None:
-    """Fork the ranks of each line of standard input; answer with their statuses."""
-
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        told = json.loads(line)
-        port = free_port()
-        ranks: list[int] = []
-        for rank in range(WORLD):
-            process = os.fork()
-            if process == 0:
-                _be_a_rank(rank, port, **told)
-            ranks.append(process)
-        answers.write(json.dumps(_statuses(ranks)) + "\n")
-        answers.flush()
-
-
-def _statuses(ranks: list[int]) -> list[int]:
-    """Wait for all; empty where they had to be killed because nobody ended."""
-    until, signals = time.monotonic() + LONGEST, [signal.SIGTERM, signal.SIGKILL]
-    found: dict[int, int] = {}
-    hang = False
-    while len(found) < len(ranks):
-        for process in ranks:
-            if process not in found:
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    found[process] = os.waitstatus_to_exitcode(status)
-                    until = time.monotonic() + PATIENCE[0]
-        if time.monotonic() > until and len(found) < len(ranks):
-            hang = hang or not found
-            number = signals.pop(0) if found and signals else signal.SIGKILL
-            until = time.monotonic() + PATIENCE[1]
-            for process in ranks:
-                if process not in found:
-                    os.kill(process, number)
-        time.sleep(0.01)
-    return [] if hang else [found[process] for process in ranks]
-
-
-def _be_a_rank(rank: int, port: int, *, arguments: list[str], log: str, given: dict[str, Any] | None) -> None:
+def _be_a_rank(
+    rank: int, port: int, arguments: list[str], log: Path, given: Signal | None, variables: dict[str, str]
+) -> None:
     """A forked process from here to its end."""
     status = 1
     try:
@@ -157,10 +109,11 @@ def _be_a_rank(rank: int, port: int, *, arguments: list[str], log: str, given: d
         for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, target)
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-        os.environ |= {name: str(value) for name, value in places.items()}
+        os.environ.clear()
+        os.environ |= variables | {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        if given is not None and given["rank"] == rank:
-            _await_call(Signal(**given))
+        if given is not None and given.rank == rank:
+            _await_call(given)
         sys.argv = ["pretrain", *arguments]
         from trp_scale.cli.main import console
 
@@ -199,7 +152,3 @@ def _await_call(given: Signal) -> None:
         return right(*arguments, **named)
 
     setattr(owner, attribute, counted)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
-from tests.faults.forked_ranks import RAISES, ForkedRanks, Signal
+from tests.faults.forked_ranks import RAISES, Signal, run_ranks
 from tests.grids import always
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
@@ -49,26 +49,18 @@ FEW, MANY = 10, 60
 
 
 @pytest.fixture(scope="module")
-def whole_runs(
-    ranks: ForkedRanks, text_dataset: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], Path]:
+def whole_runs(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Makes the run of so many steps that nothing happens to, once."""
 
     @functools.cache
     def made(steps: int) -> Path:
         run_dir = tmp_path_factory.mktemp("whole") / "run"
         log = run_dir.with_name("log")
-        assert ranks(flags(text_dataset, run_dir, training__steps=steps, **SETTINGS), log) == [0, 0], log.read_text()
+        arguments = flags(text_dataset, run_dir, training__steps=steps, **SETTINGS)
+        assert run_ranks(arguments, log) == [0, 0], log.read_text()
         return run_dir
 
     return made
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkedRanks]:
-    made = ForkedRanks()
-    yield made
-    made.close()
 
 
 def chosen(random_number: random.Random, numbers: list[signal.Signals], places: list[str]) -> Iterator[Signal]:
@@ -126,7 +118,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
     ("kills", "steps"), [(1, FEW), pytest.param(20, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
 )
 def test_kill_9_of_a_rank_again_and_again(
-    ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, kills: int, steps: int
+    whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, kills: int, steps: int
 ) -> None:
     seed = random.SystemRandom().randrange(10**9)
     random_number = random.Random(seed)
@@ -138,31 +130,31 @@ def test_kill_9_of_a_rank_again_and_again(
         log = tmp_path / "log-of-a-kill"
         log.unlink(missing_ok=True)
         workers = ["--data.workers", "1"] if given.place == "rows" and kills > 3 else []  # which take seconds to start
-        statuses = ranks([*arguments, *workers], log, given)
+        statuses = run_ranks([*arguments, *workers], log, given)
         said = f"seed {seed}, {given}, statuses {statuses}: {log.read_text(errors='replace')[-4000:]}"
         assert statuses[given.rank] == -signal.SIGKILL and statuses[1 - given.rank] != 0, said
         if given.place != "start-up":
             assert expected in log.read_text(errors="replace"), f"{expected} was expected, {said}"
     expected = taken(killed)
     log = tmp_path / "log-of-the-end"
-    assert ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
+    assert run_ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
     assert expected in log.read_text()
     same_end(killed, whole, steps)
 
 
 @pytest.mark.parametrize("rank", always([0, 1], 1))
 def test_a_hook_that_raises_on_one_rank(
-    ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, rank: int
+    whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, rank: int
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     arguments = flags(text_dataset, run_dir, training__steps=FEW, checkpoint__asynchronous=False, **SETTINGS)
-    statuses = ranks(arguments, log, Signal(place="hook", rank=rank, number=RAISES, times=4))
+    statuses = run_ranks(arguments, log, Signal(place="hook", rank=rank, number=RAISES, times=4))
     assert statuses == [1, 1], log.read_text()
     assert f"[rank {rank} on " in log.read_text() and "RuntimeError: on purpose" in log.read_text()
     record = json.loads((run_dir / "stop.json").read_text())
     assert (record["status"], record["step"], record["again"]) == (1, 3, True)
     assert [step for step, _ in checkpoints(run_dir)] == [2]
-    assert ranks(arguments, log) == [0, 0], log.read_text()
+    assert run_ranks(arguments, log) == [0, 0], log.read_text()
     same_end(run_dir, whole_runs(FEW), FEW)
 
 
@@ -189,7 +181,7 @@ def test_kill_9_of_a_rank_under_torchrun(whole_runs: Callable[[int], Path], text
     ("stops", "steps"), [(1, FEW), pytest.param(10, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
 )
 def test_a_request_to_stop_at_a_random_place(
-    ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, stops: int, steps: int
+    whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, stops: int, steps: int
 ) -> None:
     seed = random.SystemRandom().randrange(10**9)
     random_number = random.Random(seed)
@@ -198,7 +190,7 @@ def test_a_request_to_stop_at_a_random_place(
     places = ["validation", *some(random_number, ["before the group", *CALLS], stops - 1)]
     for given in chosen(random_number, [*NOTICES, signal.SIGINT], places):
         log.unlink(missing_ok=True)
-        statuses = ranks(arguments, log, given)
+        statuses = run_ranks(arguments, log, given)
         said = f"seed {seed}, {given}: {log.read_text(errors='replace')[-4000:]}"
         assert statuses == [0, 0], said
         record = json.loads((stopped / "stop.json").read_text())
@@ -210,5 +202,5 @@ def test_a_request_to_stop_at_a_random_place(
         assert (step, incompleteness(path)) == (record["step"], None), said
         assert lines(stopped)[-1]["step"] == step, said
         assert {each.check: each.result for each in examine_run(stopped) if each.state != "ok"} == {}, said
-    assert ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
+    assert run_ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
     same_end(stopped, whole, steps)
