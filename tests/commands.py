@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 import shlex
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from trp_scale.cli import main as cli
 from trp_scale.config.run_flags import parse
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +64,18 @@ def script_place(words: Sequence[str]) -> int | None:
 
 @functools.cache
 def help_of(*command: str, asks: str = "--help-all") -> str:
-    """What a command prints of its flags, in a wide window so that no flag is broken."""
+    """Return what a command prints of its flags, in a wide window so that no flag is broken.
+
+    Commands of trp-scale run in this process, others in one of their own.
+    """
+    if command[0] == "trp-scale":
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setenv("COLUMNS", "400")
+            with pytest.raises(SystemExit) as left:
+                cli.main([*command[1:], asks])
+        assert left.value.code == 0, f"{' '.join(command)} {asks}"
+        return printed.getvalue()
     environment = {"COLUMNS": "400", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     result = subprocess.run([*command, asks], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, f"{' '.join(command)} {asks}: {result.stderr[-2000:]}"
@@ -121,11 +135,11 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         else:  # the encoder that --from names is not there to be looked at
             check_flags(words[place + 1 :], sys.executable, script)
     elif list(words[:2]) == ["trp-scale", "study"]:
-        check_flags(rest[2:], sys.executable, "-m", "trp_scale", "study", rest[1])
+        check_flags(rest[2:], "trp-scale", "study", rest[1])
     elif list(words[:2]) == ["trp-scale", "pretrain"] and not {"--help", "--help-all"} & set(words):
         check_pretrain(words[2:], monkeypatch)
     elif program == "trp-scale":
-        check_flags(rest, sys.executable, "-m", "trp_scale", rest[0])
+        check_flags(rest, "trp-scale", rest[0])
     else:
         assert program == "python", f"a document starts {program!r}, which this test does not know"
         assert (ROOT / rest[0]).is_file(), rest[0]

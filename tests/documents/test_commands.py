@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -46,7 +45,7 @@ def named_in_sentences() -> list[str]:
 def test_a_command_that_a_sentence_names_exists(text: str) -> None:
     name, *words = parse_line(text).words[1:]
     assert name in {command for group in COMMANDS.values() for command in group}
-    program = [sys.executable, "-m", "trp_scale", name, *(words[:1] if name == "study" else ())]
+    program = ["trp-scale", name, *(words[:1] if name == "study" else ())]
     flags = [word for word in words if word.startswith("--") and word != "--recipe"]
     recipe = words[words.index("--recipe") :][:2] if "--recipe" in words else []
     if "--module" not in flags:
