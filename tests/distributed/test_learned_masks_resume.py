@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.launched import launch, rank_of_two, wait_for_steps
+from tests.distributed.launched import wait_for_steps
+from tests.faults.forked_ranks import Signal, run_ranks
 from tests.ranks import Ranks
 from tests.runs import essence, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.document import HOOKS_NAME, read_document
@@ -120,8 +121,6 @@ def test_half_a_cycle_on_fsdp_and_the_rest_on_zero2(two_ranks: Ranks, image_data
         assert (mine[name] - value).norm() <= 1e-4 * way + 1e-5 * value.norm(), name
 
 
-LONG = 100_000
-
 all_methods = partial(
     image_flags,
     "adpe_tiny",
@@ -138,13 +137,10 @@ all_methods = partial(
 
 def test_all_three_stopped_by_a_signal_and_resumed(two_ranks: Ranks, image_dataset: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = launch("torchrun", all_methods(image_dataset, parts, training__steps=LONG))
-    wait_for_steps(process, parts, 3)
-    os.kill(rank_of_two(process, 1), signal.SIGTERM)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
+    log, stop = tmp_path / "log", Signal(place="rows", rank=1, number=signal.SIGTERM, times=8)
+    assert run_ranks(all_methods(image_dataset, parts, training__steps=STEPS), log, stop) == [0, 0], log.read_text()
     ((stopped, _),) = checkpoints(parts)
-    assert 3 <= stopped < STEPS, "the signal came too late to tell"
+    assert stopped == 5, "the eighth rows are those of another step"
     for run_dir in (parts, whole):
         two_ranks(pretrain_here, all_methods(image_dataset, run_dir, training__steps=STEPS))
     same_lines(parts, whole, stopped)

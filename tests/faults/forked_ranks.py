@@ -25,13 +25,17 @@ from typing import Any
 
 from tests.ranks import fork, free_port
 from tests.runs import environment
+from trp_scale.distributed import liveness
 
 WORLD = 2
 LONGEST = 120.0
 """Seconds that a start may take: then it hangs."""
 
-PATIENCE = 5.0
+PATIENCE = 3.0
 """Seconds from the end of one rank to SIGTERM for the other, and from there to SIGKILL."""
+
+REPORTS_TIMEOUT_S = 3.0
+"""Seconds for the report of a rank that is stopped; 15 in the package."""
 
 PLACES = {
     "before the group": "trp_scale.distributed.environment:Environment.__enter__",
@@ -112,6 +116,7 @@ def _be_a_rank(
         os.environ.clear()
         os.environ |= variables | {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        liveness.REPORTS_TIMEOUT_S = REPORTS_TIMEOUT_S
         if given is not None and given.rank == rank:
             _await_call(given)
         sys.argv = ["pretrain", *arguments]

@@ -1,9 +1,8 @@
-"""Ranks that stop in the middle, and launchers that are gone, under the real launchers."""
+"""Ranks that stop in the middle, and real launchers that are gone."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launched import launch, rank_of_two, wait_for_steps
+from tests.faults.forked_ranks import Signal, run_ranks
 from tests.grids import always
 from tests.runs import flags, lines
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 
-LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.15}
+LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.1}
 
 
 def gone(process: int, seconds: float = 60.0) -> bool:
@@ -32,13 +32,8 @@ def gone(process: int, seconds: float = 60.0) -> bool:
 
 
 def test_a_stopped_rank_is_named_and_the_others_end(text_dataset: Path, tmp_path: Path) -> None:
-    process = launch("torchrun", flags(text_dataset, tmp_path, **LONG))
-    wait_for_steps(process, tmp_path, 12)
-    first, second = (rank_of_two(process, rank) for rank in (0, 1))
-    os.kill(second, signal.SIGSTOP)
-    assert gone(first), "rank 0 waits for the stopped one"
-    os.kill(second, signal.SIGKILL)  # torchrun asks it to end for 30 s, and it hears nothing
-    process.communicate(timeout=120)
+    stopped = Signal(place="rows", rank=1, number=signal.SIGSTOP, times=12)
+    assert run_ranks(flags(text_dataset, tmp_path, **LONG), tmp_path / "log", stopped) == [4, -signal.SIGKILL]
     record = json.loads((tmp_path / "stop.json").read_text())
     assert (record["status"], record["again"]) == (4, True)
     assert "rank 1 " in record["why"] and "gloo:" in record["why"]

@@ -14,7 +14,8 @@ import pytest
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
 from tests.faults.test_kills import same_end
 from tests.grids import always
-from tests.runs import flags, lines
+from tests.ranks import Ranks
+from tests.runs import flags, lines, pretrain_here
 from trp_scale.distributed.liveness import lease_holder
 from trp_scale.training.rundir import read_incidents
 
@@ -40,12 +41,11 @@ def looked_after(process: subprocess.Popen[str], rank: int) -> tuple[int, int]:
     ids=["torchrun", "deepspeed"],
 )
 def test_killed_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(
-    text_dataset: Path, tmp_path: Path, launcher: str, extra: dict[str, Any]
+    two_ranks: Ranks, text_dataset: Path, tmp_path: Path, launcher: str, extra: dict[str, Any]
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = launch(launcher, flags(text_dataset, whole, **SETTINGS, **extra))
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
+    assert two_ranks(pretrain_here, flags(text_dataset, whole, **SETTINGS, **extra)) == [0, 0]
+    two_ranks.close()
     process = launch(
         launcher, flags(text_dataset, killed, **SETTINGS, **extra, reliability__restarts=3, resume="never")
     )
