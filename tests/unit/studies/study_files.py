@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from trp_scale.config.files import write_yaml
+from trp_scale.studies.execute import Executor, NodeState, Status
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import load_study
 
@@ -57,10 +61,29 @@ else:
 
 
 def write_program(directory: Path) -> list[str]:
-    """The program; give it to an Executor."""
+    """Write the program and return its command, which imports no site packages."""
     path = directory / "program.py"
     path.write_text(PROGRAM)
-    return [sys.executable, str(path)]
+    return [sys.executable, "-IS", str(path)]
+
+
+class ExecutorHere(Executor):
+    """Run the program in this process: starting processes is tested in test_execute.py."""
+
+    def _process(self, name: str, words: list[str]) -> tuple[Status, str, float]:
+        try:
+            with patch.object(sys, "argv", [self.program[-1], *words]):
+                runpy.run_path(self.program[-1])
+        except SystemExit as error:
+            return "failed", str(error), 0.0
+        return "finished" if self._is_complete(name) else "failed", "", 0.0
+
+
+def run_here(graph: Graph, **settings: object) -> dict[str, NodeState | None]:
+    """Run all nodes of a graph in this process; `settings` are those of the program."""
+    program = write_program(graph.directory.parent)
+    (graph.directory.parent / "settings.json").write_text(json.dumps(settings))
+    return ExecutorHere(graph, jobs=1, program=program, tell=lambda line: None).run()
 
 
 def document(**scale: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.studies.study_files import document, graph_of, write_program
+from tests.unit.studies.study_files import document, graph_of, run_here, write_program
 from trp_scale.errors import RefusedError
 from trp_scale.studies.execute import Executor, NodeState, file_name, find_blocked, read_state, read_states, submit
 from trp_scale.studies.plan import hours_left
@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.unit.studies.study_files import graph_of
 from trp_scale.studies.execute import Executor
 directory = Path(sys.argv[1])
-Executor(graph_of(directory), jobs=2, program=[sys.executable, str(directory / "program.py")]).run()
+Executor(graph_of(directory), jobs=2, program=[sys.executable, "-IS", str(directory / "program.py")]).run()
 """
 
 
@@ -79,11 +79,10 @@ def test_a_study_that_is_asked_to_stop_starts_no_more(tmp_path: Path) -> None:
 
 
 def test_what_has_finished_with_another_command_is_refused(tmp_path: Path) -> None:
-    program = write_program(tmp_path)
-    Executor(graph_of(tmp_path), jobs=2, program=program, tell=lambda line: None).run()
+    run_here(graph_of(tmp_path))
     given = document(settings={"data.path": "{words}", "training.steps": 200, "optimizer.lr": 0.001})
     with pytest.raises(RefusedError, match=r"(?s)100.*steps.*200"):
-        Executor(graph_of(tmp_path, given), jobs=2, program=program).run()
+        run_here(graph_of(tmp_path, given))
 
 
 def test_slurm_gets_an_array_for_each_level_of_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +107,7 @@ def test_slurm_gets_an_array_for_each_level_of_needs(tmp_path: Path, monkeypatch
 
 def test_slurm_is_given_only_what_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(tmp_path)
-    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert submit(graph, ["trp-scale"], "") == []
 
@@ -122,7 +121,7 @@ def test_the_launcher_starts_runs_and_judges_but_does_not_make_data(tmp_path: Pa
     assert {state.status for state in ended.values() if state} == {"finished"}
     launched = (tmp_path / "launched.txt").read_text().splitlines()
     assert len(launched) == len(graph.nodes) - 1
-    assert {line.split()[1] for line in launched} == {"pretrain", "finetune"}
+    assert {line.split()[2] for line in launched} == {"pretrain", "finetune"}
 
 
 def test_what_is_left_is_counted_by_the_seconds_of_what_has_finished(tmp_path: Path) -> None:

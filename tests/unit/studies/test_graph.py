@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.studies.study_files import document, graph_of, write_program
+from tests.unit.studies.study_files import document, graph_of, run_here
 from trp_scale.errors import RefusedError
-from trp_scale.studies.execute import Claim, Executor, claim
+from trp_scale.studies.execute import Claim, claim
 from trp_scale.studies.graph import UNTRAINED
 from trp_scale.studies.study import to_arguments
 
@@ -51,7 +51,7 @@ def test_steps_of_equal_time_follow_from_the_seconds_of_a_step(tmp_path: Path) -
     """A step of `slow` takes twice the time: half the steps. The baseline itself gets no second run."""
     graph = graph_of(tmp_path, document(budgets=["steps", "time"]))
     assert not any("plain@time" in name or "scratch@time" in name for name in graph.nodes)
-    Executor(graph, jobs=1, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     words = graph.command_arguments("runs/slow@time/seed_1")
     assert words[words.index("--training.steps") + 1] == "50"
 
@@ -60,7 +60,7 @@ def test_equal_time_that_is_equal_steps_makes_no_run(tmp_path: Path) -> None:
     study = document(budgets=["steps", "time"])
     study["variants"]["slow"]["settings"] = {"masking.ratio": 1.02}
     graph = graph_of(tmp_path, study)
-    ended = Executor(graph, jobs=1, program=write_program(tmp_path), tell=lambda line: None).run()
+    ended = run_here(graph)
     assert graph.command_arguments("runs/slow@time/seed_0") == []
     assert {state.status for state in ended.values() if state} == {"finished"}
     assert not graph.path("runs/slow@time").exists()
@@ -78,7 +78,7 @@ def test_a_rate_is_chosen_for_each_variant_by_rows_that_are_not_the_tests(tmp_pa
     judge = study["scales"]["cpu"]["judges"]["glue"]
     judge["validation"] = {"downstream.split": "held_out"}
     graph = graph_of(tmp_path, study)
-    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     words = graph.command_arguments("runs/plain/seed_0")
     assert words[words.index("--optimizer.lr") + 1] == "0.002"
     tried = graph.command_arguments("tuning/plain/0.001")

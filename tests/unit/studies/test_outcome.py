@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.studies.study_files import document, graph_of, write_program
+from tests.unit.studies.study_files import document, graph_of, run_here
 from trp_scale.cli.main import main
 from trp_scale.reporting.paired_tests import Difference, PairedTest, Spread
 from trp_scale.reporting.results import SeedResult, TaskResult, join
 from trp_scale.storage.files import write_json
-from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
+from trp_scale.studies.execute import STUDY_FILE, Claim
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.outcome import JudgeRow, VariantResult, describe_outcome, read_outcome, verdict
 from trp_scale.studies.report import write_report
@@ -50,7 +50,7 @@ def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool
 
 def run(tmp_path: Path, **scale: object) -> Graph:
     graph = graph_of(tmp_path, document(seeds=4, **scale))
-    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     return graph
 
 
@@ -130,10 +130,8 @@ def test_equal_figures_make_no_difference(judged: Graph) -> None:
 
 
 def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
-    program = write_program(tmp_path)
-    (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow"]}))
     graph = graph_of(tmp_path)
-    Executor(graph, jobs=2, program=program, tell=lambda line: None).run()
+    run_here(graph, fails=["runs/slow"])
     text = write_report(graph, tmp_path / "report", "trp-scale study run x")
     assert "failed: runs/slow/seed\\_1" in text
     assert "this was to fail" in text
@@ -142,16 +140,15 @@ def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
 
 def test_a_scale_with_other_judges_has_its_own_outcome(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, document(outcome={"judges": ["glue"], "row": "hard"}))
-    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     assert graph.study.outcome.row == "worst"
     assert read_outcome(graph).outcome == JudgeRow("glue", "hard")
 
 
 def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_from_the_others(tmp_path: Path) -> None:
     """As a probe has it, of a run with learned masks alone."""
-    graph, program = graph_of(tmp_path, document(seeds=3)), write_program(tmp_path)
-    (tmp_path / "settings.json").write_text(json.dumps({"own_head": True}))
-    Executor(graph, jobs=2, program=program, tell=lambda line: None).run()
+    graph = graph_of(tmp_path, document(seeds=3))
+    run_here(graph, own_head=True)
     outcome = read_outcome(graph)
     assert outcome.outcome == JudgeRow("glue", "easy")
     assert set(outcome.cells[outcome.outcome]) == {"scratch", "plain", "slow"}
@@ -164,7 +161,7 @@ def test_a_task_with_too_few_rows_is_in_no_average_and_never_the_worst(tmp_path:
     study = document(seeds=2)
     study["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
     graph = graph_of(tmp_path, study)
-    Executor(graph, jobs=2, program=write_program(tmp_path), tell=lambda line: None).run()
+    run_here(graph)
     outcome = read_outcome(graph)
     assert set(outcome.figures) == {JudgeRow("glue", "easy"), JudgeRow("glue", "hard")}
     assert outcome.outcome == JudgeRow("glue", "easy")  # the worst of one task is that task
