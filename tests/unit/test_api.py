@@ -218,10 +218,7 @@ def same_files(ours: Path, theirs: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [
-        ({"lenght": 64}, "trp_scale.shard_text .*\n.*lenght: .*length"),
-        ({"length": "64"}, "length is '64'"),
-    ],
+    [({"lenght": 64}, "trp_scale.shard_text .*\n.*lenght: .*length"), ({"length": "64"}, "length is '64'")],
 )
 def test_settings_of_a_data_set_are_checked(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(trp.RefusedError, match=expected):

@@ -43,15 +43,7 @@ def test_data_that_failing_storage_hides_is_no_mistake_of_the_user(number: int, 
 
 def test_numbers_stay_and_each_says_what_to_do() -> None:
     numbers = {status.name: int(status) for status in ExitStatus}
-    assert numbers == {
-        "DONE": 0,
-        "FAILED": 1,
-        "REFUSED": 2,
-        "DIVERGED": 3,
-        "HUNG": 4,
-        "STORAGE": 5,
-        "INTERRUPTED": 130,
-    }
+    assert numbers == {"DONE": 0, "FAILED": 1, "REFUSED": 2, "DIVERGED": 3, "HUNG": 4, "STORAGE": 5, "INTERRUPTED": 130}
     assert all(status.meaning and status.advice and str(status) == str(int(status)) for status in ExitStatus)
 
 

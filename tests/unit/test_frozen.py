@@ -42,12 +42,7 @@ def test_text_is_sharded_into_the_same_bytes(tmp_path: Path) -> None:
     settings = {"length": 32, "vocab_size": 300, "rows_per_block": 8, "shard_bytes": 4000}
     shard_text(
         ShardTextConfig(
-            inputs=[str(source)],
-            output=tmp_path / "text",
-            tagger="textblob",
-            processes=1,
-            progress=False,
-            **settings,
+            inputs=[str(source)], output=tmp_path / "text", tagger="textblob", processes=1, progress=False, **settings
         )
     )
     assert_same_files(tmp_path / "text", FROZEN / "text")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import trp_scale
+from tests.grids import always
 from trp_scale.cli import main as cli
 from trp_scale.cli.main import run
 from trp_scale.config import RefusedError
@@ -75,11 +76,7 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
         ),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/a"), 5, "Disk quota exceeded: '/a'; make room there"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 5, "left on device; make room where the command writes"),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/a"),
-            5,
-            "error: /a: Permission denied; give another",
-        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/a"), 5, "error: /a: Permission denied; give another"),
     ],
 )
 def test_how_an_error_ends_a_command(
@@ -101,7 +98,7 @@ def test_an_error_that_no_path_explains_keeps_its_traceback(error: OSError) -> N
         run(fails)
 
 
-@pytest.mark.parametrize("command", ["shard-text", "inspect"])
+@pytest.mark.parametrize("command", always(["shard-text", "inspect"], "shard-text"))
 def test_a_reader_that_goes_ends_nothing_that_is_made(command: str, text_dataset: Path, tmp_path: Path) -> None:
     """As of `trp-scale shard-text ... | head -1`; the end of what is only printed is no error."""
     source = tmp_path / "a.txt"
@@ -338,7 +335,7 @@ def test_what_is_for_rendered_scenes_is_refused_with_images(
     assert f"{flag} 32 applies to --embedded scenes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", always(["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], "<&- >&- 2>&-"))
 def test_a_command_needs_no_open_stream(closed: str, tmp_path: Path) -> None:
     made = tmp_path / "settings"
     command = f"{sys.executable} -m trp_scale recipes pos_bert_tiny {closed}; echo $? > {made}"

@@ -29,10 +29,7 @@ def quick(run_dir: Path, **settings: Any) -> Lease:
 def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path) -> None:
     with quick(tmp_path):
         assert lease_holder(tmp_path)["process"] == os.getpid()
-        with (
-            pytest.raises(RefusedError, match=f"{os.getpid()}"),
-            quick(tmp_path),
-        ):
+        with pytest.raises(RefusedError, match=f"{os.getpid()}"), quick(tmp_path):
             pass
         assert lease_holder(tmp_path), "the first one has it still"
     assert not (tmp_path / LEASE).exists()

@@ -124,9 +124,9 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for number in signals:
+    for count, number in enumerate(signals):
+        time.sleep(apart * bool(count))
         process.send_signal(number)
-        time.sleep(apart)
     output = process.communicate(timeout=60)[0]
     return process.returncode, output
 
@@ -138,7 +138,7 @@ from trp_scale.distributed.stop import (NOTICES, STOP_SIGNALS, StopRequests, lis
 
 def imports(argv):
     print("ready", flush=True)
-    time.sleep(1.0)
+    time.sleep(0.4)
     with StopRequests() as stop:
         print(stop.reason_to_stop())
     return 0

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "first_run.ipynb"
-SIZES, SMALL = "SCENES, STEPS = 1024, 120", "SCENES, STEPS = 256, 8"
+SIZES, SMALL = "SCENES, STEPS = 1024, 120", "SCENES, STEPS = 160, 2"
 
 
 def test_it_runs_and_shows_curves_and_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,7 @@ def counted(blocks: int = 3, *, tasks: int = 2, network: int = 0) -> Any:
     return found
 
 
-ZERO = {
-    "reduce_bucket_size": 36,
-    "stage3_param_persistence_threshold": 4,
-    "stage3_max_live_parameters": 100,
-}
+ZERO = {"reduce_bucket_size": 36, "stage3_param_persistence_threshold": 4, "stage3_max_live_parameters": 100}
 """DeepSpeed's sizes, in numbers."""
 
 CPU = torch.device("cpu")
@@ -89,6 +86,7 @@ def of_four_heads(**megatron: Any) -> Counted:
     return Counted(config, DataFacts(length=64, vocabulary=8000))
 
 
+@functools.cache
 def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
     """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
     config = load_recipe("pos_bert_tiny")

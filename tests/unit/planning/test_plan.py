@@ -101,9 +101,7 @@ def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
 
 @pytest.mark.parametrize(
     ("megatron", "message"),
-    [
-        ({"tensor_parallel": 3}, "--megatron.tensor_parallel is 3; allowed .* on 16 GPUs in nodes of 8: 1, 2, 4"),
-    ],
+    [({"tensor_parallel": 3}, "--megatron.tensor_parallel is 3; allowed .* on 16 GPUs in nodes of 8: 1, 2, 4")],
 )
 def test_what_cannot_be_cut_is_refused(megatron: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):

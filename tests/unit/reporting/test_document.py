@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.unit.reporting.small_runs import (
-    FAILED,
-    FINISHED,
-    HOSTILE,
-    image_lines,
-    mask_lines,
-    text_lines,
-    write,
-)
+from tests.grids import always
+from tests.unit.reporting.small_runs import FAILED, FINISHED, HOSTILE, image_lines, mask_lines, text_lines, write
 from trp_scale.cli import main as cli
 from trp_scale.reporting import watch
 from trp_scale.reporting.document import DARK, LIGHT, MOST_LINES, Line, Plot, colours, page_text
@@ -95,7 +88,7 @@ class Opened:
         return len(picture.getcolors(maxcolors=picture.width * picture.height) or ())
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", always(range(4), 1, 2))
 def test_it_loads_alone_and_draws_every_plot(browser: Any, pages: list[Path], number: int) -> None:
     with Opened(browser, pages[number], viewport={"width": 400, "height": 800}) as opened:
         assert opened.drawn() and all(opened.drawn())
@@ -104,14 +97,15 @@ def test_it_loads_alone_and_draws_every_plot(browser: Any, pages: list[Path], nu
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_runs_side_by_side(browser: Any, pages: list[Path], tmp_path: Path, width: int) -> None:
+def test_runs_side_by_side(browser: Any, pages: list[Path], tmp_path: Path) -> None:
     page = tmp_path / "compared.html"
     assert cli.main(["compare", str(pages[0].parent), str(pages[1].parent), "--html", str(page)]) == 0
-    with Opened(browser, page, viewport={"width": width, "height": 800}) as opened:
-        assert opened.drawn() and all(opened.drawn()) and not opened.wrong
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-        assert opened.colours() > 20
+    with Opened(browser, page, viewport={"width": 400, "height": 800}) as opened:
+        for width in (400, 1280):
+            opened.page.set_viewport_size({"width": width, "height": 800})
+            assert opened.drawn() and all(opened.drawn()) and not opened.wrong
+            assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+            assert opened.colours() > 20
 
 
 def test_a_page_that_follows_its_run_is_drawn_again(
@@ -158,22 +152,21 @@ def test_a_click_on_a_heading_sorts_and_another_the_other_way(browser: Any, page
 
 def test_light_and_dark(browser: Any, pages: list[Path]) -> None:
     """As the system asks, until the switch is used; plots and their legends change with the page."""
-    line = ".scatterlayer .trace path"
-    with (
-        Opened(browser, pages[0], color_scheme="light") as light,
-        Opened(browser, pages[0], color_scheme="dark") as dark,
-    ):
-        ground = [opened.colour("body", "backgroundColor") for opened in (light, dark)]
-        assert ground[0] != ground[1]
-        strokes = [opened.colour(line, "stroke") for opened in (light, dark)]
-        assert strokes[0] != strokes[1]
-        light.page.click("#theme")
-        assert light.colour("body", "backgroundColor") == ground[1] and light.colour(line, "stroke") == strokes[1]
-        light.page.reload()
-        assert light.colour("body", "backgroundColor") == ground[1]
-        dark.page.emulate_media(color_scheme="light")
-        assert dark.colour("body", "backgroundColor") == ground[0]
-        assert not light.wrong and not dark.wrong
+    with Opened(browser, pages[0], color_scheme="dark") as opened:
+
+        def shown() -> list[str]:
+            line = ".scatterlayer .trace path"
+            return [opened.colour("body", "backgroundColor"), opened.colour(line, "stroke")]
+
+        dark = shown()
+        opened.page.emulate_media(color_scheme="light")
+        light = shown()
+        assert light[0] != dark[0] and light[1] != dark[1]
+        opened.page.click("#theme")
+        assert shown() == dark
+        opened.page.reload()
+        assert shown() == dark
+        assert not opened.wrong
 
 
 def test_a_click_in_the_legend_hides_a_line_with_its_band(browser: Any, pages: list[Path]) -> None:

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from tests.fixtures import small_image_dataset, small_text_dataset
-from tests.runs import run_command
 from tests.unit.data.images.multimodal import DESCRIBED, SECOND, nine_beside, rewrite_maps, samples
 from tests.unit.data.images.source_images import stored
 from tests.unit.sharding.test_verify import SIZE, replace_sample
@@ -26,15 +25,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_text_dataset(tmp_path_factory.mktemp("inspect") / "data", characters=30_000, shard_bytes=15_000)
 
 
-def test_rows_are_shown_as_text(text: Path) -> None:
+def test_rows_are_shown_as_text(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = text / "shards" / "text-000000.tar"
     key = read_index(shard).blocks[1].key
     shown = list(row_texts(shard, 3, key))
     assert [name for name, _ in shown] == [f"{key} row {row}" for row in range(3)]
     assert any("bold red" in str(span.style) for _, line in shown for span in line.spans)
-    result = run_command("inspect", str(shard), "--rows", "2", "--block", key)
-    assert result.returncode == 0 and result.stdout.count(key) == 2
-    assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
+    assert cli.main(["inspect", str(shard), "--rows", "2", "--block", key]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(key) == 2
+    assert shown[0][1].plain.split()[:3] == printed.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
 
 
 def test_rows_that_are_not_there_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

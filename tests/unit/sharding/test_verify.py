@@ -17,7 +17,6 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.grids import always
-from tests.runs import run_command
 from tests.unit.data.images.multimodal import nine_beside
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
 from trp_scale.cli import main as cli
@@ -92,19 +91,16 @@ def replace_sample(shard: Path, number: int, members: dict[str, bytes], **change
     write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
 
 
-def test_the_script_names_the_member_and_exits_with_1(copy: Path) -> None:
+def test_the_command_names_the_member_and_exits_with_1(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = copy / "shards" / read_json(copy / "dataset.json")["shards"][0]
     block = read_index(shard).blocks[1]
     member = block.members["tags.npy"]
     content = bytearray(shard.read_bytes())
     content[member.offset + 200] ^= 0xFF
     shard.write_bytes(content)
-    result = run_command("verify", str(copy))
-    assert result.returncode == 1
-    assert (
-        f"{shard}: block {block.key}, member tags.npy, bytes {member.offset}-{member.offset + member.length - 1}"
-        in result.stderr
-    )
+    assert cli.main(["verify", str(copy)]) == 1
+    place = f"member tags.npy, bytes {member.offset}-{member.offset + member.length - 1}"
+    assert f"{shard}: block {block.key}, {place}" in capsys.readouterr().err
 
 
 def test_a_truncated_shard_and_a_missing_index_are_named(copy: Path) -> None:

@@ -181,11 +181,7 @@ def test_listed_files_have_sizes_and_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [
-        ("nothing://a/b", "nothing.*s3://"),
-        ("s3://bucket/data?versionId=3", "query"),
-        ("gs://bucket/data", "gcsfs"),
-    ],
+    [("nothing://a/b", "nothing.*s3://"), ("s3://bucket/data?versionId=3", "query"), ("gs://bucket/data", "gcsfs")],
 )
 def test_urls_that_cannot_be_read(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # not installed

@@ -211,11 +211,7 @@ def level_flags(data: Path, run_dir: Path, level: str, **changes: object) -> lis
 
 
 def test_joint_steps_leave_two_tasks_and_three_cursors(data: Path, tmp_path: Path) -> None:
-    others = {
-        "objective__uniformity": 0.01,
-        "adversary__kind": "pixels",
-        "adversary__eps": 0.03,
-    }
+    others = {"objective__uniformity": 0.01, "adversary__kind": "pixels", "adversary__eps": 0.03}
     assert pretrain_here(level_flags(data, tmp_path, "joint", multilevel__gamma=0.25, **others)) == 0
     document = read_document(tmp_path / "checkpoints" / f"step_{STEPS:08d}")
     size = document.config["batch"]["global_size"]
