@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.documents.pages import Block, blocks, pages, read
-from tests.extending import FILE
+from tests.extending import FILE, forgetting
+from trp_scale.cli import main as cli
 from trp_scale.config import PretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.studies.study import load_study
@@ -27,17 +26,16 @@ def module_of(block: Block) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_loads(block: Block, tmp_path: Path) -> None:
+def test_a_block_loads(block: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(block.text, encoding="utf-8")
     if "variants:" in block.text:
         study = load_study(str(path))
         assert study.baseline in study.variants
-    elif module := module_of(block):  # in a process of its own: what it registers would stay
+    elif module := module_of(block):
         (tmp_path / module[0]).write_text(module[1], encoding="utf-8")
-        command = [sys.executable, "-m", "trp_scale", "recipes", str(path), "--module", str(tmp_path / module[0])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert re.search(rf"kind: {module[0].removesuffix('.py')}\b", done.stdout)
+        with forgetting():
+            assert cli.main(["recipes", str(path), "--module", str(tmp_path / module[0])]) == 0
+        assert re.search(rf"kind: {module[0].removesuffix('.py')}\b", capsys.readouterr().out)
     else:
         assert isinstance(load_recipe(path), PretrainConfig)
