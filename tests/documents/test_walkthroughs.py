@@ -10,6 +10,7 @@ import io
 import os
 import traceback
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,12 @@ from tests.grids import always
 from tests.small_commands import made_small, run_here
 from tests.unit.finetuning.glue.small_data import write_glue
 from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
+from trp_scale.sharding.text import shard
 from trp_scale.sharding.text.corpus import embedded_documents
 
 PLAIN = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400"}
+DOCUMENTS = 60
+"""Of the built-in corpus, of which a walk shards the starts."""
 LANGUAGES = ("bash", "python")
 """Of blocks that are run or say why not; others are shown: what is printed, trees of files, recipes."""
 
@@ -123,6 +127,8 @@ def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytes
     with pytest.MonkeyPatch.context() as patch:
         for name, value in PLAIN.items():
             patch.setenv(name, value)
+        starts = ((name, text[:4000]) for name, text in embedded_documents())
+        patch.setattr(shard, "embedded_documents", lambda: islice(starts, DOCUMENTS))
         os.chdir(directory)
         try:
             for block in blocks(request.param):
