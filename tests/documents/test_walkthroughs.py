@@ -28,8 +28,6 @@ from trp_scale.sharding.text import shard
 from trp_scale.sharding.text.corpus import embedded_documents
 
 PLAIN = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400"}
-DOCUMENTS = 60
-"""Of the built-in corpus, of which a walk shards the starts."""
 LANGUAGES = ("bash", "python")
 """Of blocks that are run or say why not; others are shown: what is printed, trees of files, recipes."""
 
@@ -128,7 +126,7 @@ def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytes
         for name, value in PLAIN.items():
             patch.setenv(name, value)
         starts = ((name, text[:4000]) for name, text in embedded_documents())
-        patch.setattr(shard, "embedded_documents", lambda: islice(starts, DOCUMENTS))
+        patch.setattr(shard, "embedded_documents", lambda: islice(starts, 60))
         os.chdir(directory)
         try:
             for block in blocks(request.param):

@@ -34,9 +34,6 @@ LONGEST = 120.0
 PATIENCE = 3.0
 """Seconds from the end of one rank to SIGTERM for the other, and from there to SIGKILL."""
 
-REPORTS_TIMEOUT_S = 3.0
-"""Seconds for the report of a rank that is stopped; 15 in the package."""
-
 PLACES = {
     "before the group": "trp_scale.distributed.environment:Environment.__enter__",
     "start-up": "trp_scale.training.pretrain:build_engine",
@@ -116,7 +113,7 @@ def _be_a_rank(
         os.environ.clear()
         os.environ |= variables | {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        liveness.REPORTS_TIMEOUT_S = REPORTS_TIMEOUT_S
+        liveness.REPORTS_TIMEOUT_S = 3.0  # for the report of a stopped rank; 15 in the package
         if given is not None and given.rank == rank:
             _await_call(given)
         sys.argv = ["pretrain", *arguments]
