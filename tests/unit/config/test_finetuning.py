@@ -35,6 +35,8 @@ def test_each_task_has_its_own_sections_alone(task: str) -> None:
     assert every & {each.name for each in fields(config)} == SECTIONS[task]
     assert config.downstream.kind == task and config.reads == ("text" if task == "glue" else "image")
     assert from_dict(to_dict(config)) == config
+    for config.downstream.epochs, flag in ((0.0, "--training.steps"), (2.0, "--downstream.epochs")):
+        assert config.length_flag == flag
 
 
 def test_the_tasks_of_the_package_and_their_recipes() -> None:

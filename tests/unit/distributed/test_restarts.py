@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -55,8 +56,11 @@ def raises(attempt: int) -> int:
     ],
     ids=["broken once", "hung twice", "broken", "refused", "skipped", "storage", "well", "killed", "raises"],
 )
-def test_what_starts_again(tmp_path: Path, run: Run, status: int, attempts: int) -> None:
+def test_what_starts_again(
+    tmp_path: Path, run: Run, status: int, attempts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert outcome(run, tmp_path) == (status, [str(number) for number in range(attempts)])
+    assert re.findall(r"(\d) of 2 \(--reliability", capsys.readouterr().err) == list("12"[: attempts - 1])
 
 
 def test_who_starts_again_knows_how_often_it_has(tmp_path: Path) -> None:

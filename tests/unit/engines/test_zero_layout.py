@@ -1,4 +1,4 @@
-"""The version of DeepSpeed whose internals were checked is the one that is pinned, allowed, and written down."""
+"""DeepSpeed is pinned and allowed at the version that was checked; tests/distributed/test_shard_operations.py runs it."""
 
 from __future__ import annotations
 
