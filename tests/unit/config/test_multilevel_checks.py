@@ -56,11 +56,7 @@ def test_every_number_has_a_range() -> None:
     [
         ({"multilevel__derivative": "full"}, "allowed: --multilevel.derivative last, or --multilevel.mode look_ahead"),
         (
-            {
-                "multilevel__mode": "look_ahead",
-                "adversary__kind": "pixels",
-                "adversary__eps": 0.1,
-            },
+            {"multilevel__mode": "look_ahead", "adversary__kind": "pixels", "adversary__eps": 0.1},
             "--multilevel.mode is look_ahead but --adversary.kind is pixels",
         ),
         (
@@ -71,10 +67,7 @@ def test_every_number_has_a_range() -> None:
             {"multilevel__kind": "joint", "hooks": ["gradient_noise_scale"], "batch__micro_size": 32},
             "--multilevel.kind joint has two kinds of micro-batches, but the hook gradient_noise_scale",
         ),
-        (
-            {"multilevel__kind": "fine_tuning", "multilevel__proximity": 210.0},
-            "a proximity below 208.333",
-        ),
+        ({"multilevel__kind": "fine_tuning", "multilevel__proximity": 210.0}, "a proximity below 208.333"),
         (
             {
                 "multilevel__mode": "look_ahead",
@@ -106,10 +99,7 @@ def test_every_number_has_a_range() -> None:
             "--multilevel.selection is softsort",
         ),
         ({"training__precision": "fp16"}, "--training.precision is fp16 but --multilevel.kind is head"),
-        (
-            {"multilevel__final_ratio": 0.75},
-            "--multilevel.final_ratio is 0.75, allowed: 0 ",
-        ),
+        ({"multilevel__final_ratio": 0.75}, "--multilevel.final_ratio is 0.75, allowed: 0 "),
         ({"multilevel__final_ratio": 1.0}, "and below 1"),
         ({"multilevel__final_ratio": -0.5}, "--multilevel.final_ratio is -0.5"),
         ({"multilevel__final_ratio": float("nan")}, "--multilevel.final_ratio is nan"),

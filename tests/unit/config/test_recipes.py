@@ -14,15 +14,7 @@ from trp_scale.cli import main as cli
 from trp_scale.cli.training import recipes
 from trp_scale.config import RefusedError
 from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import (
-    data,
-    known_recipes,
-    list_recipes,
-    load_recipe,
-    resolve_recipe,
-    summary,
-    to_dict,
-)
+from trp_scale.config.loader import data, known_recipes, list_recipes, load_recipe, resolve_recipe, summary, to_dict
 from trp_scale.config.recipes import RECIPES
 from trp_scale.config.run_flags import parse
 
@@ -205,11 +197,7 @@ def test_one_that_is_wrong_is_named_where_it_stands(module: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
-    [
-        ("pos_bert_tiny", {}, "'pos_bert_tiny'"),
-        ("a/b", {}, "'a/b'"),
-        ("mine", "nowhere.yaml", r"nowhere\.yaml"),
-    ],
+    [("pos_bert_tiny", {}, "'pos_bert_tiny'"), ("a/b", {}, "'a/b'"), ("mine", "nowhere.yaml", r"nowhere\.yaml")],
 )
 def test_what_cannot_be_registered_is_refused(
     name: str, settings: dict[str, int] | str, expected: str, module: str

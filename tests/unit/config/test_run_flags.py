@@ -57,8 +57,7 @@ def test_a_path_is_a_recipe_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "value"),
-    [([], True), (["true"], True), (["True"], True), (["false"], False), (["False"], False)],
+    ("given", "value"), [([], True), (["true"], True), (["True"], True), (["false"], False), (["False"], False)]
 )
 def test_switches(given: list[str], value: bool) -> None:
     arguments = parse([*TINY, "--logging.wandb", *given, "--training.deterministic", *given])

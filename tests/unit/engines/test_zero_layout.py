@@ -1,4 +1,4 @@
-"""DeepSpeed is pinned and allowed at the version that was checked; tests/distributed/test_shard_operations.py runs it."""
+"""DeepSpeed is pinned and allowed at the checked version; tests/distributed/test_shard_operations.py runs layouts."""
 
 from __future__ import annotations
 

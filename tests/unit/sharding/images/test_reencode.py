@@ -108,10 +108,7 @@ def test_every_mode_becomes_rgb() -> None:
         "16-bit": (encoded(Image.fromarray(deep), "PNG"), grey_rows),
         "16-bit tiff": (encoded(Image.fromarray(deep), "TIFF"), grey_rows),
         "alpha": (encoded(transparent, "PNG"), on_white),
-        "grey alpha": (
-            encoded(transparent.convert("LA"), "PNG"),
-            np.where(half[..., None] > 0, grey_rows, 255),
-        ),
+        "grey alpha": (encoded(transparent.convert("LA"), "PNG"), np.where(half[..., None] > 0, grey_rows, 255)),
     }
     for name, (content, wanted) in cases.items():
         found = encode(content)

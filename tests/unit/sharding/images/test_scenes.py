@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.grids import always
 from trp_scale.sharding.images.scenes import (
     FIRST_SOLID,
     SCENE_CLASSES,
@@ -48,7 +49,7 @@ def inside(kind: str, p: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", SOLIDS)
-@pytest.mark.parametrize("turn", [0.3, 2.0])
+@pytest.mark.parametrize("turn", always([0.3, 2.0], 0.3))
 def test_a_ray_meets_a_solid_where_it_first_enters_the_set(kind: str, turn: float) -> None:
     """Compare with ray marching from above, as for a camera that looks down."""
     generator = np.random.default_rng(1)

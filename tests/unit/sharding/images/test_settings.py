@@ -77,11 +77,7 @@ def test_settings_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        ("a\n\nb\n", "names.txt.* 2 "),
-        (" \n", "names.txt"),
-        ("".join(f"{n}\n" for n in range(256)), "names.txt.* 256 "),
-    ],
+    [("a\n\nb\n", "names.txt.* 2 "), (" \n", "names.txt"), ("".join(f"{n}\n" for n in range(256)), "names.txt.* 256 ")],
 )
 def test_lists_of_classes_that_cannot_be_are_refused(folder: Path, content: str, message: str) -> None:
     (folder / "names.txt").write_text(content)

@@ -185,12 +185,7 @@ def test_an_input_of_nothing_but_bad_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "samples_per_shard", "rows_per_block", "sizes"),
-    [
-        (100, 0, 8, [8] * 12 + [4]),
-        (10, 0, 64, [10]),
-        (40_000, 0, 64, [2048] * 19 + [1088]),
-        (10, 4, 64, [4, 4, 2]),
-    ],
+    [(100, 0, 8, [8] * 12 + [4]), (10, 0, 64, [10]), (40_000, 0, 64, [2048] * 19 + [1088]), (10, 4, 64, [4, 4, 2])],
 )
 def test_shards_are_cut_in_whole_blocks(
     count: int, samples_per_shard: int, rows_per_block: int, sizes: list[int]

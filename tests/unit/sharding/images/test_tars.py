@@ -47,9 +47,7 @@ def test_braces_without_end(tmp_path: Path) -> None:
         ("{a}" * 2000 + ".tar\n", "2000 pairs"),
         ("x" * 2_000_000 + ".tar\n", "2000004 characters"),
         pytest.param(
-            "".join(f"{n}-{{0..399999}}.tar\n" for n in range(9)),
-            "line 3: .*1000000",
-            marks=pytest.mark.exhaustive,
+            "".join(f"{n}-{{0..399999}}.tar\n" for n in range(9)), "line 3: .*1000000", marks=pytest.mark.exhaustive
         ),
     ],
 )
